@@ -272,6 +272,8 @@ def test_notes():
     assert "1 − rollout/kept_mass/mean" in advice(load_config({}, ["rollout.top_p=0.9"]))[0]
     unweighted = advice(load_config({}, ["rollout.min_p=0.1", "loss.mismatch.kind=none"]))
     assert "twice that without loss.mismatch" in unweighted[0]
+    by_sequence = advice(load_config({}, ["rollout.top_p=0.9", "loss.mismatch.level=sequence"]))
+    assert "twice that in the policy term at the sequence level" in by_sequence[0]
     stale = advice(load_config({}, ["rollout.max_staleness=1", "kl.beta=0.01", "kl.estimator=k2", "kl.gradient=plain"]))
     assert "biased by the drift between the sampler and the policy" in stale[0]
 

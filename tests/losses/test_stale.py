@@ -44,6 +44,17 @@ def numbers(scores, batch):
     return scores.logp.detach().numpy(), *(getattr(batch, name).numpy() for name in names), batch.action_mask.numpy()
 
 
+def test_the_logged_penalty_is_the_one_that_acts_under_a_cap():
+    scores, batch = tensors()
+    batch = replace(batch, advantages=torch.zeros(4), stale=True)
+    out, _ = run(scores, batch, KLOptions(estimator="k1", placement="advantage", ratio_cap=1.05))
+    logp, _, ref, mu, mask = numbers(scores, batch)
+    rho = np.exp(logp - mu)
+    assert (rho[mask] > 1.05).any()
+    expected = 0.5 * (np.minimum(rho, 1.05) * (logp - ref))[mask].mean()
+    assert out.metrics["loss/kl"].value == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("placement", ["loss", "advantage"])
 def test_the_kl_term_of_stale_samples_is_weighed_by_the_policy_over_what_drew_them(placement, filtered):

@@ -11,6 +11,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout.engine import Interrupted
 from keel.rollout.stops import StopStrings
 
 from . import shapes
@@ -298,3 +299,13 @@ def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer.eos_token = None
     with pytest.raises(KeelError, match="end-of-sequence"):
         NativeEngine(shapes.model("llama"), tokenizer)
+
+
+def test_sampling_that_is_interrupted_ends_at_the_next_token() -> None:
+    engine, _ = engine_of(shapes.SHARED[0])
+    ended: list[int] = []
+    engine.on_finished = lambda count: (ended.append(count), engine.interrupt())[0]
+    limits = [Request(f"p{i}", tokens, max_new=1 + 19 * i) for i, tokens in enumerate(shapes.prompts(2))]
+    with pytest.raises(Interrupted):
+        engine.generate(limits, SamplingParams(max_completion_length=20, num_generations=2, ignore_eos=True))
+    assert ended == [2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +131,45 @@ def test_an_error_ahead_ends_the_run_at_its_step_which_can_be_resumed(tmp_path: 
     assert keel.train(BASE, overrides=more, resume=True).steps == 6
 
 
+LATE = """
+import sys, time
+import keel
+from keel.rollout.native.engine import NativeEngine
+from keel.trainer import overlap
+from trainer.small import BASE
+
+class Late(NativeEngine):
+    def __init__(self, model, tokenizer):
+        super().__init__(model, tokenizer, copy=True)
+    def generate(self, *args, step=0, **options):
+        if step == 1:
+            time.sleep(1.0)
+            print("sampled")
+        return super().generate(*args, step=step, **options)
+    def interrupt(self):
+        pass
+    def close(self):
+        print("closed")
+
+def stop(state, metrics):
+    raise KeyError("in a callback")
+
+overlap.GRACE_S = 0.0
+sys.modules["late"] = sys.modules["__main__"]
+overrides = [f"run.dir={sys.argv[1]}", "rollout.max_staleness=1", "rollout.engine=late:Late", "eval.every=0"]
+keel.train(BASE, overrides=overrides, callbacks=[stop])
+"""
+
+
+def test_a_run_that_ends_while_the_thread_samples_lets_it_end(tmp_path: Path) -> None:
+    """An interpreter that ends under a thread inside of torch aborts; an engine is not closed under it either."""
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", LATE, str(tmp_path)]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (ended.returncode, "in a callback" in ended.stderr) == (1, True)
+    assert ended.stdout.splitlines()[-2:] == ["sampled", "closed"]
+
+
 def train(folder: Path, staleness: str, resume: bool = False, stop_at: int | None = None, *more: str) -> int:
     def stop(state: Any, metrics: Any) -> None:
         if state.step == stop_at:
@@ -178,13 +219,15 @@ class LostProblems(Lost):
         return super().sample(count, seed=seed, step=step)
 
 
-def fail_ahead(folder: Path) -> int:
-    overrides = [f"run.dir={folder}", f"run.max_steps={STEPS}", ONE]
+def fail_ahead(folder: Path, staleness: str) -> int:
+    overrides = [f"run.dir={folder}", f"run.max_steps={STEPS}", staleness, "checkpoint.every=1", "eval.every=1"]
     return keel.train(BASE, task=LostProblems(), overrides=overrides).exit_status
 
 
-def test_an_error_in_the_thread_of_one_rank_ends_all(tmp_path: Path) -> None:
-    first, second = run_ranks(fail_ahead, tmp_path)
+@pytest.mark.parametrize("staleness", [ONE, TWO])
+def test_an_error_in_the_thread_of_one_rank_ends_all(tmp_path: Path, staleness: str) -> None:
+    """Over the checkpoints and evaluations before its step, which wait for what is in flight."""
+    first, second = run_ranks(fail_ahead, tmp_path, staleness)
     assert first.status == 2
     assert second.status == 1  # nobody below `keel.train` turns it into a line
     assert "no problems here" in second.err

@@ -14,8 +14,9 @@ import keel
 from keel.base.alive import LOST
 from keel.base.types import Problem, Reward
 from keel.cli import main
+from keel.rollout.native.engine import NativeEngine
 from ranks import Ended, run_ranks
-from run.test_resume import assert_same
+from run.test_resume import assert_same, lines
 from trainer.small import BASE, Letters
 
 STEPS = 6
@@ -54,6 +55,39 @@ def test_a_run_stopped_and_killed_and_gone_on_with_equals_the_run_left_alone(tmp
     assert f"go on with: keel train --resume {parts / 'small'} --nproc 2" in killed[0].err
     assert statuses(run_ranks(train, parts, True)) == [0, 0]
     assert_same(parts / "small", whole / "small")
+
+
+class Reporting(NativeEngine):
+    """Has something to say after each sync."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer, copy=True)
+        self.said: list[tuple[str, str]] = []
+
+    def sync(self, policy: Any, version: int | None = None) -> None:
+        super().sync(policy, version)
+        self.said.append(("sampler/lost", f"version {version}"))
+
+    def events(self) -> list[tuple[str, str]]:
+        said, self.said = self.said, []
+        return said
+
+
+def train_reporting(folder: Path) -> int:
+    overrides = [f"run.dir={folder}", "run.max_steps=2", "rollout.engine=run.test_ranks:Reporting"]
+    return keel.train(BASE, overrides=[*overrides, "rollout.max_staleness=1"]).exit_status
+
+
+def test_what_happens_to_the_sampler_of_any_rank_is_logged_to_the_last(tmp_path: Path) -> None:
+    """The last sync is that of the evaluation after the last step."""
+    assert statuses(run_ranks(train_reporting, tmp_path)) == [0, 0]
+    events = [event for event in lines(tmp_path / "small", "events.jsonl") if event["kind"] == "sampler/lost"]
+    assert [event["message"] for event in events] == [
+        "version 1",
+        "rank 1: version 1",
+        "version 2",
+        "rank 1: version 2",
+    ]
 
 
 def fails_on_rank_1(problem: Problem, text: str) -> Reward:

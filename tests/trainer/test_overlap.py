@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.base.world import World, open_world
 from keel.config import load_config
 from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
@@ -22,9 +27,11 @@ from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
 from keel.trainer.integrity import TRAINER, saved_sums
 from keel.trainer.memory import OutOfMemory
+from keel.trainer.overlap import RolloutQueue, Rollouts
 from keel.trainer.pending import PENDING
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
+from ranks import run_ranks
 from trainer.small import Letters, small_config
 
 TIMED = ("time/", "speed/", "memory/")
@@ -38,6 +45,32 @@ class Flat(Letters):
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         return super().reward(problem, turns) if problem.key.endswith("/0") else Reward(1.0, {"letters": 1.0})
+
+
+class Skipping(Letters):
+    """Letters whose first problem has no reward yet in the first round, and comes again in a further one, with others.
+
+    The second problem pays alike, so that the further round draws two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "failed", set())
+        object.__setattr__(self, "judged", count())
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        first = [Problem(f"0/{step}/0", f"{step}:0=", "abc")]
+        return first + super().sample(count, seed=seed, step=step)[1:]
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        seed, _, number = problem.key.split("/")
+        if number == "0" and problem.key not in self.failed:
+            self.failed.add(problem.key)
+            raise ValueError("no reward yet")
+        return Reward(1.0 if (seed, number) == ("0", "1") else float(next(self.judged)))
+
+
+SKIPPING = ("loss.dynamic_sampling=true", "reward.on_error=skip_group")
 
 
 def flat() -> Flat:
@@ -54,18 +87,18 @@ def steady(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(TIMED)}
 
 
-def take_steps(run: TrainingRun, state: State, count: int) -> Iterator[tuple[State, dict[str, float]]]:
+def take_steps(run: TrainingRun, state: State, steps: int) -> Iterator[tuple[State, dict[str, float]]]:
     with closing(run):
-        for _ in range(count):
+        for _ in range(steps):
             state, metrics, _ = train_step(run, state)
             yield state, steady(metrics)
 
 
-def plain_loop(run: TrainingRun, state: State, staleness: int, count: int) -> list[dict[str, float]]:
+def plain_loop(run: TrainingRun, state: State, staleness: int, steps: int) -> list[dict[str, float]]:
     """One thread: before each step the engine is given the weights of `staleness` steps before, or of the first."""
     run.queue, lines = None, []
     old = [(copy.deepcopy(run.policy.model), 0)]
-    for step in range(count):
+    for step in range(steps):
         run.engine.sync(*old[max(0, step - staleness)])
         state, metrics, _ = train_step(run, state)
         old.append((copy.deepcopy(run.policy.model), state.policy_version))
@@ -84,6 +117,33 @@ def test_every_number_is_that_of_a_plain_loop_which_keeps_old_weights(staleness:
     assert lines == plain_loop(*make(*options), staleness, 6)
     assert [line["staleness/max"] for line in lines] == [float(min(step, staleness)) for step in range(6)]
     assert all(line["staleness/mean"] == line["staleness/max"] for line in lines)
+
+
+class Silent(NativeEngine):
+    """Says no version, and counts its syncs."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer, copy=True)
+        self.version, self.synced = None, list[int | None]()
+
+    def sync(self, policy: Any, version: int | None = None) -> None:
+        super().sync(policy)
+        self.synced.append(version)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_samples_are_of_the_version_that_was_asked_for_and_each_is_sent_once(tmp_path: Path, staleness: int) -> None:
+    options = (f"rollout.max_staleness={staleness}", "rollout.engine=trainer.test_overlap:Silent")
+    run, state = make(*options)
+    ages = []
+    for later, metrics in take_steps(run, state, 3):
+        ages.append(metrics["staleness/max"])
+        folder = save_checkpoint(tmp_path, run, later)
+    assert ages == [float(min(step, staleness)) for step in range(3)]
+    assert run.engine.synced == [1, 2]  # type: ignore[attr-defined]
+    other, _ = make(*options, weights=folder)
+    list(take_steps(other, load_checkpoint(folder, other), 1))
+    assert other.engine.synced == [3]  # type: ignore[attr-defined]
 
 
 class Watched(Letters):
@@ -147,6 +207,20 @@ def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int
         assert [metrics for _, metrics in take_steps(other, state, 5 - step)] == lines[step:]
 
 
+def test_a_group_that_a_further_round_has_drawn_again_is_gone_on_with(tmp_path: Path) -> None:
+    options, lines = ("rollout.max_staleness=1", *SKIPPING), []
+    run, state = make(*options, task=Skipping())
+    for later, metrics in take_steps(run, state, 2):
+        save_checkpoint(tmp_path, run, later)
+        lines.append(metrics)
+    other, _ = make(*options, weights=tmp_path / "step-1", task=Skipping())
+    state = load_checkpoint(tmp_path / "step-1", other)
+    ahead = other.queue.ready(1)[1]  # type: ignore[union-attr]
+    assert ahead.draws == (3, 2)
+    assert [group.problem.key for group in ahead.groups] == ["0/1/1", "0/1/2", "0/1/0", "1000003/1/1"]
+    assert [metrics for _, metrics in take_steps(other, state, 1)] == lines[1:]
+
+
 def test_a_checkpoint_of_another_staleness_begins_with_fresh_rollouts(tmp_path: Path) -> None:
     run, state = make("rollout.max_staleness=2")
     for later, _ in take_steps(run, state, 3):
@@ -197,6 +271,62 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_step_that_it_belongs_to(
     assert load_checkpoint(folder, other).step == 2
     assert train_step(other, state).metrics["staleness/max"] == 0.0
     other.close()
+
+
+def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> None:
+    """Whether the error was that of a sync, so that the engine does not have what it was to have, nobody knows."""
+    policy, synced = nn.Linear(1, 1), []
+
+    def sync(model: nn.Module, version: int) -> None:
+        if model is not policy:
+            raise ZeroDivisionError("in the sync")
+        synced.append(version)
+
+    engine: Any = SimpleNamespace(sync=sync, interrupt=lambda: None)
+    with closing(RolloutQueue(engine, policy, lambda attempt, step: Rollouts([], {}), list, max_staleness=2)) as queue:
+        with pytest.raises(ZeroDivisionError):
+            queue.take(0, 0, 7)
+        queue.settle(7)
+    assert synced == [7]
+
+
+@dataclass(frozen=True)
+class Asked(World):
+    """Says when it is asked first."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.asked.set()
+        return super().gather(value)
+
+
+def drop_unevenly() -> None:
+    """Rank 1 drops its rollouts before its thread begins with step 1, rank 0 when that waits for rank 1's there."""
+    with open_world() as opened:
+        world, apart, begun = Asked(opened.rank, opened.size), opened.apart(), threading.Event()
+
+        def sample(attempt: int, step: int) -> Rollouts:
+            if step == 1:
+                begun.set()
+            elif not world.leads:
+                time.sleep(0.2)  # until the main thread holds what comes after
+            return Rollouts([], {"steps": float(sum(apart.gather(step)))})
+
+        engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
+        queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
+        with closing(queue):
+            queue.begin_next(0, -1, 0)
+            if world.leads:
+                assert begun.wait(LIMIT_S)
+            else:
+                queue._pending[0].add_done_callback(lambda future: world.asked.wait(LIMIT_S))
+            queue.clear()
+            assert queue.take(0, 0, 0).counts == {"steps": 0.0}
+
+
+def test_processes_drop_the_same_rollouts() -> None:
+    assert [rank.status for rank in run_ranks(drop_unevenly)] == [0, 0]
 
 
 def test_memory_that_runs_out_in_the_thread_is_said_of_the_rollout() -> None:

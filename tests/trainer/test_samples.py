@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,15 @@ from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group
 from keel.losses import MismatchOptions
 from keel.run.build import build_policy, build_run
+from keel.trainer.batch import pack_step, score_policy, score_reference
+from keel.trainer.final import measure_final
 from keel.trainer.guards import sampler_events
+from keel.trainer.sample import sample_groups, settle
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, controlled_kl, train_step
 from trainer.small import small_config
+
+SAMPLER_KL = {"kl/sampler_policy/k1/mean", "kl/sampler_policy/k3/mean"}
 
 
 def make(*overrides: str) -> tuple[TrainingRun, State]:
@@ -78,7 +84,7 @@ def test_fresh_samples_are_measured_without_weights() -> None:
 def test_the_kept_mass_is_what_the_filter_leaves_of_the_policy(known: bool) -> None:
     """Against the sum of the three likeliest probabilities of the model's own logits, at every state."""
     run, state = make("rollout.top_k=3", "optim.learning_rate=1e-30")
-    if not known:
+    if not known:  # an engine of `logp_after_filters`
         inner = run.collect
 
         def silent(*args: Any, **options: Any) -> Any:
@@ -87,6 +93,8 @@ def test_the_kept_mass_is_what_the_filter_leaves_of_the_policy(known: bool) -> N
 
         run.collect = silent  # type: ignore[assignment]
     _, metrics, batch = train_step(run, state)
+    measured = {name for name in metrics if name.startswith(("rollout/kept_mass/", "kl/sampler_policy/"))}
+    assert measured == ({f"rollout/kept_mass/{n}" for n in ("mean", "min")} | SAMPLER_KL if known else set())
     masses = []
     for group in batch.groups:
         for completion in group.completions:
@@ -95,13 +103,57 @@ def test_the_kept_mass_is_what_the_filter_leaves_of_the_policy(known: bool) -> N
                 logits = run.policy.model(ids).logits[0, len(group.prompt_tokens) - 1 : -1]
             masses.append(logits.softmax(-1).topk(3).values.sum(-1))
     mass = torch.cat(masses)
-    assert metrics["rollout/kept_mass/mean"] == pytest.approx(mass.mean().item(), rel=1e-4)
-    assert metrics["rollout/kept_mass/min"] == pytest.approx(mass.min().item(), rel=1e-4)
+    if known:
+        assert metrics["rollout/kept_mass/mean"] == pytest.approx(mass.mean().item(), rel=1e-4)
+        assert metrics["rollout/kept_mass/min"] == pytest.approx(mass.min().item(), rel=1e-4)
     assert metrics["mismatch/unreported_fraction"] == 0.0
     rows, names = batch.rows, ("old_logp", "ref_logp", "filtered_logp")
     old, ref, filtered = (getattr(rows, name)[rows.action_mask] for name in names)
     weighted = ((old - filtered).exp() * (old - ref)).mean().item()
     assert metrics["kl/policy_ref/k1/mean"] == pytest.approx(weighted, abs=1e-6)
+
+
+def test_stale_samples_of_filters_have_no_prefix_gap() -> None:
+    """What the filters cut, products of weights over the prefixes do not bring back."""
+    run, state = make("rollout.top_k=3")
+    _, metrics, _ = samples_of_the_start(run, state, stale=True)
+    assert "kl/policy_ref/sequence/mean" in metrics
+    assert not any("prefix_gap" in name for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("options", "unknown", "unreported"),
+    [
+        (("loss.mismatch.level=sequence", "kl.beta=0"), "filtered_logp", False),
+        (("loss.mismatch.level=sequence", "kl.beta=0"), "sample_logp", True),
+        (("loss.mismatch.level=sequence",), "filtered_logp", True),
+        ((), "sample_logp", False),
+        (("kl.level=sequence", "kl.estimator=k1"), "filtered_logp", True),
+        (("kl.level=sequence", "kl.estimator=k1"), "sample_logp", True),
+    ],
+)
+def test_a_token_is_unreported_where_any_term_would_read_it(
+    options: tuple[str, ...], unknown: str, unreported: bool
+) -> None:
+    run, _ = make("rollout.top_k=3", *options)
+    groups = run.collect(run.task.sample(2, seed=5, step=0), attempt=0, step=0)
+    groups = with_completions(groups, lambda c: replace(c, **{unknown: (math.nan, *getattr(c, unknown)[1:])}))
+    batch = pack_step(groups, run)
+    assert batch.unreported == (pytest.approx(8 / int(batch.rows.action_mask.sum())) if unreported else 0.0)
+    assert unknown not in batch.known
+
+
+def test_the_final_policy_is_measured_on_fresh_samples() -> None:
+    run, state = make("rollout.max_staleness=1")
+    with closing(run):
+        state = train_step(run, train_step(run, state).state).state
+        settle(run, state)
+        measured = measure_final(run, state)
+        batch = score_policy(score_reference(pack_step(sample_groups(run, run.collect, 0, 2)[0], run), run), run)
+    rows = batch.rows
+    u = (rows.old_logp - rows.ref_logp)[rows.action_mask].double()  # type: ignore[operator]
+    assert measured["kl/policy_ref/k1/mean"] == pytest.approx(u.mean().item(), rel=1e-9)
+    assert not any("prefix_gap" in name for name in measured)
 
 
 def test_an_engine_that_reports_nothing_is_counted_and_cannot_be_stale() -> None:

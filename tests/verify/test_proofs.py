@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.kl import estimators, facts
+from keel.kl import KLOptions, estimators, facts
+from keel.losses import LOSSES, LossOptions
 from keel.losses import objective as objective_function
 from keel.verify import gradients, losses, optimum, oracle, run, samples, values
-from keel.verify.oracle import random_bandits, sequence_world
+from keel.verify.oracle import random_bandits, relative_error, sequence_world
 
 objective = sys.modules[objective_function.__module__]  # the package has a function of the module's name
 
@@ -71,7 +72,7 @@ def test_a_wrong_estimator_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("name", ["policy_gradient", "dapo", "gspo"])
 def test_a_ratio_against_the_wrong_one_of_three_policies_is_caught(name, monkeypatch):
-    """On stale samples π/old is not π/μ, and k1 in the reward is not that of the sampler."""
+    """On stale samples π/old is not π/μ."""
     world = sequence_world()
     penalties = [p for p in losses.PENALTIES if "rho" in p[2] or p[1] != "reward"]
     assert all(losses.penalty_check(name, p, oracle.STALE, world).ok for p in penalties)
@@ -80,6 +81,22 @@ def test_a_ratio_against_the_wrong_one_of_three_policies_is_caught(name, monkeyp
     if name == "gspo":  # near, and exact under token_mean
         exact = [("k2", "loss", "auto", "token", "token_mean"), ("k1", "loss", "auto", "sequence", "token_mean")]
     assert not any(losses.penalty_check(name, p, oracle.STALE, world).ok for p in exact)
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "dapo"])
+def test_a_reward_that_is_valued_by_the_sampler_is_caught(name):
+    """Of one token, at the first update: k1 of π in the reward is ∇KL(π‖p), k1 of μ lacks ∇KL(π‖μ)."""
+    stale = losses.completions(sequence_world(steps=1), oracle.STALE)
+    loss = LossOptions(loss_type=name)
+    kl = KLOptions(estimator="k1", placement="reward", beta=1.0, log_ratio_clamp=None)
+    pairing = kl.pairing(LOSSES[name].reduction, off_policy=True)
+
+    def error(valued_by):
+        measured = losses.penalty_gradient(replace(stale, old=valued_by), loss, kl, pairing)
+        return relative_error(measured, losses.target(stale, "token"))
+
+    assert error(stale.logp.detach()) < losses.EXACT
+    assert error(stale.sample) > 0.01
 
 
 def test_a_measurement_that_forgets_its_weights_is_caught(monkeypatch):

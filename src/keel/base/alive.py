@@ -46,6 +46,10 @@ class Failure(NamedTuple):
     status: int
 
 
+class PeerFailed(RuntimeError):
+    """Another rank has failed, and names the cause itself."""
+
+
 def process_rank() -> int:
     """This process's number among those started together."""
     return int(os.environ.get("RANK", "0"))
@@ -151,7 +155,9 @@ def _go_on(resume: str) -> str:
 
 
 def _in_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it: then most often another rank is the cause."""
+    """Whether another rank is the cause: said so, or most often, where torch.distributed raised it."""
+    if isinstance(error, PeerFailed):
+        return True
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and str(frames[-1][0].f_globals.get("__name__")).startswith("torch.distributed.")
 

@@ -10,8 +10,8 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from keel.base.alive import joined, process_count, process_rank, watched
+from keel.base.alive import PeerFailed, joined, process_count, process_rank, watched
 from keel.base.errors import KeelError
 from keel.base.metrics import Metric, Metrics, merge, to_host
 from keel.base.redact import masked
@@ -48,7 +48,14 @@ class World:
 
     def apart(self) -> World:
         """The same processes over connections of their own: for a thread that sends while the main one does."""
-        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=COLLECTIVE))
+        if self.size == 1:
+            return self
+        return WorldApart(self.rank, self.size, dist.new_group(backend="gloo", timeout=COLLECTIVE))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all processes `apart` finish, or none: where one fails in it, all raise."""
+        yield
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This process's part of what all have: every `size`-th, whole."""
@@ -108,6 +115,41 @@ class World:
             dist.all_reduce(flat, group=self.group)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Sent in place of a value."""
+
+
+@dataclass(frozen=True)
+class WorldApart(World):
+    """Whatever is exchanged says too whether a process has failed in `together`: then the others raise `PeerFailed`."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+            self.gather(None)
+        except PeerFailed:
+            raise
+        except BaseException:
+            with suppress(RuntimeError):  # the connections are gone
+                super().gather(_Failed())
+            raise
+
+    def gather(self, value: T) -> list[T]:
+        values = super().gather(value)
+        for rank, other in enumerate(values):
+            if isinstance(other, _Failed):
+                raise PeerFailed(f"rank {rank} of {self.size} has failed")
+        return values
+
+    def agree(self, value: T) -> T:
+        return self.gather(value)[0]
+
+    def wait(self) -> None:
+        self.gather(None)
 
 
 ALONE = World()

@@ -175,7 +175,9 @@ def advice(config: Config) -> list[str]:
             )
     notes += advise(config.loss.loss_type, kl.beta)
     if config.rollout.filtered:
-        times = "" if config.loss.mismatch.kind != "none" else ", and twice that without loss.mismatch"
+        mismatch = config.loss.mismatch
+        without = "without loss.mismatch" if mismatch.kind == "none" else "in the policy term at the sequence level"
+        times = f", and twice that {without}" if mismatch.kind == "none" or mismatch.level == "sequence" else ""
         notes.append(
             "top_p, top_k or min_p cut the sampled distribution: what the policy does outside of it is not seen, and a "
             "mean at a state is biased by at most the probability that is cut, 1 − rollout/kept_mass/mean, times its "

@@ -37,12 +37,17 @@ def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tens
     return None if drawn is None else _first_known(drawn, old_logp.detach())
 
 
+def drawn_by_other(batch: Batch, level: str = "token") -> bool:
+    """Whether the old policy did not draw the samples: stale or filtered ones; a sequence's ratio knows no filters."""
+    return batch.stale or (batch.filtered_logp is not None and level == "token")
+
+
 def kl_behaviour_logp(batch: Batch, logp: Tensor, level: str = "token") -> Tensor | None:
     """log μ that the KL term's ratios ρ = π/μ are taken against: the old policy's (None: `logp` itself, on-policy).
 
     Where samples are stale or filtered the old policy did not draw them, and what did takes its place.
     """
-    if not batch.stale and (batch.filtered_logp is None or level == "sequence"):
+    if not drawn_by_other(batch, level):
         return batch.old_logp
     behaviour = behaviour_logp(batch, logp if batch.old_logp is None else batch.old_logp, level)
     if behaviour is None:

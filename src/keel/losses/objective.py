@@ -17,7 +17,7 @@ from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
-from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp, mismatch_metrics, mismatch_weights
+from keel.losses.mismatch import behaviour_logp, drawn_by_other, kl_behaviour_logp, mismatch_metrics, mismatch_weights
 from keel.losses.options import LossOptions
 from keel.losses.policy import get_loss, policy_term
 from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
@@ -86,8 +86,8 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
     if batch.ref_logp is None and not kl.estimator.startswith("exact"):
         return 0.0  # a penalty that was shaped elsewhere
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
-    if behaviour is not None and behaviour is not batch.old_logp and not kl.estimator.startswith("exact"):
-        values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask)
+    if behaviour is not None and drawn_by_other(batch) and not kl.estimator.startswith("exact"):
+        values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask, cap=kl.ratio_cap)
     total = select(values, batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
     return divide(total, by.sequences if per_sequence else by.tokens).double()
@@ -154,7 +154,7 @@ def objective(
     if penalty is not None:
         behaviour = kl_behaviour_logp(batch, scores.logp)
         per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
-        if drawn is not None and behaviour is batch.old_logp:  # otherwise its ratio is already π/μ
+        if drawn is not None and not drawn_by_other(batch):  # otherwise its ratio is already π/μ
             per_token = per_token * mismatch_weights(old, drawn, batch.action_mask, loss.mismatch, mask_out=False)
         kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
         logged = beta * mean_penalty(kl, scores, batch, counts.kl)

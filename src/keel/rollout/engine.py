@@ -24,6 +24,10 @@ class StaleWeights(KeelError):
     """The sampler does not hold the policy's weights after they were sent."""
 
 
+class Interrupted(Exception):
+    """Raised where an engine samples that another thread has interrupted."""
+
+
 class Engine:
     """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
 
@@ -82,6 +86,9 @@ class Engine:
     def events(self) -> list[tuple[str, str]]:
         """What has happened to the sampler since it was last asked, as codes and messages for the run's events."""
         return []
+
+    def interrupt(self) -> None:
+        """Called while another thread samples, for the last time: let that raise `Interrupted` soon, where it can."""
 
     def close(self) -> None:
         """End what the engine has started: processes, connections."""

@@ -349,8 +349,17 @@ def _queue(
     def sample(attempt: int, step: int) -> Rollouts:
         return replace(sample_rollouts(run, collector, world, attempt, step), failures=tuple(own.drain()))
 
-    staleness = config.rollout.max_staleness
-    return RolloutQueue(run.engine, run.policy.model, sample, judge.failures.extend, max_staleness=staleness)
+    queue = RolloutQueue(
+        run.engine,
+        run.policy.model,
+        sample,
+        judge.failures.extend,
+        max_staleness=config.rollout.max_staleness,
+        world=run.world,
+        thread_world=world,
+    )
+    queue.restore({}, 0)  # the engine was built on the policy as it is
+    return queue
 
 
 def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bool) -> None:

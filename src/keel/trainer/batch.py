@@ -65,7 +65,7 @@ class StepBatch:
     once there are any.
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
-    whose log-probability the engine did not say, so that nothing weighs them.
+    whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
     """
 
     groups: tuple[Group, ...]
@@ -79,6 +79,7 @@ class StepBatch:
     penalty: Tensor | None = None
     rejected: Tensor | None = None
     unreported: float = 0.0
+    known: frozenset[str] = frozenset()
 
     @property
     def completions(self) -> list[Completion]:
@@ -124,11 +125,11 @@ class StepBatch:
         return replace(self, rows=replace(self.rows, **changes))
 
 
-def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
+def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
     """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
 
     Where flash kernels attend, which know no rows, a microbatch is one row without padding.
-    Each process packs its share of every minibatch.
+    Each process packs its share of every minibatch. `stale` says that other weights may have sampled.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
@@ -158,12 +159,14 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     sample = right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32)
-    filtered, stale = None, run.rollout.max_staleness > 0
+    filtered = None
     if run.rollout.filtered:
         filtered = right_pad((c.filtered_logp for c in completions), 0.0, dtype=torch.float32)
-    in_loss = run.kl.penalizes and run.kl.placement == "loss"
-    by_token = run.loss.mismatch.level == "token" and not (in_loss and run.kl.level == "sequence")
-    unreported = _unreported(filtered if filtered is not None and by_token else sample, actions)
+    unknown = {"sample_logp": sample.isnan() & actions}
+    if filtered is not None:
+        unknown["filtered_logp"] = filtered.isnan() & actions
+    silent = torch.stack([unknown[name] for name in _weighed_by(run)]).any(0)
+    unreported = float(silent.sum() / actions.sum().clamp_min(1))
     if stale and unreported:
         raise KeelError(
             f"rollout.max_staleness={run.rollout.max_staleness} needs the sampler's log-probabilities to weigh stale "
@@ -178,13 +181,17 @@ def pack_step(groups: Sequence[Group], run: TrainingRun) -> StepBatch:
         group=to_device(group, device),
         stale=stale,
     )
+    known = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device, unreported=unreported)
+    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device, unreported=unreported, known=known)
 
 
-def _unreported(logp: Tensor, actions: Tensor) -> float:
-    """The share of sampled tokens without a number, both in main memory."""
-    return float((logp.isnan() & actions).sum() / actions.sum().clamp_min(1))
+def _weighed_by(run: TrainingRun) -> set[str]:
+    """What the terms of the loss read of the sampler: filters belong to a token's weight, not to a sequence's."""
+    levels = {run.loss.mismatch.level}
+    if run.kl.penalizes:
+        levels.add(run.kl.level if run.kl.placement == "loss" else "token")
+    return {"filtered_logp" if run.rollout.filtered and level == "token" else "sample_logp" for level in levels}
 
 
 def split(

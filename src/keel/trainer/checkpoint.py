@@ -208,6 +208,8 @@ def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Pa
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     """Everything but the weights, which the model was built from; a reference that does not match is refused."""
+    if run.queue is not None:
+        run.queue.clear()
     record = _record_of(folder)
     trainer = folder / TRAINER
     load_optimizer(run.optimizer, run.policy.model, _load(trainer / OPTIMIZER), trainer / MOMENTS)
@@ -225,10 +227,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
-    if run.queue is not None:
-        run.queue.clear()
-        run.queue.restore(load_pending(trainer, run, state))
     run.engine.sync(run.policy.model, state.policy_version)
+    if run.queue is not None:
+        run.queue.restore(load_pending(trainer, run, state), state.policy_version)
     return state
 
 

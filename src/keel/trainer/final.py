@@ -31,7 +31,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     try:
         torch.manual_seed(step_seed(run.seed, state))
         with memory("rollout"):
-            groups = sample_groups(run, run.collect, state.attempt, state.step)
+            groups, _ = sample_groups(run, run.collect, state.attempt, state.step)
         with memory("score"):
             batch = score_reference(pack_step(groups, run), run)
             measured = values(measure_policy(score_policy(batch, run), run))

@@ -163,6 +163,7 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
             break
     if interrupt.anywhere(world) and job.saved_at != state.step and state.step > 0:
         save(job, state)
+    _log_engine(job, state, world.gather(job.run.engine.events()))
     return state
 
 
@@ -248,6 +249,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     elif job.run.world.leads:
         job.directory.sync()
         rewrite_state(checkpoint, state)
+    _log_engine(job, state, job.run.world.gather(job.run.engine.events()))
     return state
 
 
@@ -276,6 +278,7 @@ def _due(step: int, every: int) -> bool:
 
 def _log(job: Job, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
+    engine_events = job.run.world.gather(job.run.engine.events())
     if not job.run.world.leads:
         job.failures()
         return
@@ -299,8 +302,14 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
     job.ongoing = frozenset(alarms)
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
-    for kind, message in job.run.engine.events():
-        job.loggers.event(kind, step=state.step, message=message)
+    _log_engine(job, state, engine_events)
+
+
+def _log_engine(job: Job, state: State, events: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """What has happened to the samplers, by rank."""
+    for rank, of_rank in enumerate(events):
+        for kind, message in of_rank:
+            job.loggers.event(kind, step=state.step, message=f"rank {rank}: {message}" if rank else message)
 
 
 def _keep_skipped(job: Job, step: Step, state: State) -> None:

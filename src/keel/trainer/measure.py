@@ -108,15 +108,13 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
         metrics |= kl_statistics(
             logp, rows.ref_logp, mask, where, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
         )
-        if rows.stale and rows.sample_logp is not None:
-            sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
-            metrics |= prefix_gap(logp, rows.ref_logp, sampler, mask, where, clamp=clamp)
+        if rows.stale and rows.filtered_logp is None and rows.sample_logp is not None and "sample_logp" in batch.known:
+            metrics |= prefix_gap(logp, rows.ref_logp, rows.sample_logp, mask, where, clamp=clamp)
         metrics["logp/ref_mean"] = mean(rows.ref_logp)
         if scores.ref_policy_kl is not None:
             metrics["kl/ref_policy/exact/mean"] = mean(scores.ref_policy_kl)
-    if rows.sample_logp is not None:
-        sampler = torch.where(rows.sample_logp.isnan(), logp, rows.sample_logp)
-        d = log_ratio(sampler, logp, mask).d
+    if rows.sample_logp is not None and "sample_logp" in batch.known:
+        d = log_ratio(rows.sample_logp, logp, mask).d
         metrics["kl/sampler_policy/k1/mean"] = mean(-d)
         metrics["kl/sampler_policy/k3/mean"] = mean(k3(d))
         metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0  # 0 outside the mask
@@ -135,17 +133,12 @@ def sample_weights(batch: StepBatch) -> Tensor | None:
 
 
 def measure_filters(batch: StepBatch) -> dict[str, Metric]:
-    """The share of the sampler's probability that filters left, at the states that were visited.
-
-    Where the engine does not know it, π_old/μ stands for it, whose mean at a state is what the filters left of π_old.
-    """
+    """The share of the sampler's probability that filters left, at the states that were visited, where it is known."""
     rows = batch.rows
-    if rows.filtered_logp is None:
+    if rows.filtered_logp is None or not {"sample_logp", "filtered_logp"} <= batch.known:
         return {}
     assert rows.sample_logp is not None
-    assert rows.old_logp is not None
-    whole = torch.where(rows.sample_logp.isnan(), rows.old_logp, rows.sample_logp)
-    mass = batch.actions.select(mismatch_ratio(whole, rows.filtered_logp, rows.action_mask)).double()
+    mass = batch.actions.select(mismatch_ratio(rows.sample_logp, rows.filtered_logp, rows.action_mask)).double()
     if not mass.numel():
         return {}
     return {"rollout/kept_mass/mean": Last(mass.mean()), "rollout/kept_mass/min": Last(mass.min())}

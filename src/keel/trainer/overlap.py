@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,19 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.types import Group
+from keel.base.world import ALONE, World
 from keel.envs.judge import Failure
 from keel.rollout import Engine
 
-GRACE_S = 5.0  # for the rollouts in flight where a run ends by an error
+GRACE_S = 5.0  # for the rollouts in flight where a run ends
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one step learns from: judged groups, what the task counted meanwhile, and which rewards failed."""
+    """What one step learns from: judged groups, what the task counted meanwhile, and which rewards failed.
+
+    `draws` are the numbers of problems that were drawn, by round.
+    """
 
     groups: list[Group]
     counts: Mapping[str, float]
     failures: Sequence[Failure] = ()
+    draws: Sequence[int] = ()
 
 
 class RolloutQueue:
@@ -42,7 +47,8 @@ class RolloutQueue:
     `sample(attempt, step)` collects those of one step; `record` is given its failures when it is taken. Each is sampled
     with the weights at the time it was asked for: with `max_staleness` 1 the sampler has nothing to do then and takes
     them over at once; above that it is still at an earlier step, and the trained parameters are copied on the policy's
-    device until it gets there.
+    device until it gets there. Of several processes (`world`) all sample the same steps in the same order; by their
+    threads' own connections (`thread_world`) a step fails in all of them or in none.
     """
 
     def __init__(
@@ -53,10 +59,13 @@ class RolloutQueue:
         record: Callable[[Sequence[Failure]], None],
         *,
         max_staleness: int,
+        world: World = ALONE,
+        thread_world: World = ALONE,
     ) -> None:
+        self.world, self.thread_world = world, thread_world
         self.engine, self.policy, self.max_staleness = engine, policy, max_staleness
         self.sample, self.record = sample, record
-        self._jobs: SimpleQueue[tuple[Future[Rollouts], Callable[[], Rollouts]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, Future[Rollouts], Callable[[], Rollouts]] | None] = SimpleQueue()
         self._pending: dict[int, Future[Rollouts]] = {}  # by step; the one taken last stays until the next is taken
         self._version: int | None = None  # of the weights that the engine has once all jobs are done
         self._thread: threading.Thread | None = None
@@ -64,6 +73,7 @@ class RolloutQueue:
         self._error: BaseException | None = None
         self._busy_s, self._busy_since = 0.0, 0.0
         self._clock = threading.Lock()
+        self._begun, self._beginning = -1, threading.Lock()  # the last step that the thread has begun with
 
     def take(self, attempt: int, step: int, version: int) -> Rollouts:
         """The rollouts of this step, once they are there; what went wrong in the thread is raised here."""
@@ -82,7 +92,7 @@ class RolloutQueue:
     def settle(self, version: int) -> None:
         """Wait for what has begun, which stays; then the engine has the weights of now, and is the caller's."""
         wait(self._pending.values())
-        if version != self._version:
+        if version != self._version or self._error is not None:  # with an error nobody knows what the engine has
             self.engine.sync(self.policy, version)
             self._version = version
 
@@ -98,13 +108,15 @@ class RolloutQueue:
         return rollouts
 
     def clear(self) -> None:
-        """Drop everything, once what is in flight has ended; the engine is the caller's."""
-        self._drop()
+        """Drop everything, once what any process has begun has ended in all; the engine is the caller's."""
+        with self._beginning:
+            self._drop(max(self.world.gather(self._begun)))
         wait(self._pending.values())
-        self._pending, self._version, self._error = {}, None, None
+        self._pending, self._version, self._error, self._begun = {}, None, None, -1
 
-    def restore(self, rollouts: Mapping[int, Rollouts]) -> None:
-        """Go on with rollouts that were sampled before, by step."""
+    def restore(self, rollouts: Mapping[int, Rollouts], version: int) -> None:
+        """Go on with rollouts that were sampled before, by step, and an engine that has the weights of `version`."""
+        self._version = version
         self._pending = {step: _done(value) for step, value in rollouts.items()}
 
     def busy_s(self) -> float:
@@ -112,17 +124,25 @@ class RolloutQueue:
         with self._clock:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._busy_since else 0.0)
 
-    def close(self) -> None:
-        """End the thread; rollouts that are still in flight have some seconds."""
-        self._drop()
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(GRACE_S)
-            self._thread = None
+    def close(self) -> bool:
+        """End the thread; whether it has ended: what an engine cannot interrupt has some seconds, and then goes on."""
+        self._drop(self._begun)
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self.engine.interrupt()
+        self._thread.join(GRACE_S)
+        return not self._thread.is_alive()
 
-    def _drop(self) -> None:
-        for future in self._pending.values():
-            future.cancel()
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _drop(self, after: int) -> None:
+        for step, future in self._pending.items():
+            if step > after:
+                future.cancel()
 
     def _begin(self, attempt: int, steps: Sequence[int], version: int) -> None:
         weights: list[Tensor] | None = None
@@ -131,7 +151,7 @@ class RolloutQueue:
         for step in steps:
             future: Future[Rollouts] = Future()
             self._pending[step] = future
-            self._jobs.put((future, partial(self._collect, weights, version, attempt, step)))
+            self._jobs.put((step, future, partial(self._collect, weights, version, attempt, step)))
             weights = None
         if steps and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="keel-rollouts", daemon=True)
@@ -151,22 +171,26 @@ class RolloutQueue:
             for parameter, value in zip(_trained(self._twin), weights, strict=True):
                 parameter.data = value
             self.engine.sync(self._twin, version)
-        return self.sample(attempt, step)
+        rollouts = self.sample(attempt, step)
+        return replace(rollouts, groups=[_of_version(group, version) for group in rollouts.groups])
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._run(*job)
             del job  # while it waits for the next, it holds no weights and no rollouts
 
-    def _run(self, future: Future[Rollouts], collect: Callable[[], Rollouts]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
+    def _run(self, step: int, future: Future[Rollouts], collect: Callable[[], Rollouts]) -> None:
+        with self._beginning:
+            if not future.set_running_or_notify_cancel():
+                return
+            self._begun = step
         with self._clock:
             self._busy_since = time.perf_counter()
         try:
             if self._error is not None:  # of an earlier step, which has to be raised first
                 raise self._error
-            rollouts = collect()
+            with self.thread_world.together():
+                rollouts = collect()
         except BaseException as error:  # the main thread raises it
             self._error = error
             self._rest()
@@ -178,6 +202,10 @@ class RolloutQueue:
     def _rest(self) -> None:
         with self._clock:
             self._busy_s, self._busy_since = self._busy_s + time.perf_counter() - self._busy_since, 0.0
+
+
+def _of_version(group: Group, version: int) -> Group:
+    return replace(group, completions=tuple(replace(c, policy_version=version) for c in group.completions))
 
 
 def _done(rollouts: Rollouts) -> Future[Rollouts]:

@@ -6,7 +6,7 @@ Problems are not saved, since they may hold what JSON cannot: the task draws the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from keel.base.types import Completion, Group, Problem, Reward
 from keel.envs.judge import Failure
 from keel.rollout.collect import with_cut_noted
 from keel.trainer.overlap import Rollouts
-from keel.trainer.sample import sample_groups
+from keel.trainer.sample import draw
 from keel.trainer.state import State, TrainingRun
 
 PENDING = "pending.json"
@@ -54,12 +54,13 @@ def _record(rollouts: Rollouts) -> dict[str, Any]:
         for group in rollouts.groups
     ]
     failures = [asdict(failure) for failure in rollouts.failures]
-    return {"groups": groups, "counts": dict(rollouts.counts), "failures": failures}
+    return {"groups": groups, "counts": dict(rollouts.counts), "failures": failures, "draws": rollouts.draws}
 
 
 def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Rollouts:
     groups = [_group(group) for group in record["groups"]]
-    problems = _draw_again(groups, run, attempt, record["step"])
+    rounds = [draw(run, attempt, record["step"], *drawn) for drawn in enumerate(record["draws"])]
+    problems = {problem.key: problem for drawn in rounds for problem in drawn}
     missing = next((group.problem.key for group in groups if group.problem.key not in problems), None)
     if missing is not None:
         raise KeelError(
@@ -71,7 +72,8 @@ def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Roll
         replace(group, problem=with_cut_noted(problems[group.problem.key], cut))
         for group, cut in zip(groups, cuts, strict=True)
     ]
-    return Rollouts(groups, record["counts"], tuple(Failure(**failure) for failure in record["failures"]))
+    failures = tuple(Failure(**failure) for failure in record["failures"])
+    return Rollouts(groups, record["counts"], failures, tuple(record["draws"]))
 
 
 def _group(record: Mapping[str, Any]) -> Group:
@@ -81,16 +83,3 @@ def _group(record: Mapping[str, Any]) -> Group:
         completions.append(Completion(**fields))
     rewards = tuple(Reward(**reward) for reward in record["rewards"])
     return Group(Problem(record["problem"], ""), tuple(record["prompt_tokens"]), tuple(completions), rewards)
-
-
-def _draw_again(groups: Sequence[Group], run: TrainingRun, attempt: int, step: int) -> dict[str, Problem]:
-    """The problems of a step by key, drawn as they were: further rounds depend on the rewards of those before."""
-    drawn: dict[str, Problem] = {}
-
-    def collect(problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]:
-        drawn.update({problem.key: problem for problem in problems})
-        keys = {problem.key for problem in problems}
-        return [group for group in groups if group.problem.key in keys]
-
-    sample_groups(run, collect, attempt, step)
-    return drawn

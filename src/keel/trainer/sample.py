@@ -37,30 +37,35 @@ def settle(run: TrainingRun, state: State) -> None:
 def sample_rollouts(run: TrainingRun, collect: Collect, world: World, attempt: int, step: int) -> Rollouts:
     """The groups of one step, and what the task has counted while they were collected, in all processes."""
     before = task_totals(run.task)
-    groups = sample_groups(run, collect, attempt, step)
-    return Rollouts(groups, counted(run.task, before, world))
+    groups, draws = sample_groups(run, collect, attempt, step)
+    return Rollouts(groups, counted(run.task, before, world), draws=draws)
 
 
-def sample_groups(run: TrainingRun, collect: Collect, attempt: int, step: int) -> list[Group]:
-    """A step's problems, collected; zero-variance groups get company if `loss.dynamic_sampling` allows.
+def sample_groups(run: TrainingRun, collect: Collect, attempt: int, step: int) -> tuple[list[Group], tuple[int, ...]]:
+    """A step's problems, collected, and how many were drawn in each round.
 
-    The groups without signal stay, because their KL counts; new problems are added until `prompts_per_step` groups
-    have a signal or the tries are spent.
+    Zero-variance groups get company if `loss.dynamic_sampling` allows: the groups without signal stay, because their KL
+    counts; new problems are added until `prompts_per_step` groups have a signal or the tries are spent.
     """
-    target, seed = run.rollout.prompts_per_step, problem_seed(run.seed, attempt)
-    problems = run.task.sample(target, seed=seed, step=step)
-    groups = collect(problems, attempt=attempt, step=step)
+    target = run.rollout.prompts_per_step
+    groups, draws = collect(draw(run, attempt, step, 0, target), attempt=attempt, step=step), [target]
     seen = {group.problem.key for group in groups}
     for further in range(1, run.loss.further_rounds + 1):
         missing = target - sum(has_signal(group) for group in groups)
         if missing <= 0:
             break
-        more = run.task.sample(missing, seed=seed + 1_000_003 * further, step=step)
+        draws.append(missing)
+        more = draw(run, attempt, step, further, missing)
         fresh: list[Problem] = [problem for problem in more if problem.key not in seen]
         seen |= {problem.key for problem in fresh}
         if fresh:
             groups += collect(fresh, attempt=attempt, step=step)
-    return groups
+    return groups, tuple(draws)
+
+
+def draw(run: TrainingRun, attempt: int, step: int, further: int, count: int) -> list[Problem]:
+    """The problems of a step's first round, or of a further one."""
+    return run.task.sample(count, seed=problem_seed(run.seed, attempt) + 1_000_003 * further, step=step)
 
 
 def problem_seed(seed: int, attempt: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -69,8 +70,13 @@ class TrainingRun:
 
     def close(self) -> None:
         """End what runs beside the steps: the thread that samples ahead, and what the engine has started."""
-        if self.queue is not None:
-            self.queue.close()
+        if self.queue is None or self.queue.close():
+            self.engine.close()
+        else:  # a thread that still samples must not be cut off inside of torch, nor lose its engine
+            atexit.register(self._close_late, self.queue)
+
+    def _close_late(self, queue: RolloutQueue) -> None:
+        queue.join()
         self.engine.close()
 
     def autocast(self) -> AbstractContextManager[Any]:

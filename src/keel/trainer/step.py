@@ -59,7 +59,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
     with clock("sync"), memory("sync"):
         begin_next(run, state)                                          # rollout.max_staleness: the sampler goes on
     with clock("score"), memory("score"):
-        batch = pack_step(rollouts.groups, run)                         # one row a group, the prompt once
+        stale = run.rollout.max_staleness > 0
+        batch = pack_step(rollouts.groups, run, stale=stale)            # one row a group, the prompt once
         batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
     batch = penalize_rewards(batch, run, state.beta)                    # KL placement: reward

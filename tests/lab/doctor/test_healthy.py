@@ -39,6 +39,8 @@ HEALTHY: dict[str, list[str]] = {
     "a reference that waits for KL": ["reference={kind: kl_triggered, threshold: 0.05}"],
     "a reference of one's own": ["reference.kind=lab.doctor.faults_reference:right_reference"],
     "another temperature": ["rollout.temperature=0.7"],
+    "sampled ahead": ["rollout.max_staleness=1"],
+    "filters": ["rollout.top_p=0.999"],
     "warm-ups and a schedule": ["optim.warmup_steps=5", "optim.schedule=cosine", "reward.warmup_steps=10"],
 }
 

@@ -108,7 +108,7 @@ class ProbeSetup:
 
     def pack(self, groups: Sequence[Group]) -> StepBatch:
         """Groups as training packs them."""
-        return pack_step(groups, self.run)
+        return pack_step(groups, self.run, stale=self.run.rollout.max_staleness > 0)
 
     def scores(self, batch: StepBatch | None = None) -> Scores:
         """One pass of the policy by training's own functions, as training calls them, then detached; each `[B, T]`."""
@@ -222,7 +222,7 @@ def build_setup(
         sampling = replace(built.sampling, num_generations=max(count, 2))
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
         groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
-        batch = pack_step(groups, built.run)
+        batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0)
         on_error.pop_all()
     return ProbeSetup(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
 

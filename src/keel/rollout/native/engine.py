@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import context_length, eos_ids
-from keel.rollout.engine import Answer, Engine
+from keel.rollout.engine import Answer, Engine, Interrupted
 from keel.rollout.native.batch import DecodeBatch, DecodeRow
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
@@ -60,6 +60,7 @@ class NativeEngine(Engine):
         self._stops = StopStrings(tokenizer)
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
         self.context = context_length(causal_lm(model))
+        self._interrupted = False
         self._graphs = DecodeGraphs()
         with evaluating(self.model), self._graphs.raising():
             chosen = choose_decoder(self.model, graphs=self._graphs if graphs else None)
@@ -103,6 +104,10 @@ class NativeEngine(Engine):
             raise KeelError(
                 "this engine shares the weights of another model: build it on this policy, or with copy=True"
             )
+
+    def interrupt(self) -> None:
+        """End sampling at the next token."""
+        self._interrupted = True
 
     def release(self) -> None:
         """Free the KV cache of past turns."""
@@ -204,6 +209,8 @@ class NativeEngine(Engine):
         ended: list[DecodeRow] = []
         with evaluating(self.model):
             while True:
+                if self._interrupted:
+                    raise Interrupted
                 if batch.scheduler.has_room:
                     waiting = batch.admit(waiting)
                 if batch.live:

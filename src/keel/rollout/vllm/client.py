@@ -30,7 +30,7 @@ from keel.base.world import World
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import OtherModel, StaleWeights
+from keel.rollout.engine import Interrupted, OtherModel, StaleWeights
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import (
     NOT_RUN,
@@ -182,7 +182,7 @@ class ServerSampler(Sampler):
         self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
         self._folder = own_folder("sync")
         self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
-        self._queue: queue.Queue[tuple[Stream, Sampled | Exception]] = queue.Queue()
+        self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
         self._streams: list[Stream] = []
         self._sync, self._ranks = "", None  # type: str, dict[str, int] | None
         self._tries: dict[str, int] = {}
@@ -314,7 +314,10 @@ class ServerSampler(Sampler):
     def finished(self) -> list[Sampled]:
         ended: list[Sampled] = []
         while not ended or not self._queue.empty():
-            stream, result = self._queue.get()
+            arrived = self._queue.get()
+            if arrived is None:
+                raise Interrupted
+            stream, result = arrived
             if stream.closed:
                 continue
             if isinstance(result, Lost):
@@ -476,6 +479,9 @@ class ServerSampler(Sampler):
     def events(self) -> list[tuple[str, str]]:
         events, self._events = self._events, []
         return events
+
+    def interrupt(self) -> None:
+        self._queue.put(None)
 
     def close(self) -> None:
         self.cancel()

@@ -69,6 +69,9 @@ class VllmEngine(Engine):
     def events(self) -> list[tuple[str, str]]:
         return self.sampler.events()
 
+    def interrupt(self) -> None:
+        self.sampler.interrupt()
+
     def close(self) -> None:
         self.sampler.close()
 

@@ -65,6 +65,9 @@ class Sampler:
     def cancel(self) -> None:
         """Give up all rows that run."""
 
+    def interrupt(self) -> None:
+        """Let `finished`, for which another thread waits, raise `Interrupted`, where it can."""
+
     def load(self, policy: nn.Module, version: int | None) -> None:
         """Take over the policy's weights, and prove it."""
         raise NotImplementedError
