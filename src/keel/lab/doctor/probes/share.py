@@ -70,8 +70,8 @@ def _norm(setup: ProbeSetup, batch: StepBatch, beta: float) -> float:
     counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
-        fresh = {"old_logp": None, "sample_logp": None, "filtered_logp": None, "stale": False}
-        view = replace(batch.view(micro), **fresh)  # the probe's own policy, not what sampled
+        # the probe's own policy, not what sampled
+        view = replace(batch.view(micro), old_logp=None, sample_logp=None, filtered_logp=None, stale=False)
         out = objective(scores, view, loss, run.kl, beta, counts, pairing=run.pairing)
         out.loss.backward()
     squares = [p.grad.double().square().sum() for p in run.optimizer.parameters if p.grad is not None]
