@@ -411,10 +411,10 @@ class ServerSampler(Sampler):
 
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
-        read_back = 0
+        read_back = 0 if self._ranks is None else len(self._held.digests)  # the base, now or before
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
             answer = self._patient(server, "/keel/digests", {})
-            read_back = check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
+            check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
             raise Lost("it has other weights, and those of the last sync lie on another machine")
