@@ -219,7 +219,6 @@ def test_the_samplers_get_what_the_configuration_decides() -> None:
     given = ["rollout.vllm.max_model_len=64", "rollout.dtype=bfloat16", "model.lora.r=4"]
     config = small_config(*SERVED, *given)
     assert serve_options(config) == {
-        "tensor-parallel-size": 1,
         "max-model-len": 64,
         "max-lora-rank": 4,
         "dtype": "bfloat16",

@@ -22,7 +22,7 @@ from keel.models.lora import is_lora
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
-from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
+from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     Held,
     adapter_of,
@@ -70,7 +70,7 @@ class ColocatedSampler(Sampler):
                 self._llm = vllm.LLM(**arguments, enable_sleep_mode=self._sleeps)
         except Exception as error:
             self.close()
-            share = f"rollout.vllm.gpu_memory_utilization={arguments['gpu_memory_utilization']}"
+            share = f"rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization or COLOCATED_SHARE}"
             raise start_error(error, share) from error
         config = self._llm.llm_engine.model_config
         self.info = SamplerInfo(config.max_model_len, config.get_vocab_size())
