@@ -195,7 +195,7 @@ class ServerSampler(Sampler):
             self._held = Held(first["parts"], model)
             context = min(server.status["context"] for server in self.servers)
             self.info = SamplerInfo(context, first["model"]["vocab_size"])
-            self.load(model, None)
+            self.load(model)
         except BaseException:
             self.close()
             raise
@@ -365,7 +365,7 @@ class ServerSampler(Sampler):
     def cancel(self) -> None:
         self._close(*self._streams)
 
-    def load(self, policy: nn.Module, version: int | None) -> None:
+    def load(self, policy: nn.Module) -> None:
         """Write the weights (or the adapter) to files, send them to each server, and compare what it then holds."""
         self.cancel()
         self._tries = {}

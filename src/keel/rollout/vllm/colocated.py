@@ -78,7 +78,7 @@ class ColocatedSampler(Sampler):
         with ExitStack() as on_error:
             on_error.callback(self.close)
             self._held = Held(self._rpc("keel_parts"), model)
-            self.load(model, None)
+            self.load(model)
             on_error.pop_all()
 
     def _rpc(self, method: str, *args: Any) -> Any:
@@ -104,7 +104,7 @@ class ColocatedSampler(Sampler):
         while engine.has_unfinished_requests():
             engine.step()
 
-    def load(self, policy: nn.Module, version: int | None) -> None:
+    def load(self, policy: nn.Module) -> None:
         """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
         self._wake("weights")
         self._salt = secrets.token_hex(8)

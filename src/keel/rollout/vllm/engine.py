@@ -58,7 +58,7 @@ class VllmEngine(Engine):
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Send the policy's weights; the sampler has to prove that it holds them."""
-        self.sampler.load(policy, version)
+        self.sampler.load(policy)
         self.version = version
         self.proven = f"weights read back: all {self.sampler.read_back} tensors of the sampler are the policy's"
 

@@ -68,7 +68,7 @@ class Sampler:
     def interrupt(self) -> None:
         """Let `finished`, for which another thread waits, raise `Interrupted`, where it can."""
 
-    def load(self, policy: nn.Module, version: int | None) -> None:
+    def load(self, policy: nn.Module) -> None:
         """Take over the policy's weights, and prove it."""
         raise NotImplementedError
 
