@@ -12,7 +12,6 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.prompts import prompt_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -47,7 +46,6 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_gold(totals, earned),
         *_constant(setup, figures, thresholds),
         *_fickle(setup),
-        *prompt_findings(setup),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
