@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.base.types import Problem
 from keel.models.tiny import CHAT_TEMPLATE
-from lab.doctor.faults import Odd, Wrapped
+from keel.rollout import Request
+from lab.doctor.faults import NoLogp, Odd, Wrapped
 from lab.doctor.schooled import schooled_model
 
 # Templates
@@ -186,3 +188,100 @@ class Stripped(Wrapped):
 
     def change(self, request, completion, sampling):
         return replace(completion, text=f" {completion.text}\n")
+
+
+class Reported(Wrapped):
+    """Continues other prompts; reports what it drew with."""
+
+    def prompts(self, requests: Sequence[Request]) -> list[Request]:
+        return list(requests)
+
+    def generate(self, requests, sampling, **noise):
+        return self.native.generate(self.prompts(requests), sampling, **noise)
+
+
+class Silent(Wrapped):
+    """The same without log-probabilities."""
+
+    def change(self, request, completion, sampling):
+        return replace(completion, sample_logp=(float("nan"),) * len(completion.tokens))
+
+    def generate(self, requests, sampling, **noise):
+        return super().generate(self.prompts(requests), sampling, **noise)
+
+
+class _Cut:
+    def prompts(self, requests):
+        return [replace(r, tokens=r.tokens[-3:]) for r in requests]
+
+
+class _SecondBos:
+    def prompts(self, requests):
+        return [replace(r, tokens=(1, *r.tokens)) for r in requests]
+
+
+class _WithoutEnd:
+    def prompts(self, requests):
+        return [replace(r, tokens=r.tokens[:-2]) for r in requests]
+
+
+class _Spaced:
+    def prompts(self, requests):
+        space = schooled_model()[1].encode(" ")
+        return [replace(r, tokens=(*r.tokens, *space)) for r in requests]
+
+
+class CutReported(_Cut, Reported): ...
+
+
+class CutSilent(_Cut, Silent): ...
+
+
+class SecondBosReported(_SecondBos, Reported): ...
+
+
+class WithoutEndReported(_WithoutEnd, Reported): ...
+
+
+class WithoutEndSilent(_WithoutEnd, Silent): ...
+
+
+class SpacedReported(_Spaced, Reported): ...
+
+
+class Rotated(Wrapped):
+    """Completions in another order than their requests."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        return [*generated[1:], generated[0]]
+
+
+class RotatedSilent(NoLogp):
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        return [*generated[1:], generated[0]]
+
+
+class Transposed(Wrapped):
+    """Completions of all requests in turn, read as if each request's stood together."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        flat = [completion for column in zip(*generated, strict=True) for completion in column]
+        count = len(generated[0])
+        return [flat[i : i + count] for i in range(0, len(flat), count)]
+
+
+class FirstPromptForAll(Reported):
+    def prompts(self, requests):
+        return [replace(r, tokens=requests[0].tokens) for r in requests]
+
+
+class RescoredCut(_Cut, Wrapped):
+    """Continues cut prompts and reports the log-probabilities after the whole ones."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = self.native.generate(self.prompts(requests), sampling, **noise)
+        pairs = zip(requests, generated, strict=True)
+        return [self.rescored(self.model, request, group, sampling.temperature) for request, group in pairs]

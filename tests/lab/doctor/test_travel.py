@@ -42,6 +42,7 @@ FAULTS = {
     "marks written by hand, without the header": ("prompt/no-header", [task("marks_without_header")]),
     "a tokenizer that cuts": ("prompt/no-question", [model("cutting_tokenizer")]),
     "the answer in the prompt": ("prompt/answer-leak", [task("leaking_answers")]),
+    "prompts cut in the engine": ("sampler/other-prompt", [engine("CutReported")]),
     "texts of neighbours": ("output/text", [engine("OthersText")]),
     "texts with special tokens": ("output/text", [engine("SpecialTokens")]),
     "texts with special tokens, several turns": ("output/text", [*TALK, engine("SpecialTokens")]),
@@ -61,15 +62,25 @@ def probed(*overrides: str) -> list[Finding]:
         return [finding for probe in (probe_prompts, probe_travel) for finding in probe(setup, thresholds).findings]
 
 
-WARNED = {
+FOUND = {
+    "prompts cut in silence": ("sampler/other-prompt", [engine("CutSilent")]),
+    "prompts cut, reported whole": ("sampler/other-prompt", [engine("RescoredCut")]),
+    "a second BOS in the engine": ("sampler/other-prompt", [engine("SecondBosReported")]),
+    "prompts without their end": ("sampler/other-prompt", [engine("WithoutEndReported")]),
+    "prompts without their end, in silence": ("sampler/other-prompt", [engine("WithoutEndSilent")]),
+    "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
+    "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
+    "completions rotated": ("sampler/swapped", [engine("Rotated")]),
+    "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
+    "completions transposed": ("sampler/swapped", [engine("Transposed")]),
     "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
     "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
 }
 
 
-@pytest.mark.parametrize("fault", WARNED)
+@pytest.mark.parametrize("fault", FOUND)
 def test_the_fault_is_found(fault: str) -> None:
-    code, overrides = WARNED[fault]
+    code, overrides = FOUND[fault]
     assert [finding.code for finding in probed(*overrides)] == [code]
 
 
