@@ -7,6 +7,7 @@ from keel.lab.doctor.probes.collection import probe_collection
 from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.masks import probe_masks
+from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.reference import probe_reference
@@ -19,6 +20,7 @@ from keel.lab.doctor.probes.truncation import probe_truncation
 from keel.lab.doctor.probes.update import probe_update
 
 PROBES: list[tuple[str, Probe]] = [
+    ("model", probe_model),
     ("prompts", probe_prompts),
     ("collection", probe_collection),
     ("travel", probe_travel),
