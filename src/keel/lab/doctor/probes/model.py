@@ -128,8 +128,8 @@ def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Threshold
         return
     yield _tokenizer(
         f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
-        f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it writes "
-        f"(entropy {entropy:.2g} of {uniform:.2g} nats)"
+        f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "
+        f"writes (entropy {entropy:.2g} of {uniform:.2g} nats)"
     )
 
 
