@@ -30,6 +30,7 @@ from keel.lab.doctor.probes.draws import (
 )
 from keel.lab.doctor.probes.gap import average, close
 from keel.lab.doctor.probes.golds import row_logits
+from keel.lab.doctor.probes.masks import batch_draws
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.request import Request
@@ -91,12 +92,14 @@ class Fit:
 def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Nothing where the scored prompts explain what was drawn; else the prompts that do, if any."""
     turns = _first_turns(setup)
+    few = sum(len(turn.tokens) for turn in turns.turns) < _TOKENS
+    turns = _more_turns(setup) if few else turns
     if not turns.turns:
         return
-    scored = turns.draws(setup, turns.prompts())
-    doubt = _doubt(setup, scored, thresholds)
+    doubt = _doubt(setup, turns.draws(setup, turns.prompts()) if few else batch_draws(setup), thresholds)
     if not doubt:
         return
+    scored = turns.draws(setup, turns.prompts())
     named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None
     named = named or _other(setup, turns, scored, thresholds, brief=doubt == "small")
     setup.shared["other prompt"] = named is not None
@@ -115,20 +118,27 @@ def _doubt(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["
 
 
 def _first_turns(setup: ProbeSetup) -> Continued:
-    """What the engine writes right after the batch's prompts; more of it where the batch has few tokens."""
+    """What the engine wrote right after the batch's prompts."""
     numbers = {group.problem.key: i for i, group in enumerate(setup.groups)}
-    first = [t for t in setup.turns if t.request.start == 0 and t.request.key in numbers and t.completion.tokens]
-    pairs = [(turn.completion, numbers[turn.request.key]) for turn in first]
-    if sum(len(completion.tokens) for completion, _ in pairs) < _TOKENS:
-        limit = setup.config.rollout.max_turn_length
-        requests = [Request(g.problem.key, g.prompt_tokens, max_new=limit) for g in setup.groups]
-        sampling = replace(setup.sampling, num_generations=_MORE)
-        more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
-        setup.run.engine.release()
-        pairs = [(completion, i) for i, turns in enumerate(more) for completion in turns if completion.tokens]
-    if len({(completion.tokens, i) for completion, i in pairs}) == len({i for _, i in pairs}):
-        pairs = [pairs[j] for j in {i: j for j, (_, i) in enumerate(pairs)}.values()]  # copies are one draw
-    return Continued(setup.groups, [completion for completion, _ in pairs], [i for _, i in pairs])
+    first = [turn for turn in setup.turns if turn.request.start == 0 and turn.request.key in numbers]
+    return _continued(setup, [(turn.completion, numbers[turn.request.key]) for turn in first])
+
+
+def _more_turns(setup: ProbeSetup) -> Continued:
+    """The same prompts continued more often, where the batch has few tokens."""
+    limit = setup.config.rollout.max_turn_length
+    requests = [Request(group.problem.key, group.prompt_tokens, max_new=limit) for group in setup.groups]
+    sampling = replace(setup.sampling, num_generations=_MORE)
+    more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
+    setup.run.engine.release()
+    return _continued(setup, [(completion, i) for i, turns in enumerate(more) for completion in turns])
+
+
+def _continued(setup: ProbeSetup, pairs: Sequence[tuple[Completion, int]]) -> Continued:
+    written = [(completion, i) for completion, i in pairs if completion.tokens]
+    if len({(completion.tokens, i) for completion, i in written}) == len({i for _, i in written}):
+        written = list({i: (completion, i) for completion, i in written}.values())  # copies are one draw
+    return Continued(setup.groups, [completion for completion, _ in written], [i for _, i in written])
 
 
 def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> Fit:

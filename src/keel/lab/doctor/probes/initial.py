@@ -9,7 +9,7 @@ from statistics import fmean, median, pstdev
 import torch
 from torch import Tensor, nn
 
-from keel.lab.doctor.probes.golds import answer_logp, golds
+from keel.lab.doctor.probes.golds import answer_logp, golds, read_golds
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import causal_lm
 
@@ -88,7 +88,7 @@ def _distance(weight: Tensor, sigmas: list[float]) -> tuple[float, float, float]
 @torch.no_grad()
 def _serves_as_well(setup: ProbeSetup, weight: nn.Parameter, std: float) -> bool:
     """Whether gold answers are no likelier with this weight than with random numbers of its size in its place."""
-    own, original = fmean(answer_logp(setup, golds(setup))), weight.detach().clone()
+    own, original = fmean(read_golds(setup).logp), weight.detach().clone()
     generator, scores = torch.Generator().manual_seed(0), []
     try:
         for _ in range(_REDRAWS):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.golds import Gold, answer_logp, golds, row_logits
+from keel.lab.doctor.probes.golds import Gold, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.result import ProbeResult
@@ -114,13 +114,11 @@ def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Threshold
     still knows its alphabet.
     """
     uniform = math.log(setup.vocabulary)
-    if not chosen or -fmean(answer_logp(setup, chosen)) < thresholds["gold_surprise"] * uniform:
+    if not chosen or -fmean(read_golds(setup).logp) < thresholds["gold_surprise"] * uniform:
         return
-    read = torch.cat([logits.log_softmax(-1) for logits in row_logits(setup, [(*g.prompt, *g.answer) for g in chosen])])
-    entropy = -float((read.exp() * read).sum(-1).mean())
+    entropy, written = read_golds(setup).entropy, read_golds(setup).written.log()
     if entropy > thresholds["entropy_uniform_share"] * uniform:
         return  # random weights: another finding
-    written = read.exp().mean(0).log()
     texts = ([t for gold in chosen for t in gold.answer], [t for gold in chosen for t in gold.prompt])
     tests = [_among_random(setup, written, tokens) for tokens in texts]
     own, others, chance = min(tests, key=lambda test: test[-1])
@@ -154,8 +152,7 @@ def _end(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> I
     tokenizer, ends = setup.policy.tokenizer, setup.policy.eos_ids
     if not chosen:
         return
-    last = torch.stack([logits[-1] for logits in row_logits(setup, [(*g.prompt, *g.answer) for g in chosen])])
-    after = last.softmax(-1).mean(0)
+    after = read_golds(setup).after
     ended = float(after[list(ends)].sum())
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)} & set(range(len(after)))
