@@ -178,7 +178,7 @@ def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str
     try:
         diagnosis = _preflight(broken) if isinstance(broken, dict) else _examine_log(broken)
     except KeelError as refusal:
-        named = bool(words) and words in str(refusal) or names_change(str(refusal), subject, broken)
+        named = (bool(words) and words in str(refusal)) or names_change(str(refusal), subject, broken)
         return (), str(refusal) if named else "", "" if named else f"refused: {refusal}"
     return tuple((row["code"], row["severity"]) for row in diagnosis.as_dict()["findings"]), "", ""
 
