@@ -940,7 +940,9 @@ class LayersMissing(Copied):
 
 
 @fault(
-    "sync/attention-missing", "the attention's weights are never written, as under a renamed module", "sampler/stale"
+    "sync/attention-missing",
+    "the attention's weights are never written",
+    "sampler/stale",
 )
 class AttentionMissing(Copied):
     def arriving(self, name, held, weights):
