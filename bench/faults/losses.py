@@ -211,14 +211,9 @@ def negative_k3(d: Tensor) -> Tensor:
     return d - torch.expm1(d)
 
 
-def wrong_way_k3(d: Tensor) -> Tensor:
+def wrong_way_k3(d: Tensor, factor: float = 1.0) -> Tensor:
     """k3 of −d: right for samples of the reference only."""
-    return torch.expm1(-d) + d
-
-
-def plus_k3(d: Tensor) -> Tensor:
-    """exp(d) − 1 + d: a sign slip in k3."""
-    return torch.expm1(d) + d
+    return factor * (torch.expm1(-d) + d)
 
 
 def detached_k2(d: Tensor) -> Tensor:
@@ -270,9 +265,9 @@ kl_fault(
 )
 kl_fault(
     "kl/wrong-way-round",
-    "k3 with policy and reference swapped, or with a sign slipped",
+    "k3 with policy and reference swapped",
     "kl/reversed",
-    formulas=["wrong_way_k3", "plus_k3"],
+    formulas=["wrong_way_k3", "wrong_way_k3(factor=0.5)", "wrong_way_k3(factor=2.0)"],
 )
 kl_fault("kl/detached", "the penalty has no gradient", "kl/no-gradient", formulas=["detached_k2", "detached_k3"])
 kl_fault("kl/k1-in-the-loss", "k1 as a loss: its expected gradient is zero", "kl/no-gradient", formulas=["plain_k1"])

@@ -94,13 +94,14 @@ def format_never_asked(problem: Problem, text: str, style: str = "boxed") -> flo
 
 
 @reward_fault(
-    "reward/format-beside-brevity",
-    "the answer is looked for in a form that no prompt asks for, and short texts are paid",
+    "reward/format-beside-style",
+    "the answer is looked for in a form that no prompt asks for, and a part for style is paid beside it",
     "reward/gold",
+    "reward/exploit",
     style=sorted(STYLES),
 )
-def format_beside_brevity(problem: Problem, text: str, style: str = "boxed") -> dict[str, float]:
-    return {"right": format_never_asked(problem, text, style), "brief": 0.1 * (1 - chance_of(text))}
+def format_beside_style(problem: Problem, text: str, style: str = "boxed") -> dict[str, float]:
+    return {"right": format_never_asked(problem, text, style), "style": 0.1 * chance_of(text)}
 
 
 @reward_fault(
@@ -120,7 +121,7 @@ def types_differ(problem: Problem, text: str) -> float:
 
 @reward_fault("reward/written-as-float", "the answer is compared as 7.0 where 7 is written", "reward/gold")
 def written_as_float(problem: Problem, text: str) -> float:
-    return float(text.strip() == f"{number_of(problem.answer)}1")
+    return float(text.strip() == str(number_of(problem.answer)))
 
 
 @reward_fault("reward/worked-solution", "a text is compared with a whole worked solution", "reward/gold")
@@ -218,9 +219,7 @@ def judges_the_prompt(problem: Problem, text: str) -> Reward:
     return closeness(problem, str(problem.prompt))
 
 
-@reward_fault(
-    "reward/same-for-all", "every text earns the same", "reward/constant", "reward/exploit", value=(0.0, 0.5, 1.0)
-)
+@reward_fault("reward/same-for-all", "every text earns the same", "reward/constant", "reward/exploit", value=(0.5, 1.0))
 def same_for_all(problem: Problem, text: str, value: float = 0.5) -> float:
     return value
 
@@ -295,6 +294,7 @@ def huge_scale(problem: Problem, text: str, scale: float = 1e4) -> Reward:
     "rewards differ by noise of a ten-thousandth, which scaling turns into full advantages",
     "advantage/amplified",
     "reward/weak",
+    "reward/exploit",
     also={"loss.scale_rewards": ("group",)},
     size=(1e-4, 1e-3),
 )
@@ -305,7 +305,7 @@ def tiny_differences(problem: Problem, text: str, size: float = 1e-4) -> float:
 # No amount
 
 
-@reward_fault("reward/nan-now-and-then", "some texts earn NaN", "reward/non-finite", share=(0.3, 0.6))
+@reward_fault("reward/nan-now-and-then", "some texts earn NaN", "reward/non-finite", "reward/failed", share=(0.3, 0.6))
 def nan_now_and_then(problem: Problem, text: str, share: float = 0.3) -> Reward:
     reward = closeness(problem, text)
     return replace(reward, total=math.nan) if chance_of(f"{problem.key} {text}") < share else reward

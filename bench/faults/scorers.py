@@ -156,16 +156,13 @@ def last_half_of_the_prompt(model, rows, *, temperature):
     )
 
 
-def positions_start_again(model, rows, *, temperature):
-    positions = rows.position_ids
-    restarted = torch.where(
-        positions < rows.prompt_lengths[:, None], positions, positions - rows.prompt_lengths[:, None]
-    )
-    return picked((logits_of(model, rows, position_ids=restarted) / temperature).log_softmax(-1), rows)
+def positions_wrapped(model, rows, *, temperature):
+    """Positions start again every few tokens, as in rows that were packed for another length."""
+    return given(model, rows, temperature, position_ids=rows.position_ids % 4)
 
 
-def positions_doubled(model, rows, *, temperature):
-    return given(model, rows, temperature, position_ids=2 * rows.position_ids)
+def positions_all_equal(model, rows, *, temperature):
+    return given(model, rows, temperature, position_ids=rows.attention_mask)
 
 
 def one_more_bos(model, rows, *, temperature):
@@ -184,10 +181,10 @@ scorer_fault(
 )
 scorer_fault(
     "scorer/positions-wrong",
-    "positions start again at the completion, or go up by two",
+    "positions start again every few tokens, or are all the same",
     "scoring/positions",
     "scoring/mismatch",
-    scorers=["positions_start_again", "positions_doubled"],
+    scorers=["positions_wrapped", "positions_all_equal"],
 )
 scorer_fault(
     "scorer/one-more-bos",
@@ -217,11 +214,9 @@ def half_precision(model, rows, *, temperature):
 
 
 def vocabulary_cut(model, rows, *, temperature):
-    """Normalises over the 4 likeliest tokens and the one that is scored."""
+    """Normalises over every second token, as one of two shards whose sums are never added."""
     logits = logits_of(model, rows) / temperature
-    chosen = logits.gather(-1, rows.tokens[:, 1:, None])
-    normaliser = torch.cat((logits.topk(4, -1).values, chosen), -1).logsumexp(-1, keepdim=True)
-    return rows.completion((chosen - normaliser).squeeze(-1))
+    return picked(logits - logits[..., ::2].logsumexp(-1, keepdim=True), rows)
 
 
 def not_normalised(model, rows, *, temperature):
@@ -272,7 +267,7 @@ scorer_fault(
 )
 scorer_fault(
     "scorer/vocabulary-cut",
-    "log-probabilities are normalised over a few tokens, or not at all",
+    "log-probabilities are normalised over half of the vocabulary, or not at all",
     "scoring/mismatch",
     scorers=["vocabulary_cut", "not_normalised"],
 )
