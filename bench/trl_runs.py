@@ -93,11 +93,11 @@ RUNS: dict[str, Run] = {
 def make_run(name: str, run: Run, steps: int, into: Path) -> None:
     """Trains in a temporary folder, whose relative paths are the only ones in the files that are kept."""
     from datasets import Dataset
-    from lab.doctor.schooled import TASK, fresh_model, taught
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
     from keel.envs import build_task
+    from lab.doctor.schooled import TASK, fresh_model, taught
 
     work = tempfile.mkdtemp()
     home = Path.cwd()
@@ -135,7 +135,9 @@ def make_run(name: str, run: Run, steps: int, into: Path) -> None:
         if run.lora:
             from peft import LoraConfig
 
-            adapter = {"peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")}
+            adapter = {
+                "peft_config": LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+            }
         trainer = GRPOTrainer(
             model=policy,
             processing_class=tokenizer,
