@@ -99,6 +99,11 @@ def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return copied
 
 
+def is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether nothing runs in 16 bits."""
+    return option(config, "model.dtype") is None and option(config, "optim.precision") is None
+
+
 def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     """The value at a dotted path; the default where a section or the option is not there."""
     value: Any = config

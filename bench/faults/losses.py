@@ -29,8 +29,8 @@ def is_clipped(config: Config) -> bool:
 
 def has_penalty(config: Config) -> bool:
     """Whether a KL penalty of a token's own stands in the loss, so that a formula of one's own may stand in for it."""
-    kl = {name: option(config, f"kl.{name}", value) for name, value in (("placement", "loss"), ("level", "token"))}
-    return option(config, "kl.beta", 0) > 0 and kl == {"placement": "loss", "level": "token"}
+    usual = {"placement": "loss", "level": "token", "controller.name": "fixed"}
+    return option(config, "kl.beta", 0) > 0 and all(option(config, f"kl.{name}", v) == v for name, v in usual.items())
 
 
 def loss_fault(

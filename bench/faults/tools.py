@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from faults.base import edited, lookalike, operator, option
-from faults.rewards import chance_of, closeness
+from faults.rewards import chance_of, closeness, prompt_of
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task, TaskWrapper, build_task
 
@@ -26,7 +26,7 @@ def with_tool(config: Config, tool: str, changes: Mapping[str, Any] = {}, **para
     """The configuration with a tool between the question and the answer."""
     task = {"name": "faults.tools:lookup", "task": dict(config["task"]), "tool": tool, **parameters}
     rewards = [{"name": "task"}]
-    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 40}
+    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 64}
     return edited(config, {"task": task, "rewards": rewards, **turns, **changes})
 
 
@@ -74,7 +74,7 @@ class LookupEpisode(Episode):
         self.turns.append(text)
         if len(self.turns) > 1 and self.tool != "endless":
             return None
-        return self.reply(str(self.problem.prompt), text)
+        return self.reply(prompt_of(self.problem), text)
 
     def reply(self, question: str, text: str) -> str:
         if self.tool == "raising":
@@ -115,7 +115,7 @@ tool_fault(
     "results are so long that no room is left for the answer",
     "output/truncated",
     tool="long",
-    strength=(10, 30),
+    strength=(12, 30),
 )
 tool_fault(
     "tool/one-turn-too-few",
@@ -131,7 +131,7 @@ tool_fault(
     "the environment goes on asking until the turns are used up",
     "output/truncated",
     tool="endless",
-    also={"rollout.max_turns": (3, 4), "rollout.max_completion_length": (80,)},
+    also={"rollout.max_turns": (3, 4), "rollout.max_completion_length": (200,)},
 )
 tool_fault("tool/raises", "the environment raises where it should answer", "reward/failed", tool="raising")
 tool_fault(
