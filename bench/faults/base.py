@@ -71,16 +71,27 @@ def operator(
     return register
 
 
-LOOKALIKES: dict[str, Breaks] = {}
+@dataclass(frozen=True)
+class Lookalike:
+    """A change of a healthy configuration that looks odd and is right; `fits` says to which configurations."""
+
+    apply: Breaks
+    fits: Callable[[Any], bool]
+
+    def __call__(self, subject: Subject, random: Random) -> Subject:
+        return self.apply(subject, random)
 
 
-def lookalike(name: str) -> Callable[[Breaks], Breaks]:
-    """Registers a change of a healthy configuration that looks odd and is right: it must not be accused."""
+LOOKALIKES: dict[str, Lookalike] = {}
+
+
+def lookalike(name: str, fits: Callable[[Any], bool] = lambda subject: True) -> Callable[[Breaks], Breaks]:
+    """Registers `apply(subject, random) -> subject` under `name`: what it returns must not be accused."""
 
     def register(apply: Breaks) -> Breaks:
         if name in LOOKALIKES:
             raise ValueError(f"two look-alikes are called {name}")
-        LOOKALIKES[name] = apply
+        LOOKALIKES[name] = Lookalike(apply, fits)
         return apply
 
     return register

@@ -1044,7 +1044,7 @@ class LoraHalf(Copied):
 # Healthy: engines that look odd and are right
 
 
-@lookalike("engine that only counts")
+@lookalike("engine that only counts", is_native)
 def healthy_counting_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Counting")
 
@@ -1059,18 +1059,17 @@ class Counting(Wrapped):
         return groups
 
 
-@lookalike("engine of one's own, token by token")
+@lookalike("engine of one's own, token by token", lambda config: is_unfiltered(config) and is_float32(config))
 def healthy_plain_engine(config: Config, random: Random) -> dict[str, Any]:
-    exact = is_unfiltered(config) and is_float32(config)
-    return with_engine(config, "Decoded" if exact else "Counting")
+    return with_engine(config, "Decoded")
 
 
-@lookalike("engine with a copy that is synced")
+@lookalike("engine with a copy that is synced", is_native)
 def healthy_copied_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Copied")
 
 
-@lookalike("engine that samples in another order")
+@lookalike("engine that samples in another order", is_native)
 def healthy_reordering_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Reordering")
 

@@ -366,20 +366,18 @@ def own_grpo(inputs, options):
 own_grpo_recipe = replace(LOSSES["grpo"], term=own_grpo, takes_delta=False)
 
 
-@lookalike("loss of one's own, equal to grpo")
+@lookalike("loss of one's own, equal to grpo", is_clipped)
 def healthy_loss(config: Config, random: Random) -> dict[str, Any]:
-    return edited(config, {"loss.loss_type": "faults.losses:own_grpo_recipe"}) if is_clipped(config) else dict(config)
+    return edited(config, {"loss.loss_type": "faults.losses:own_grpo_recipe"})
 
 
 def own_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return 0.5 * (logp - ref_logp).square()
 
 
-@lookalike("estimator of one's own, equal to k2")
+@lookalike("estimator of one's own, equal to k2", has_penalty)
 def healthy_estimator(config: Config, random: Random) -> dict[str, Any]:
-    if not has_penalty(config) or option(config, "kl.exact"):
-        return dict(config)
-    changed = edited(config, {"kl.estimator": "faults.losses:own_k2"})
+    changed = edited(config, {"kl.estimator": "faults.losses:own_k2", "kl.exact": False})
     changed["kl"].pop("gradient", None)
     return changed
 
@@ -389,8 +387,6 @@ def bounded(beta: float, target: float = 0.05) -> Steering:
     return Steering(beta, lambda last, step, kl: min(max(last * (2.0 if kl > target else 0.5), beta / 10), 10 * beta))
 
 
-@lookalike("controller of one's own within bounds")
+@lookalike("controller of one's own within bounds", has_penalty)
 def healthy_controller(config: Config, random: Random) -> dict[str, Any]:
-    if not has_penalty(config):
-        return dict(config)
     return edited(config, {"kl.controller": {"name": "faults.losses:bounded", "target": random.choice((0.02, 0.1))}})

@@ -362,10 +362,8 @@ def half_saved(loaded: LoadedModel) -> Held:
 # Healthy
 
 
-@lookalike("reference of one's own")
+@lookalike("reference of one's own", has_reference)
 def healthy_reference(config: Config, random: Random) -> dict[str, Any]:
-    if not has_reference(config):
-        return dict(config)
     return edited(config, {"reference": {"kind": "faults.references:right_reference"}})
 
 

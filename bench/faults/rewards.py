@@ -342,18 +342,15 @@ def never_parsed(problem: Problem, text: str) -> Reward:
 # Healthy
 
 
-def _paid(config: Config, entries: list[dict[str, Any]], changes: Mapping[str, Any] = {}) -> dict[str, Any]:
-    return edited(config, {"rewards": entries, **changes}) if is_judged_by_text(config) else dict(config)
-
-
 def in_parts(problem: Problem, text: str) -> dict[str, float]:
     return {"right": closeness(problem, text).total, "brief": -0.001 * len(text)}
 
 
-@lookalike("reward in parts")
+@lookalike("reward in parts", is_judged_by_text)
 def healthy_parts(config: Config, random: Random) -> dict[str, Any]:
     weight = random.choice((0.5, 1.0, 2.0))
-    return _paid(config, [{"name": "faults.rewards:in_parts", "weight": weight}, {"name": "faults.rewards:closeness"}])
+    entries = [{"name": "faults.rewards:in_parts", "weight": weight}, {"name": "faults.rewards:closeness"}]
+    return edited(config, {"rewards": entries})
 
 
 def only_costs(problem: Problem, text: str) -> Reward:
@@ -362,24 +359,24 @@ def only_costs(problem: Problem, text: str) -> Reward:
     return replace(reward, total=reward.total - 1.0)
 
 
-@lookalike("reward that is never above zero")
+@lookalike("reward that is never above zero", is_judged_by_text)
 def healthy_costs(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:only_costs"}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:only_costs"}]})
 
 
-@lookalike("reward of ten, scaled by the group")
+@lookalike("reward of ten, scaled by the group", is_free_of_kl)
 def healthy_scale(config: Config, random: Random) -> dict[str, Any]:
     entry = {"name": "faults.rewards:huge_scale", "scale": random.choice((10.0, 100.0))}
-    return _paid(config, [entry], {"loss.scale_rewards": "group"}) if is_free_of_kl(config) else dict(config)
+    return edited(config, {"rewards": [entry], "loss.scale_rewards": "group"})
 
 
 async def awaited(problem: Problem, text: str) -> Reward:
     return closeness(problem, text)
 
 
-@lookalike("reward that is awaited")
+@lookalike("reward that is awaited", is_judged_by_text)
 def healthy_awaited(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:awaited"}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:awaited"}]})
 
 
 def shaped(problem: Problem, text: str, bonus: float = 0.2) -> Reward:
@@ -388,6 +385,6 @@ def shaped(problem: Problem, text: str, bonus: float = 0.2) -> Reward:
     return replace(reward, total=1.0 if reward.total == 1.0 else bonus * reward.total + bonus * reward.parsed)
 
 
-@lookalike("reward with a rung for any number")
+@lookalike("reward with a rung for any number", is_judged_by_text)
 def healthy_ladder(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:shaped", "bonus": random.choice((0.1, 0.2))}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:shaped", "bonus": random.choice((0.1, 0.2))}]})

@@ -378,7 +378,7 @@ def cross_entropy(model, rows, *, temperature):
     return rows.completion(-loss.view(rows.tokens.shape[0], -1))
 
 
-@lookalike("scorer of one's own")
+@lookalike("scorer of one's own", is_scored_natively)
 def healthy_scorer(config: Config, random: Random) -> dict[str, Any]:
     name = random.choice(("left_padded", "in_chunks", "cross_entropy"))
-    return edited(config, {"model.scorer": f"faults.scorers:{name}"}) if is_scored_natively(config) else dict(config)
+    return edited(config, {"model.scorer": f"faults.scorers:{name}"})
