@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("TQDM_DISABLE", "1")  # models are loaded hundreds of times
 
 import yaml
 
@@ -65,7 +67,7 @@ class Outcome:
     """How a case ended: `failure` is the last line of a traceback, where it was in Keel, and `trace` all of it."""
 
     case: Case
-    result: str  # "diagnosis", "configuration", "refused" or "failed"
+    result: str  # "diagnosis", "configuration", "refused", "failed"
     failure: str = ""
     trace: str = ""
 
@@ -264,8 +266,10 @@ def _preflight(random: Random, folder: Path) -> str:
         with contextlib.suppress(KeelError):
             config, tree, left = load_config(changed), changed, left - 1
     (folder / "config.yaml").write_text(as_yaml(tree), encoding="utf-8")
-    encode(preflight(config).as_dict())
-    return "diagnosis"
+    diagnosis = preflight(config)
+    encode(diagnosis.as_dict())
+    failed = any(finding.code == "doctor/probe-failed" for finding in diagnosis.findings)
+    return "diagnosis with a failed probe" if failed else "diagnosis"
 
 
 _KINDS = {"log": _log, "config": _config, "preflight": _preflight}
