@@ -253,7 +253,6 @@ SLOW = ("rollout.prompts_per_step", "rollout.num_generations", "rollout.max_comp
 def _preflight(random: Random, folder: Path) -> str:
     """A small healthy configuration with two or three options changed such that it still loads."""
     from faults.healthy import healthy
-
     from keel.lab.doctor.preflight import preflight
 
     tree = healthy(random.randrange(SUBJECTS))

@@ -36,6 +36,8 @@ TRL = {
     "entropy_coef": "entropy_coef",
 }
 
+UPDATE_METRICS = ("kl", "entropy", "clip_fraction", "grad_norm", "learning_rate", "loss", "policy_loss", "entropy_coef")
+
 VERL = {
     "reward": "critic/score/mean",
     "kl": "actor/kl_loss",
@@ -146,6 +148,7 @@ def _trl(row: Row) -> Metrics:
         out["completions/min_length"] = max(1.0, row["length"] // 3)
         ended = row.get("truncated", 0.0) < 1  # the mean over no completion is not a number, which TRL logs as null
         out["completions/mean_terminated_length"] = row["length"] * 0.97 if ended else None
+        out["completions/min_terminated_length"] = max(1.0, row["length"] // 3) if ended else None
     if "clip_fraction" in row:
         out["clip_ratio/low_mean"] = row["clip_fraction"] * 0.4
         out["clip_ratio/low_min"] = row["clip_fraction"] * 0.1
