@@ -12,6 +12,7 @@ from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
+from keel.lab.doctor.causes import explain
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
@@ -68,7 +69,7 @@ def preflight(
     several = config.rollout.max_turns > 1 and setup.run.task.several_turns
     unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
     diagnosis = Diagnosis(
-        findings=findings,
+        findings=explain(findings, log=False),
         hypotheses=judge_hypotheses(
             findings,
             preflight_figures(decisive, several_turns=several),

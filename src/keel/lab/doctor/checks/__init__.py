@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
+from keel.lab.doctor.causes import explain
 from keel.lab.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
 from keel.lab.doctor.checks.base import Check, Unchecked
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
@@ -28,17 +29,12 @@ CHECKS: tuple[Check, ...] = (
 def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
     """All checks on one history: findings worst first, and what could not be decided with the reason."""
     limits = load_thresholds() if thresholds is None else thresholds
-    findings: list[Finding] = []
-    unchecked: list[str] = []
-    for check in CHECKS:
-        for result in check(history, limits):
-            if isinstance(result, Unchecked):
-                unchecked.append(f"{result.code}: {result.why}")
-            else:
-                findings.append(result)
-    merged = merge_by_code(findings)
+    results = _results(history, limits)
+    unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
+    merged = merge_by_code(result for result in results if not isinstance(result, Unchecked))
+    from_start = {result.code for result in _results(_first_step(history), limits) if isinstance(result, Finding)}
     diagnosis = Diagnosis(
-        merged,
+        explain(merged, log=True, from_start=from_start),
         hypotheses=judge_hypotheses(
             merged, history_figures(history), limits, unchecked, formula_of(history.config, history.source)
         ),
@@ -46,6 +42,16 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
         notes=(*history.notes, *history.missing),
     )
     return with_threshold_notes(diagnosis, limits)
+
+
+def _results(history: History, limits: Thresholds) -> list[Finding | Unchecked]:
+    return [result for check in CHECKS for result in check(history, limits)]
+
+
+def _first_step(history: History) -> History:
+    """What was known before the first update."""
+    series = {name: series.head(1) for name, series in history.series.items()}
+    return replace(history, series=series, events=(), evaluations=(), rollouts=())
 
 
 def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
