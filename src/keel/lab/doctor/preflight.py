@@ -32,6 +32,7 @@ def preflight(
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     warmstart_s: float = WARMSTART_S,
+    quick: bool = False,
 ) -> Diagnosis:
     """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
 
@@ -79,8 +80,15 @@ def preflight(
         ),
         unchecked=unchecked,
         notes=(*setup.notes, *(line for outcome in outcomes for line in outcome.lines)),
+        sound=tuple(outcome.name for outcome in outcomes if _sound(outcome)),
     )
     return with_threshold_notes(diagnosis, limits)
+
+
+def _sound(outcome: ProbeResult) -> bool:
+    """Whether a probe has tried something and found nothing worse than a note."""
+    tried = bool(outcome.figures) or not outcome.unchecked
+    return tried and all(finding.severity == "note" for finding in outcome.findings)
 
 
 def _refused(name: str, refusal: KeelError) -> ProbeResult:

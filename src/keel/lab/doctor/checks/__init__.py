@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
@@ -29,10 +29,12 @@ CHECKS: tuple[Check, ...] = (
 def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
     """All checks on one history: findings worst first, and what could not be decided with the reason."""
     limits = load_thresholds() if thresholds is None else thresholds
-    results = _results(history, limits)
+    by_check = [(check.__module__.rpartition(".")[2], [*check(history, limits)]) for check in CHECKS]
+    results = [result for _, row in by_check for result in row]
     unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
-    merged = merge_by_code(result for result in results if not isinstance(result, Unchecked))
-    from_start = {result.code for result in _results(_first_step(history), limits) if isinstance(result, Finding)}
+    merged = merge_by_code(result for result in results if isinstance(result, Finding))
+    first = _first_step(history)
+    from_start = {r.code for check in CHECKS for r in check(first, limits) if isinstance(r, Finding)}
     diagnosis = Diagnosis(
         explain(merged, log=True, from_start=from_start),
         hypotheses=judge_hypotheses(
@@ -40,12 +42,16 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
+        sound=_sound(by_check),
     )
     return with_threshold_notes(diagnosis, limits)
 
 
-def _results(history: History, limits: Thresholds) -> list[Finding | Unchecked]:
-    return [result for check in CHECKS for result in check(history, limits)]
+def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tuple[str, ...]:
+    """Areas in which a check could be made and none found more than a note."""
+    silent = dict.fromkeys(area for area, row in by_check if not row)
+    alarmed = {area for area, row in by_check for r in row if isinstance(r, Finding) and r.severity != "note"}
+    return tuple(area for area in silent if area not in alarmed)
 
 
 def _first_step(history: History) -> History:
