@@ -7,7 +7,8 @@ Whether an operator is held back is decided by the hash of its name: whoever wri
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,7 +16,21 @@ from typing import Any
 Subject = Any  # a configuration or a log: an operator takes one kind and returns the same
 Breaks = Callable[[Any, Random], Any]
 
-KINDS = ("scorer", "reference", "sync", "kl", "loss", "engine", "model", "template", "data", "reward", "tool", "option", "log")
+KINDS = (
+    "scorer",
+    "reference",
+    "sync",
+    "kl",
+    "loss",
+    "engine",
+    "model",
+    "template",
+    "data",
+    "reward",
+    "tool",
+    "option",
+    "log",
+)
 
 
 @dataclass(frozen=True)
@@ -54,3 +69,41 @@ def operator(
         return apply
 
     return register
+
+
+LOOKALIKES: dict[str, Breaks] = {}
+
+
+def lookalike(name: str) -> Callable[[Breaks], Breaks]:
+    """Registers a change of a healthy configuration that looks odd and is right: it must not be accused."""
+
+    def register(apply: Breaks) -> Breaks:
+        if name in LOOKALIKES:
+            raise ValueError(f"two look-alikes are called {name}")
+        LOOKALIKES[name] = apply
+        return apply
+
+    return register
+
+
+def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested configuration with other values at dotted paths."""
+    copied = deepcopy(dict(config))
+    for path, value in changes.items():
+        *sections, option = path.split(".")
+        section = copied
+        for name in sections:
+            section[name] = dict(section.get(name) or {})
+            section = section[name]
+        section[option] = value
+    return copied
+
+
+def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path; the default where a section or the option is not there."""
+    value: Any = config
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or value.get(name) is None:
+            return default
+        value = value[name]
+    return value
