@@ -114,13 +114,14 @@ def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
     from keel.base.thresholds import thresholds_of
-    from keel.lab.doctor.preflight import preflight
+    from keel.lab.doctor.preflight import LEFT_OUT, preflight
 
     config = configuration(args)
     limits = thresholds_of(config.model_dump(), threshold)
     with _progress(as_json, verbose) as on_probe:
         diagnosis = preflight(config, limits, on_probe, quick=quick)
-    return f"preflight of {config.run.name}", diagnosis
+    without = f" without {', '.join(LEFT_OUT)}" if quick else ""
+    return f"preflight of {config.run.name}{without}", diagnosis
 
 
 @contextmanager
