@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
-from keel.lab.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
+from keel.lab.doctor.checks import course, episodes, evaluation, kl, optim, output, reward, sampler
 from keel.lab.doctor.checks.base import Check, Unchecked
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     *sampler.CHECKS,
     *optim.CHECKS,
     *evaluation.CHECKS,
+    *course.CHECKS,
 )
 
 
