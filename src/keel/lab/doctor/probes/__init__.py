@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from keel.lab.doctor.probes.advantage import probe_advantage
+from keel.lab.doctor.probes.balance import probe_balance
 from keel.lab.doctor.probes.collection import probe_collection
 from keel.lab.doctor.probes.evaluation import probe_evaluation
+from keel.lab.doctor.probes.exploration import probe_exploration
 from keel.lab.doctor.probes.kl_term import probe_kl_term
+from keel.lab.doctor.probes.limits import probe_limits
 from keel.lab.doctor.probes.masks import probe_masks
 from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.reach import probe_reach
 from keel.lab.doctor.probes.reference import probe_reference
 from keel.lab.doctor.probes.result import Probe, ProbeResult
 from keel.lab.doctor.probes.sampler import probe_sampler
@@ -18,6 +22,7 @@ from keel.lab.doctor.probes.update import probe_update
 
 PROBES: list[tuple[str, Probe]] = [
     ("collection", probe_collection),
+    ("exploration", probe_exploration),
     ("masks", probe_masks),
     ("scoring", probe_scoring),
     ("sampler", probe_sampler),
@@ -27,6 +32,9 @@ PROBES: list[tuple[str, Probe]] = [
     ("objective", probe_objective),
     ("kl_term", probe_kl_term),
     ("update", probe_update),
+    ("reach", probe_reach),
+    ("balance", probe_balance),
+    ("limits", probe_limits),
     ("truncation", probe_truncation),
     ("evaluation", probe_evaluation),
 ]
