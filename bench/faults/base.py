@@ -15,7 +15,21 @@ from typing import Any
 Subject = Any  # a configuration or a log: an operator takes one kind and returns the same
 Breaks = Callable[[Any, Random], Any]
 
-KINDS = ("scorer", "reference", "sync", "kl", "loss", "engine", "model", "template", "data", "reward", "tool", "option", "log")
+KINDS = (
+    "scorer",
+    "reference",
+    "sync",
+    "kl",
+    "loss",
+    "engine",
+    "model",
+    "template",
+    "data",
+    "reward",
+    "tool",
+    "option",
+    "log",
+)
 
 
 @dataclass(frozen=True)
