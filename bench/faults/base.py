@@ -72,16 +72,27 @@ def operator(
     return register
 
 
-LOOKALIKES: dict[str, Breaks] = {}
+@dataclass(frozen=True)
+class Lookalike:
+    """A change of a healthy configuration that looks odd and is right; `fits` says to which configurations."""
+
+    apply: Breaks
+    fits: Callable[[Any], bool]
+
+    def __call__(self, subject: Subject, random: Random) -> Subject:
+        return self.apply(subject, random)
 
 
-def lookalike(name: str) -> Callable[[Breaks], Breaks]:
-    """Registers a change of a healthy configuration that looks odd and is right: it must not be accused."""
+LOOKALIKES: dict[str, Lookalike] = {}
+
+
+def lookalike(name: str, fits: Callable[[Any], bool] = lambda subject: True) -> Callable[[Breaks], Breaks]:
+    """Registers `apply(subject, random) -> subject` under `name`: what it returns must not be accused."""
 
     def register(apply: Breaks) -> Breaks:
         if name in LOOKALIKES:
             raise ValueError(f"two look-alikes are called {name}")
-        LOOKALIKES[name] = apply
+        LOOKALIKES[name] = Lookalike(apply, fits)
         return apply
 
     return register
@@ -98,6 +109,11 @@ def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
             section = section[name]
         section[option] = value
     return copied
+
+
+def is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether nothing runs in 16 bits."""
+    return option(config, "model.dtype") is None and option(config, "optim.precision") is None
 
 
 def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
