@@ -42,6 +42,7 @@ class Operator:
     codes: tuple[str, ...]
     apply: Breaks
     fits: Callable[[Any], bool] = lambda subject: True
+    refusal: str = ""  # what a refusal at load says that names it, where no option's name does
 
     @property
     def kind(self) -> str:
@@ -56,7 +57,7 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(
-    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True
+    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True, refusal: str = ""
 ) -> Callable[[Breaks], Breaks]:
     """Registers `apply(subject, random) -> subject` under `name`; the subject that is passed must not be changed."""
 
@@ -65,7 +66,7 @@ def operator(
             raise ValueError(f"two operators are called {name}")
         if name.partition("/")[0] not in KINDS or not codes:
             raise ValueError(f"{name}: a kind of {KINDS} before the slash, and at least one code")
-        OPERATORS[name] = Operator(name, breaks, codes, apply, fits)
+        OPERATORS[name] = Operator(name, breaks, codes, apply, fits, refusal)
         return apply
 
     return register
