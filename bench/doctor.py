@@ -159,7 +159,7 @@ def look(case: Case) -> Result:
         subject = subject_of(case, operator.fits) if operator else subject_of(case)
         broken = operator.apply(subject, _random(case)) if operator else subject
         began = time.monotonic()
-        findings, refused, error = examine(subject, broken)
+        findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
         error = traceback.format_exc()
     return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2))
@@ -171,14 +171,14 @@ def _random(case: Case) -> Any:
     return Random(f"{case.operator} {case.seed}")
 
 
-def examine(subject: Any, broken: Any) -> tuple[tuple[tuple[str, str], ...], str, str]:
+def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
     """Findings in the order in which they are shown, a refusal that names what was broken, and one that does not."""
     from keel.base.errors import KeelError
 
     try:
         diagnosis = _preflight(broken) if isinstance(broken, dict) else _examine_log(broken)
     except KeelError as refusal:
-        named = isinstance(broken, dict) and names_change(str(refusal), subject, broken)
+        named = (bool(words) and words in str(refusal)) or names_change(str(refusal), subject, broken)
         return (), str(refusal) if named else "", "" if named else f"refused: {refusal}"
     return tuple((row["code"], row["severity"]) for row in diagnosis.as_dict()["findings"]), "", ""
 
@@ -194,8 +194,8 @@ def _examine_log(log: Any) -> Any:
     return importlib.import_module("faults.logs").examine_log(log)
 
 
-def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """The options that differ, with their dots."""
+def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The options that differ, with their dots, and what they are now."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             yield from changes(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
@@ -203,12 +203,18 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
         for key, value in after.items():
             yield from changes(None, value, f"{path}.{key}")
     elif before != after:
-        yield path
+        yield path, after
 
 
 def names_change(message: str, before: Any, after: Any) -> bool:
-    """Whether a refusal names an option that was broken, with its section at least."""
-    return any(".".join(path.split(".")[-2:]) in message for path in changes(before, after))
+    """Whether a refusal names an option that was broken, or the folder or file that it was set to."""
+    for path, value in changes(before, after):
+        *_, section, name = ("", *path.split("."))
+        if f"{section}.{name}" in message or ("_" in name and name in message):
+            return True
+        if isinstance(value, str) and len(value) > 5 and value in message:
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ the processes
