@@ -163,9 +163,9 @@ def look(case: Case) -> Result:
     findings: tuple[tuple[str, str], ...] = ()
     refused = error = ""
     try:
-        subject = subject_of(case, operator.fits) if operator else subject_of(case)
-        apply = operator.apply if operator else LOOKALIKES.get(case.operator or "", lambda subject, random: subject)
-        broken = apply(subject, Random(case.name))
+        change = operator or LOOKALIKES.get(case.operator or "")
+        subject = subject_of(case, change.fits) if change else subject_of(case)
+        broken = change.apply(subject, Random(case.name)) if change else subject
         began = time.monotonic()
         findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
