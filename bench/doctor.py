@@ -466,9 +466,10 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # No thread that refreshes it: a fork would inherit the locks that such a thread holds, and wait for them for ever.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         bar = progress.add_task("cases", total=total)
-        yield lambda: progress.advance(bar)
+        yield lambda: progress.update(bar, advance=1, refresh=True)
 
 
 if __name__ == "__main__":
