@@ -143,6 +143,9 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     setup, optim, first = reach.setup, reach.setup.config.optim, reach.first
     full = reach.rates.updates * reach.longer
     norm = gradient_norm(first.gradients)
+    if norm == 0.0 and setup.run.loss.mismatch.kind != "none" and _unweighted_norm(reach) > 0:
+        cause = f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token in: the sampler's are all outside"
+        return cause, propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.floor": None})
     if norm == 0.0:
         return (
             "no gradient reaches a trainable weight although tokens have advantages: the weights that are trained are "
@@ -178,9 +181,17 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
         if lora is None or lora.adapter is not None:
             return cause, "give the adapter an alpha of about twice its rank"
         return cause, propose("set {}", {"model.lora.alpha": USUAL_ADAPTER_SCALE * lora.r})
-    return f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps", _rate(
-        reach
-    )
+    trained = sum(p.numel() for p in setup.run.optimizer.parameters)
+    weights = sum(p.numel() for p in setup.policy.model.parameters())
+    few = f": only {trained} of {weights} weights are trained" if scale is None and trained < 0.01 * weights else ""
+    cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps{few}"
+    return cause, _rate(reach)
+
+
+def _unweighted_norm(reach: _Reach) -> float:
+    """The gradient's norm with every weight of the sampler's mismatch at 1."""
+    loss = reach.setup.run.loss.mismatch.model_copy(update={"kind": "none"})
+    return gradient_norm(loss_gradients(reach.setup, reach.first.batch, mismatch=loss)[0])
 
 
 def _schedule(setup: ProbeSetup) -> tuple[str, Advice]:
