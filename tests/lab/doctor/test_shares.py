@@ -171,7 +171,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", ["model.lora={r: 4, alpha: 1.0e-6}"], "alpha"),
     ("optim/no-update", ["model.dtype=bfloat16", "optim.learning_rate=1e-6", "run.max_steps=5000"], "bfloat16"),
     ("optim/weight-decay", ["optim.weight_decay=100"], "decay"),
-    ("optim/weight-decay", ["optim.weight_decay=5000", LORA], "decay"),
+    ("optim/weight-decay", ["optim.weight_decay=300", LORA, "run.max_steps=200"], "decay"),
     ("kl/too-strong", ["kl.beta=50"], "KL term"),
     ("kl/too-strong", ["kl.beta=50", "kl.placement=reward", "kl.estimator=k1"], "KL term"),
     ("kl/too-strong", ["kl.beta=20", "kl.controller={name: ziegler}"], "controller"),
