@@ -38,8 +38,9 @@ def test_a_symptom_is_a_note_that_names_its_cause_and_keeps_what_it_said():
     cause, symptom = explain([found("output/unparseable"), found("reward/constant")], log=False)
     assert cause == found("output/unparseable")
     assert symptom.severity == "note"
-    assert symptom.evidence == "explained by output/unparseable: evidence of reward/constant"
-    assert symptom.cause == CAUSES["output/unparseable"].why
+    why = CAUSES["output/unparseable"].why
+    assert symptom.evidence == f"explained by output/unparseable: {why}; evidence of reward/constant"
+    assert symptom.cause == "c"
     assert symptom.advice == "mend output/unparseable first; if this stays, change this"
     assert symptom.options == (("a=1",),)
 
