@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import save_random_llama
 
 from keel.config import load_config
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes import ProbeResult
+from random_model import save_random_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = {
@@ -33,6 +33,7 @@ SMOLLM2 = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 8192,
 }
+WORDS = ("What", "is", "plus", "?", "=", *"0123456789")
 JOBS = ("tiny", "135m")
 
 
@@ -44,24 +45,27 @@ def measure(job: str, device: str, quick: bool, model: Path | None) -> dict[str,
         else:
             folder = model or Path(scratch)
             if model is None:
-                save_random_llama(folder, tuple("What is plus ? = 0 1 2 3 4 5 6 7 8 9".split()), SMOLLM2)
+                save_random_llama(folder, WORDS, SMOLLM2)
             overrides = [f"model.name={folder}", f"model.device={device}", "optim.precision=float32"]
             config = load_config(ROOT / "configs" / "smollm2_addition.yaml", overrides)
         seconds: dict[str, tuple[float, float]] = {}
-        began = start = (time.monotonic(), time.process_time())
+        start = _now()
+        marks = [start]
 
         def on_probe(outcome: ProbeResult, took: float) -> None:
-            nonlocal began
-            now = (time.monotonic(), time.process_time())
-            if not seconds:  # the first comes after the parts were built
-                seconds["building"] = (now[0] - began[0] - took, 0.0)
-            seconds[outcome.name] = (took, now[1] - began[1])
-            began = now
+            marks.append(_now())
+            clock, processor = (now - before for now, before in zip(marks[-1], marks[-2], strict=True))
+            name = f"building, {outcome.name}" if len(marks) == 2 else outcome.name  # the parts are built before it
+            seconds[name] = clock, processor
+            print(f"  {name:22} {clock:7.1f} s {processor:7.1f} s of processor time", flush=True)
 
         diagnosis = preflight(config, on_probe=on_probe, quick=quick)
-    end = (time.monotonic(), time.process_time())
-    seconds["total"] = (end[0] - start[0], end[1] - start[1])
+    seconds["total"] = tuple(now - before for now, before in zip(_now(), start, strict=True))
     return {"job": job, "device": device, "seconds": seconds, "findings": [f.code for f in diagnosis.findings]}
+
+
+def _now() -> tuple[float, float]:
+    return time.monotonic(), time.process_time()
 
 
 def main() -> None:
@@ -78,11 +82,11 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     results = []
     for job in options.job or JOBS:
+        print(f"{job} on {options.device}, {torch.get_num_threads()} threads")
         result = measure(job, options.device, options.quick, options.model)
         results.append(result)
-        print(f"{job} on {options.device}, {torch.get_num_threads()} threads: {', '.join(result['findings'])}")
-        for name, (clock, processor) in result["seconds"].items():
-            print(f"  {name:12} {clock:7.1f} s {processor:7.1f} s of processor time", flush=True)
+        clock, processor = result["seconds"]["total"]
+        print(f"  {'total':22} {clock:7.1f} s {processor:7.1f} s: {', '.join(result['findings']) or 'healthy'}")
     if options.out:
         options.out.write_text(json.dumps(results))
 
