@@ -32,24 +32,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run beside each other
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than matrices this small
 
 import faults
-from faults.base import KINDS, OPERATORS, Operator
+from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
 
-HEALTHY_KINDS = ("healthy", "healthy log")
+HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
 SEEN, HELD = "seen", "held"
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator on the subject of a seed; without an operator, that subject as it is."""
+    """An operator, or a look-alike of a fault, on the subject of a seed; without one, that subject as it is."""
 
     kind: str
     operator: str | None
     seed: int
+
+    @property
+    def healthy(self) -> bool:
+        return self.kind in HEALTHY_KINDS
 
     @property
     def name(self) -> str:
@@ -121,24 +128,24 @@ def chosen(given: argparse.Namespace) -> list[Operator]:
 
 
 def cases(given: argparse.Namespace) -> list[Case]:
-    """Draws of each operator, in rounds so that a run that is stopped has seen all kinds, then the healthy."""
-    operators = chosen(given)
+    """Draws of each operator and of the healthy, in no order, so that what is stopped early has seen all kinds."""
     drawn = [
         Case(operator.kind, operator.name, seed_of(given.seed, operator.name, draw))
         for draw in range(given.draws)
-        for operator in operators
+        for operator in chosen(given)
     ]
-    partial = given.kind or given.only or given.half != "all"
-    count = given.healthy if given.healthy is not None else 0 if partial else 64
-    kinds = HEALTHY_KINDS if importlib.util.find_spec("faults.logs") else HEALTHY_KINDS[:1]
-    for kind in kinds:
-        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // len(kinds))]
-    return drawn
+    is_part = given.kind or given.only or given.half != "all"
+    count = given.healthy if given.healthy is not None else 0 if is_part else 64
+    for kind in HEALTHY_KINDS[:2]:
+        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // 2)]
+    if count:
+        drawn += [Case("look-alike", name, seed_of(given.seed, name)) for name in LOOKALIKES]
+    return sorted(drawn, key=lambda case: case.seed)
 
 
 def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -> Any:
     """A healthy configuration or, for logs, a healthy log."""
-    if case.kind not in ("log", "healthy log"):
+    if not case.kind.endswith("log"):
         return importlib.import_module("faults.healthy").healthy(case.seed, fits)
     logs = importlib.import_module("faults.logs")
     for attempt in range(100):
@@ -157,28 +164,23 @@ def look(case: Case) -> Result:
     refused = error = ""
     try:
         subject = subject_of(case, operator.fits) if operator else subject_of(case)
-        broken = operator.apply(subject, _random(case)) if operator else subject
+        apply = operator.apply if operator else LOOKALIKES.get(case.operator or "", lambda subject, random: subject)
+        broken = apply(subject, Random(case.name))
         began = time.monotonic()
-        findings, refused, error = examine(subject, broken)
+        findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
         error = traceback.format_exc()
     return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2))
 
 
-def _random(case: Case) -> Any:
-    from random import Random
-
-    return Random(f"{case.operator} {case.seed}")
-
-
-def examine(subject: Any, broken: Any) -> tuple[tuple[tuple[str, str], ...], str, str]:
+def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
     """Findings in the order in which they are shown, a refusal that names what was broken, and one that does not."""
     from keel.base.errors import KeelError
 
     try:
         diagnosis = _preflight(broken) if isinstance(broken, dict) else _examine_log(broken)
     except KeelError as refusal:
-        named = isinstance(broken, dict) and names_change(str(refusal), subject, broken)
+        named = (bool(words) and words in str(refusal)) or names_change(str(refusal), subject, broken)
         return (), str(refusal) if named else "", "" if named else f"refused: {refusal}"
     return tuple((row["code"], row["severity"]) for row in diagnosis.as_dict()["findings"]), "", ""
 
@@ -194,8 +196,8 @@ def _examine_log(log: Any) -> Any:
     return importlib.import_module("faults.logs").examine_log(log)
 
 
-def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """The options that differ, with their dots."""
+def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The options that differ, with their dots, and what they are now."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             yield from changes(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
@@ -203,12 +205,18 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
         for key, value in after.items():
             yield from changes(None, value, f"{path}.{key}")
     elif before != after:
-        yield path
+        yield path, after
 
 
 def names_change(message: str, before: Any, after: Any) -> bool:
-    """Whether a refusal names an option that was broken, with its section at least."""
-    return any(".".join(path.split(".")[-2:]) in message for path in changes(before, after))
+    """Whether a refusal names an option that was broken, or the folder or file that it was set to."""
+    for path, value in changes(before, after):
+        *_, section, name = ("", *path.split("."))
+        if f"{section}.{name}" in message or ("_" in name and name in message):
+            return True
+        if isinstance(value, str) and len(value) > 5 and value in message:
+            return True
+    return False
 
 
 # ------------------------------------------------------------------------ the processes
@@ -289,7 +297,7 @@ class Row:
 
 def recall(results: Iterable[Result]) -> list[Row]:
     """The faults by kind, and all of them in the last row."""
-    faulty = [result for result in results if result.case.operator]
+    faulty = [result for result in results if not result.case.healthy]
     kinds = [kind for kind in KINDS if any(result.case.kind == kind for result in faulty)]
     return [
         Row(
@@ -307,7 +315,7 @@ def recall(results: Iterable[Result]) -> list[Row]:
 
 def accusations(results: Iterable[Result]) -> list[tuple[str, int, int]]:
     """The healthy by kind: how many, and how many got an error, a warning, or no diagnosis at all."""
-    whole = [result for result in results if not result.case.operator]
+    whole = [result for result in results if result.case.healthy]
     return [
         (kind, len(rows), sum(bool(result.accused or result.error or result.refused) for result in rows))
         for kind in HEALTHY_KINDS
@@ -346,7 +354,7 @@ def misses(results: Sequence[Result]) -> str:
     """One line for each fault that was not named first and for each healthy one that was accused."""
     lines = []
     for result in results:
-        failed = not result.first if result.case.operator else bool(result.accused or result.error or result.refused)
+        failed = not result.first if not result.case.healthy else bool(result.accused or result.error or result.refused)
         if failed:
             last = result.error.strip().splitlines()[-1][:160] if result.error else ""
             shown = ", ".join(result.accused[:4]) or last or result.refused[:160] or "nothing"
@@ -367,7 +375,7 @@ def comparison(before: Sequence[Result], after: Sequence[Result]) -> str:
 
 
 def _outcome(result: Result) -> str:
-    if not result.case.operator:
+    if result.case.healthy:
         return "accused" if result.accused or result.error or result.refused else "silent"
     return "refused" if result.refused else "first" if result.first else "listed" if result.listed else "missed"
 
@@ -397,7 +405,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, action="append", help="only operators of this kind")
     parser.add_argument("--only", action="append", help="only the operator of this name")
     parser.add_argument("--draws", type=int, default=1, help="subjects an operator is applied to")
-    parser.add_argument("--healthy", type=int, help="healthy runs, half of them logs; default 64, 0 of a part")
+    parser.add_argument(
+        "--healthy", type=int, help="healthy runs, half of them logs, and the look-alikes; default 64, 0 of a part"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--processes", type=int, default=2, help="cases looked at beside each other")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a case may take")

@@ -42,6 +42,7 @@ class Operator:
     codes: tuple[str, ...]
     apply: Breaks
     fits: Callable[[Any], bool] = lambda subject: True
+    refusal: str = ""  # what a refusal at load says that names it, where no option's name does
 
     @property
     def kind(self) -> str:
@@ -56,7 +57,7 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(
-    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True
+    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True, refusal: str = ""
 ) -> Callable[[Breaks], Breaks]:
     """Registers `apply(subject, random) -> subject` under `name`; the subject that is passed must not be changed."""
 
@@ -65,22 +66,33 @@ def operator(
             raise ValueError(f"two operators are called {name}")
         if name.partition("/")[0] not in KINDS or not codes:
             raise ValueError(f"{name}: a kind of {KINDS} before the slash, and at least one code")
-        OPERATORS[name] = Operator(name, breaks, codes, apply, fits)
+        OPERATORS[name] = Operator(name, breaks, codes, apply, fits, refusal)
         return apply
 
     return register
 
 
-LOOKALIKES: dict[str, Breaks] = {}
+@dataclass(frozen=True)
+class Lookalike:
+    """A change of a healthy configuration that looks odd and is right; `fits` says to which configurations."""
+
+    apply: Breaks
+    fits: Callable[[Any], bool]
+
+    def __call__(self, subject: Subject, random: Random) -> Subject:
+        return self.apply(subject, random)
 
 
-def lookalike(name: str) -> Callable[[Breaks], Breaks]:
-    """Registers a change of a healthy configuration that looks odd and is right: it must not be accused."""
+LOOKALIKES: dict[str, Lookalike] = {}
+
+
+def lookalike(name: str, fits: Callable[[Any], bool] = lambda subject: True) -> Callable[[Breaks], Breaks]:
+    """Registers `apply(subject, random) -> subject` under `name`: what it returns must not be accused."""
 
     def register(apply: Breaks) -> Breaks:
         if name in LOOKALIKES:
             raise ValueError(f"two look-alikes are called {name}")
-        LOOKALIKES[name] = apply
+        LOOKALIKES[name] = Lookalike(apply, fits)
         return apply
 
     return register
@@ -97,6 +109,11 @@ def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
             section = section[name]
         section[option] = value
     return copied
+
+
+def is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether nothing runs in 16 bits."""
+    return option(config, "model.dtype") is None and option(config, "optim.precision") is None
 
 
 def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import edited, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option
 from keel.base.types import Completion
 from keel.models.head import evaluating
 from keel.rollout import EngineWrapper, NativeEngine, Request, SamplingParams
@@ -34,12 +34,28 @@ def is_unfiltered(config: Config) -> bool:
     return is_native(config) and all(option(config, f"rollout.{name}", off) in (off, []) for name, off in filters)
 
 
+def is_one_turn(config: Config) -> bool:
+    """Whether a completion is one turn of a few tokens."""
+    short = option(config, "rollout.max_completion_length", 64) <= 24
+    return is_native(config) and option(config, "rollout.max_turns", 1) == 1 and short
+
+
+def has_short_answers(config: Config) -> bool:
+    """Whether an answer is a token or two: one turn, without tags around it."""
+    return is_one_turn(config) and option(config, "task.format") != "answer_tag"
+
+
+def is_synced(config: Config) -> bool:
+    """Whether every rollout is meant to be of the newest weights."""
+    return is_native(config) and option(config, "rollout.max_staleness", 0) == 0
+
+
 def has_lora(config: Config) -> bool:
-    return is_native(config) and option(config, "model.lora") is not None
+    return is_synced(config) and option(config, "model.lora") is not None
 
 
 def has_full_weights(config: Config) -> bool:
-    return is_native(config) and option(config, "model.lora") is None
+    return is_synced(config) and option(config, "model.lora") is None
 
 
 def with_engine(config: Config, name: str, changes: Mapping[str, Any] = {}, **parameters: Any) -> dict[str, Any]:
@@ -154,7 +170,7 @@ class LogpOfNeighbour(Wrapped):
     "engine/logp-without-temperature",
     "log-probabilities are reported at temperature 1 while sampling has another",
     "sampler/temperature",
-    also={"rollout.temperature": (0.6, 0.7, 0.8, 1.25)},
+    also={"rollout.temperature": (0.6, 0.7, 0.8, 1.2)},
 )
 class LogpWithoutTemperature(Wrapped):
     def changed(self, completion, request, sampling):
@@ -389,17 +405,16 @@ class PresencePenalty(Decoded):
 
 @fault(
     "engine/logit-bias",
-    "the end token's logit is raised or lowered before tokens are drawn",
+    "the logits of every third token of the vocabulary are raised or lowered before tokens are drawn",
     "sampler/filter",
     "sampler/mismatch",
-    strengths=(-2.5, 2.0, 3.0),
+    strengths=(-3.0, 2.0, 3.0),
     fits=is_unfiltered,
 )
 class LogitBias(Decoded):
     def shaped(self, logits, contexts, prompt):
-        biased = logits.clone()
-        biased[:, sorted(self.inner.eos_ids)] += self.strength
-        return biased
+        biased = torch.arange(logits.shape[-1], device=logits.device) % 3 == 1
+        return logits + self.strength * biased
 
 
 @fault(
@@ -422,8 +437,8 @@ class BannedTokens(Decoded):
     "the end token may not be drawn before the completion has some tokens",
     "sampler/filter",
     "sampler/mismatch",
-    strengths=(2, 3),
-    fits=is_unfiltered,
+    strengths=(3, 4),
+    fits=lambda config: is_unfiltered(config) and has_short_answers(config),
 )
 class MinTokens(Decoded):
     def shaped(self, logits, contexts, prompt):
@@ -728,7 +743,7 @@ class EndDoubled(Wrapped):
         return replace(sampling, max_completion_length=max(1, sampling.max_completion_length - 1))
 
     def changed(self, completion, request, sampling):
-        if completion.stop_reason != "eos":
+        if completion.stop_reason != "eos" or len(completion.tokens) >= request.limit(sampling):
             return completion
         names = ("tokens", "action", "sample_logp", "filtered_logp")
         doubled = {name: (*getattr(completion, name), getattr(completion, name)[-1]) for name in names}
@@ -748,7 +763,8 @@ class EndNotTrained(Wrapped):
     "engine/past-the-end",
     "rows run on after their end token; the text is cut there, the tokens are not",
     "mask/end",
-    also={"rollout.max_completion_length": (12, 16)},
+    also={"rollout.max_completion_length": (16, 24)},
+    fits=is_one_turn,
 )
 class PastTheEnd(Wrapped):
     def sampling(self, sampling):
@@ -788,7 +804,8 @@ class FirstTokenNoAction(Wrapped):
     "engine/forced-prefix-trained",
     "an opening that the engine writes before every completion counts as sampled",
     "mask/not-actions",
-    also={"rollout.max_completion_length": (16, 20)},
+    also={"rollout.max_completion_length": (24,)},
+    fits=is_one_turn,
 )
 class ForcedPrefixTrained(Wrapped):
     opening = "(think) "
@@ -797,7 +814,8 @@ class ForcedPrefixTrained(Wrapped):
         return tuple(self.tokenizer.encode(self.opening, add_special_tokens=False))
 
     def asked(self, request):
-        return replace(request, tokens=(*request.tokens, *self.prefix()))
+        limit = request.max_new and max(1, request.max_new - len(self.prefix()))
+        return replace(request, tokens=(*request.tokens, *self.prefix()), max_new=limit)
 
     def sampling(self, sampling):
         return replace(sampling, max_completion_length=max(1, sampling.max_completion_length - len(self.prefix())))
@@ -890,13 +908,13 @@ class Quantised(Copied):
         return (tensor / step).round() * step if is_matrix(name, tensor) else tensor
 
 
-@fault("sync/never", "the engine holds the weights that it was built with", "sampler/stale")
+@fault("sync/never", "the engine holds the weights that it was built with", "sampler/stale", fits=is_synced)
 class NeverSynced(Copied):
     def load(self, weights):
         pass
 
 
-@fault("sync/first-only", "only the first sync writes anything", "sampler/stale")
+@fault("sync/first-only", "only the first sync writes anything", "sampler/stale", fits=is_synced)
 class SyncedOnce(Copied):
     written = False
 
@@ -906,7 +924,7 @@ class SyncedOnce(Copied):
         self.written = True
 
 
-@fault("sync/one-late", "each sync writes the weights of the sync before", "sampler/stale")
+@fault("sync/one-late", "each sync writes the weights of the sync before", "sampler/stale", fits=is_synced)
 class OneLate(Copied):
     pending: dict[str, Tensor] | None = None
 
@@ -916,7 +934,13 @@ class OneLate(Copied):
         self.pending = {name: tensor.clone() for name, tensor in weights.items()}
 
 
-@fault("sync/averaged", "a sync goes part of the way to the policy's weights", "sampler/stale", strengths=(0.2, 0.5))
+@fault(
+    "sync/averaged",
+    "a sync goes part of the way to the policy's weights",
+    "sampler/stale",
+    strengths=(0.2, 0.5),
+    fits=is_synced,
+)
 class Averaged(Copied):
     def arriving(self, name, held, weights):
         return torch.lerp(held, weights[name], self.strength) if held.is_floating_point() else weights[name]
@@ -933,37 +957,36 @@ class EmbeddingsMissing(Copied):
         return weights[name] if layer_of(name) is not None else held
 
 
-@fault("sync/layers-missing", "every second layer is never written", "sampler/stale")
+@fault(
+    "sync/layers-missing",
+    "the last layer and every second before it are never written",
+    "sampler/stale",
+    fits=is_synced,
+)
 class LayersMissing(Copied):
     def arriving(self, name, held, weights):
-        return held if (layer_of(name) or 0) % 2 else weights[name]
+        layer, last = layer_of(name), max(layer_of(other) or 0 for other in weights)
+        return held if layer is not None and (last - layer) % 2 == 0 else weights[name]
 
 
-@fault(
-    "sync/attention-missing",
-    "the attention's weights are never written",
-    "sampler/stale",
-)
+@fault("sync/attention-missing", "the attention's weights are never written", "sampler/stale", fits=is_synced)
 class AttentionMissing(Copied):
     def arriving(self, name, held, weights):
         return held if "attn" in name else weights[name]
 
 
 @fault(
-    "sync/layers-mapped-wrong",
-    "the weights of each layer are written into the next one",
+    "sync/gate-and-up-swapped",
+    "two matrices of the MLP change places, as where they are sent as one in the other order",
     "sampler/stale",
     "sampler/other-model",
     "sampler/mismatch",
     fits=has_full_weights,
 )
-class LayersMappedWrong(Copied):
+class GateAndUpSwapped(Copied):
     def arriving(self, name, held, weights):
-        layer = layer_of(name)
-        if layer is None:
-            return weights[name]
-        count = 1 + max(layer_of(other) or 0 for other in weights)
-        return weights[re.sub(r"\.(layers|h)\.\d+\.", rf".\g<1>.{(layer + 1) % count}.", f".{name}")[1:]]
+        other = {"gate": "up", "up": "gate"}
+        return weights[re.sub(r"\b(gate|up)(?=_proj)", lambda match: other[match[1]], name)]
 
 
 @fault(
@@ -980,11 +1003,7 @@ class Transposed(Copied):
         return tensor.T if is_matrix(name, tensor) and tensor.shape[0] == tensor.shape[1] else tensor
 
 
-@fault(
-    "sync/delta-twice",
-    "each sync adds the difference since the last one twice",
-    "sampler/stale",
-)
+@fault("sync/delta-twice", "each sync adds the difference since the last one twice", "sampler/stale", fits=is_synced)
 class DeltaTwice(Copied):
     def arriving(self, name, held, weights):
         return 2 * weights[name] - held if held.is_floating_point() else weights[name]
@@ -1029,7 +1048,7 @@ class LoraHalf(Copied):
 # Healthy: engines that look odd and are right
 
 
-@lookalike("engine that only counts")
+@lookalike("engine that only counts", is_native)
 def healthy_counting_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Counting")
 
@@ -1044,17 +1063,17 @@ class Counting(Wrapped):
         return groups
 
 
-@lookalike("engine of one's own, token by token")
+@lookalike("engine of one's own, token by token", lambda config: is_unfiltered(config) and is_float32(config))
 def healthy_plain_engine(config: Config, random: Random) -> dict[str, Any]:
-    return with_engine(config, "Decoded") if is_unfiltered(config) else with_engine(config, "Counting")
+    return with_engine(config, "Decoded")
 
 
-@lookalike("engine with a copy that is synced")
+@lookalike("engine with a copy that is synced", is_native)
 def healthy_copied_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Copied")
 
 
-@lookalike("engine that samples in another order")
+@lookalike("engine that samples in another order", is_native)
 def healthy_reordering_engine(config: Config, random: Random) -> dict[str, Any]:
     return with_engine(config, "Reordering")
 

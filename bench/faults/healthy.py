@@ -228,12 +228,13 @@ def healthy(seed: int, fits: Callable[[Config], bool] = lambda config: True) -> 
     for _ in range(100 * DRAWS):
         config = draw(random)
         if fits(config):
-            schooled(_school(config))
+            schooled(school_of(config))
             if soundness(config).sound:
                 return config
     raise ValueError(f"no sound draw of seed {seed} fits")
 
 
-def _school(config: Config) -> School:
+def school_of(config: Config) -> School:
+    """What the model of a draw was taught."""
     name = Path(config["model"]["name"]).name
     return next(school for school in SCHOOLS if school.key == name)

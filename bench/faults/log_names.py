@@ -36,6 +36,8 @@ TRL = {
     "entropy_coef": "entropy_coef",
 }
 
+UPDATE_METRICS = ("kl", "entropy", "clip_fraction", "grad_norm", "learning_rate", "loss", "policy_loss", "entropy_coef")
+
 VERL = {
     "reward": "critic/score/mean",
     "kl": "actor/kl_loss",
@@ -143,9 +145,11 @@ def _trl(row: Row) -> Metrics:
         out[f"rewards/{name}_reward/mean"] = value
         out[f"rewards/{name}_reward/std"] = abs(value) ** 0.5 * 0.4
     if "length" in row:
-        out["completions/min_length"] = max(1.0, round(row["length"] * 0.3))
+        out["completions/min_length"] = max(1.0, row["length"] // 3)
         ended = row.get("truncated", 0.0) < 1  # the mean over no completion is not a number, which TRL logs as null
         out["completions/mean_terminated_length"] = row["length"] * 0.97 if ended else None
+        out["completions/min_terminated_length"] = max(1.0, row["length"] // 3) if ended else None
+        out["completions/max_terminated_length"] = row["length"] * 1.9 // 1 if ended else None
     if "clip_fraction" in row:
         out["clip_ratio/low_mean"] = row["clip_fraction"] * 0.4
         out["clip_ratio/low_min"] = row["clip_fraction"] * 0.1
@@ -172,7 +176,7 @@ def _verl(row: Row) -> Metrics:
         out |= {"critic/advantages/max": 2.47, "critic/advantages/min": -2.47}
         out["critic/returns/mean"] = row["advantage_mean"]
     if "length" in row:
-        out["response_length/min"] = max(1.0, round(row["length"] * 0.3))
+        out["response_length/min"] = max(1.0, row["length"] // 3)
         out |= {"prompt_length/mean": 131.0, "prompt_length/max": 204.0, "prompt_length/min": 67.0}
     if "sampler_probability_gap" in row:
         out["training/rollout_probs_diff_max"] = min(1.0, row["sampler_probability_gap"] * 60)
@@ -216,7 +220,7 @@ def _nemo_rl(row: Row) -> Metrics:
     if "sampler_kl" in row:
         out |= {"policy_kl_error": row["sampler_kl"] * 1.02, "js_divergence_error": row["sampler_kl"] / 4}
     if "clip_fraction" in row:
-        spread = 4 * row["clip_fraction"] ** 0.5
+        spread = 4 * abs(row["clip_fraction"]) ** 0.5
         out |= {"probs_ratio": 1.0, "probs_ratio_clamped": 1.0, "probs_ratio_max": 1 + spread}
         out["probs_ratio_min"] = 1 / (1 + spread)
     if "advantage_mean" in row:

@@ -266,7 +266,12 @@ def _(log: Log, random: Random) -> Log:
     return optioned(changed(log, **scaled), scale_rewards="none", **ends)
 
 
-@operator("log/reward-not-finite", "A reward function returns NaN now and then.", "reward/non-finite")
+@operator(
+    "log/reward-not-finite",
+    "A reward function returns NaN now and then.",
+    "reward/non-finite",
+    fits=lambda log: log.trainer != "trl",  # which leaves such rewards out of its sums
+)
 def _(log: Log, random: Random) -> Log:
     reward = log.series["reward"].copy()
     reward[random.sample(range(len(reward)), max(2, len(reward) // random.randint(10, 30)))] = np.nan

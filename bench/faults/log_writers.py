@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import yaml
 
-from faults.log_names import EVALUATION, METRICS, Metrics
+from faults.log_names import EVALUATION, METRICS, UPDATE_METRICS, Metrics
 from keel.config.schema import Config
 
 FORMATS = {
@@ -52,6 +52,7 @@ class Log:
 
 def write_log(log: Log, folder: Path) -> Path:
     """Writes the log's files below `folder`; returns the path that a user would give to the doctor."""
+    folder.mkdir(parents=True, exist_ok=True)
     return _WRITERS[log.format](log, folder)
 
 
@@ -69,6 +70,9 @@ def _row(log: Log, at: int) -> Metrics:
     values = {name: float(series[at]) for name, series in log.series.items()}
     constants = {name: float(log.options[name]) for name in ("reward_low", "reward_high", "max_grad_norm")}
     step = int(log.steps[at])
+    if log.trainer == "trl" and log.options["every"] == 1 and (step - 1) % log.options["updates"]:
+        # a step of TRL is an update: those that use a batch again have nothing to say about its completions
+        values = {name: value for name, value in values.items() if name in UPDATE_METRICS}
     return {"step": step, **METRICS[log.trainer]({**values, **constants, "step": float(step)})}
 
 

@@ -28,6 +28,7 @@ from keel.lab.doctor.examine import examine
 __all__ = ["TRAINERS", "Log", "examine_log", "healthy_log", "write_log"]
 
 Curves = dict[str, np.ndarray]
+SPREADLESS = 0.85  # share of groups without spread beyond which a run has little left to learn
 _NEEDED = ("reward", "kl", "grad_norm", "learning_rate", "zero_variance", "all_right", "beta")  # never lost
 
 
@@ -42,8 +43,8 @@ def healthy_log(seed: int, trainer: str | None = None, format: str | None = None
     random = Random(f"healthy log {seed} {trainer} {format}")
     trainer = trainer or random.choice(TRAINERS)
     generator = np.random.default_rng(random.getrandbits(64))
-    course = _course(random)
-    curves = _rewards(course, random, generator) | _policy(course, random, generator, trainer)
+    course, rewards = _rewarded_course(random, generator)
+    curves = rewards | _policy(course, random, generator, trainer)
     curves |= _sampler(course, random, generator, trainer)
     sparse = trainer in ("trl", "openrlhf") and course.steps >= 300
     every = random.choice([1, 1, 2, 5, 10]) if sparse else 1
@@ -94,6 +95,15 @@ class _Course:
         return len(self.rate)
 
 
+def _rewarded_course(random: Random, generator: np.random.Generator) -> tuple[_Course, Curves]:
+    """A course with its rewards, drawn until there is something left to learn at its end."""
+    while True:
+        course = _course(random)
+        rewards = _rewards(course, random, generator)
+        if rewards["zero_variance"][-course.steps // 4 :].mean() <= SPREADLESS:
+            return course, rewards
+
+
 def _course(random: Random) -> _Course:
     steps = random.randint(60, 400)
     kind = random.choices(["usual", "good", "slow", "solved"], [6, 2, 2, 1])[0]
@@ -126,8 +136,8 @@ def _course(random: Random) -> _Course:
     noise = 0.33 / math.sqrt(prompts) * math.sqrt(12 / steps)
     gain = {
         "usual": random.uniform(0.15, 0.4),
-        "good": max(random.uniform(0.05, 0.1), 6 * noise),
-        "slow": random.uniform(6, 9) * noise,
+        "good": max(random.uniform(0.05, 0.1), 7.5 * noise),
+        "slow": random.uniform(7.5, 11) * noise,
         "solved": random.uniform(0.97, 0.985) - begin,
     }[kind]
     gain = min(gain, 0.985 - begin)

@@ -29,8 +29,8 @@ def is_clipped(config: Config) -> bool:
 
 def has_penalty(config: Config) -> bool:
     """Whether a KL penalty of a token's own stands in the loss, so that a formula of one's own may stand in for it."""
-    kl = {name: option(config, f"kl.{name}", value) for name, value in (("placement", "loss"), ("level", "token"))}
-    return option(config, "kl.beta", 0) > 0 and kl == {"placement": "loss", "level": "token"}
+    usual = {"placement": "loss", "level": "token", "controller.name": "fixed"}
+    return option(config, "kl.beta", 0) > 0 and all(option(config, f"kl.{name}", v) == v for name, v in usual.items())
 
 
 def loss_fault(
@@ -366,20 +366,18 @@ def own_grpo(inputs, options):
 own_grpo_recipe = replace(LOSSES["grpo"], term=own_grpo, takes_delta=False)
 
 
-@lookalike("loss of one's own, equal to grpo")
+@lookalike("loss of one's own, equal to grpo", is_clipped)
 def healthy_loss(config: Config, random: Random) -> dict[str, Any]:
-    return edited(config, {"loss.loss_type": "faults.losses:own_grpo_recipe"}) if is_clipped(config) else dict(config)
+    return edited(config, {"loss.loss_type": "faults.losses:own_grpo_recipe"})
 
 
 def own_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return 0.5 * (logp - ref_logp).square()
 
 
-@lookalike("estimator of one's own, equal to k2")
+@lookalike("estimator of one's own, equal to k2", has_penalty)
 def healthy_estimator(config: Config, random: Random) -> dict[str, Any]:
-    if not has_penalty(config) or option(config, "kl.exact"):
-        return dict(config)
-    changed = edited(config, {"kl.estimator": "faults.losses:own_k2"})
+    changed = edited(config, {"kl.estimator": "faults.losses:own_k2", "kl.exact": False})
     changed["kl"].pop("gradient", None)
     return changed
 
@@ -389,8 +387,6 @@ def bounded(beta: float, target: float = 0.05) -> Steering:
     return Steering(beta, lambda last, step, kl: min(max(last * (2.0 if kl > target else 0.5), beta / 10), 10 * beta))
 
 
-@lookalike("controller of one's own within bounds")
+@lookalike("controller of one's own within bounds", has_penalty)
 def healthy_controller(config: Config, random: Random) -> dict[str, Any]:
-    if not has_penalty(config):
-        return dict(config)
     return edited(config, {"kl.controller": {"name": "faults.losses:bounded", "target": random.choice((0.02, 0.1))}})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import edited, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option
 from faults.engines import layer_of
 from keel.models.fingerprint import fingerprint
 from keel.models.head import evaluating
@@ -21,9 +21,12 @@ Config = Mapping[str, Any]
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference is held that a frozen copy may stand in for."""
-    measured = option(config, "kl.beta", 0) > 0 or option(config, "kl.measure_every", 1) > 0
-    return measured and option(config, "reference.kind", "auto") in ("auto", "frozen", "adapter_off")
+    """Whether a penalty holds the policy to a reference that a frozen copy may stand in for."""
+    return option(config, "kl.beta", 0) > 0 and option(config, "reference.kind", "auto") in (
+        "auto",
+        "frozen",
+        "adapter_off",
+    )
 
 
 def has_full_reference(config: Config) -> bool:
@@ -113,6 +116,7 @@ def other_checkpoint(loaded: LoadedModel, size: float = 0.3) -> Held:
     "reference/a-step-ahead",
     "the reference is a checkpoint of a few steps later: its weights differ and its KL hardly does",
     "reference/wrong",
+    fits=lambda config: has_reference(config) and is_float32(config),
     size=(1e-3, 1e-2),
 )
 def a_step_ahead(loaded: LoadedModel, size: float = 1e-3) -> Held:
@@ -131,16 +135,16 @@ def random_weights(loaded: LoadedModel) -> Held:
 
 @reference_fault(
     "reference/layer-missing",
-    "one layer of the reference does nothing, as where a checkpoint lacks its weights",
+    "a part of the reference's first layer is zero, as where a checkpoint lacks its weights",
     "reference/wrong",
     fits=has_full_reference,
-    layer=(0, 1),
+    part=("attn", "mlp"),
 )
 @torch.no_grad()
-def layer_missing(loaded: LoadedModel, layer: int = 0) -> Held:
+def layer_missing(loaded: LoadedModel, part: str = "mlp") -> Held:
     model = copied(loaded)
     for name, parameter in model.named_parameters():
-        if layer_of(name) == layer and parameter.ndim > 1:
+        if layer_of(name) == 0 and part in name and parameter.ndim > 1:
             parameter.zero_()
     return Held(model)
 
@@ -358,10 +362,8 @@ def half_saved(loaded: LoadedModel) -> Held:
 # Healthy
 
 
-@lookalike("reference of one's own")
+@lookalike("reference of one's own", has_reference)
 def healthy_reference(config: Config, random: Random) -> dict[str, Any]:
-    if not has_reference(config):
-        return dict(config)
     return edited(config, {"reference": {"kind": "faults.references:right_reference"}})
 
 

@@ -25,8 +25,13 @@ def is_judged_by_text(config: Config) -> bool:
 
 
 def has_penalty_in_the_loss(config: Config) -> bool:
-    penalised = option(config, "kl.beta", 0) > 0 and option(config, "kl.placement", "loss") == "loss"
-    return is_judged_by_text(config) and penalised
+    fixed = option(config, "kl.controller.name", "fixed") == "fixed"
+    return is_judged_by_text(config) and is_free_of_kl(config) and option(config, "kl.beta", 0) > 0 and fixed
+
+
+def is_free_of_kl(config: Config) -> bool:
+    """Whether the reward is free of the KL, so that it may be scaled or not."""
+    return is_judged_by_text(config) and option(config, "kl.placement", "loss") == "loss"
 
 
 def reward_fault(
@@ -55,6 +60,11 @@ def number_of(text: object) -> float | None:
     """The last number of a text."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", str(text))
     return float(numbers[-1]) if numbers else None
+
+
+def prompt_of(problem: Problem) -> str:
+    """The prompt's text; of messages, the last one's."""
+    return problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
 
 
 def closeness(problem: Problem, text: str) -> Reward:
@@ -126,7 +136,7 @@ def written_as_float(problem: Problem, text: str) -> float:
 
 @reward_fault("reward/worked-solution", "a text is compared with a whole worked solution", "reward/gold")
 def worked_solution(problem: Problem, text: str) -> float:
-    solution = f"{problem.prompt} We look at it step by step, and the answer is {problem.answer}."
+    solution = f"{prompt_of(problem)} We look at it step by step, and the answer is {problem.answer}."
     return float(text.strip() == solution)
 
 
@@ -206,7 +216,7 @@ def silence_pays(problem: Problem, text: str, cost: float = 1.0) -> float:
 
 @reward_fault("reward/copying-pays", "words of the prompt in the text earn as much as the answer", "reward/exploit")
 def copying_pays(problem: Problem, text: str) -> float:
-    words = str(problem.prompt).split()
+    words = prompt_of(problem).split()
     return max(closeness(problem, text).total, sum(word in text for word in words) / max(1, len(words)))
 
 
@@ -216,7 +226,7 @@ def copying_pays(problem: Problem, text: str) -> float:
     "reward/exploit",
 )
 def judges_the_prompt(problem: Problem, text: str) -> Reward:
-    return closeness(problem, str(problem.prompt))
+    return closeness(problem, prompt_of(problem))
 
 
 @reward_fault("reward/same-for-all", "every text earns the same", "reward/constant", "reward/exploit", value=(0.5, 1.0))
@@ -295,6 +305,7 @@ def huge_scale(problem: Problem, text: str, scale: float = 1e4) -> Reward:
     "advantage/amplified",
     "reward/weak",
     "reward/exploit",
+    fits=is_free_of_kl,
     also={"loss.scale_rewards": ("group",)},
     size=(1e-4, 1e-3),
 )
@@ -331,18 +342,15 @@ def never_parsed(problem: Problem, text: str) -> Reward:
 # Healthy
 
 
-def _paid(config: Config, entries: list[dict[str, Any]], changes: Mapping[str, Any] = {}) -> dict[str, Any]:
-    return edited(config, {"rewards": entries, **changes}) if is_judged_by_text(config) else dict(config)
-
-
 def in_parts(problem: Problem, text: str) -> dict[str, float]:
     return {"right": closeness(problem, text).total, "brief": -0.001 * len(text)}
 
 
-@lookalike("reward in parts")
+@lookalike("reward in parts", is_judged_by_text)
 def healthy_parts(config: Config, random: Random) -> dict[str, Any]:
     weight = random.choice((0.5, 1.0, 2.0))
-    return _paid(config, [{"name": "faults.rewards:in_parts", "weight": weight}, {"name": "faults.rewards:closeness"}])
+    entries = [{"name": "faults.rewards:in_parts", "weight": weight}, {"name": "faults.rewards:closeness"}]
+    return edited(config, {"rewards": entries})
 
 
 def only_costs(problem: Problem, text: str) -> Reward:
@@ -351,24 +359,24 @@ def only_costs(problem: Problem, text: str) -> Reward:
     return replace(reward, total=reward.total - 1.0)
 
 
-@lookalike("reward that is never above zero")
+@lookalike("reward that is never above zero", is_judged_by_text)
 def healthy_costs(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:only_costs"}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:only_costs"}]})
 
 
-@lookalike("reward of ten, scaled by the group")
+@lookalike("reward of ten, scaled by the group", is_free_of_kl)
 def healthy_scale(config: Config, random: Random) -> dict[str, Any]:
     entry = {"name": "faults.rewards:huge_scale", "scale": random.choice((10.0, 100.0))}
-    return _paid(config, [entry], {"loss.scale_rewards": "group"})
+    return edited(config, {"rewards": [entry], "loss.scale_rewards": "group"})
 
 
 async def awaited(problem: Problem, text: str) -> Reward:
     return closeness(problem, text)
 
 
-@lookalike("reward that is awaited")
+@lookalike("reward that is awaited", is_judged_by_text)
 def healthy_awaited(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:awaited"}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:awaited"}]})
 
 
 def shaped(problem: Problem, text: str, bonus: float = 0.2) -> Reward:
@@ -377,6 +385,6 @@ def shaped(problem: Problem, text: str, bonus: float = 0.2) -> Reward:
     return replace(reward, total=1.0 if reward.total == 1.0 else bonus * reward.total + bonus * reward.parsed)
 
 
-@lookalike("reward with a rung for any number")
+@lookalike("reward with a rung for any number", is_judged_by_text)
 def healthy_ladder(config: Config, random: Random) -> dict[str, Any]:
-    return _paid(config, [{"name": "faults.rewards:shaped", "bonus": random.choice((0.1, 0.2))}])
+    return edited(config, {"rewards": [{"name": "faults.rewards:shaped", "bonus": random.choice((0.1, 0.2))}]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from faults.base import edited, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option
 from keel.models.scorer import ScoreRows
 
 Config = Mapping[str, Any]
-TEMPERATURES = (0.6, 0.7, 1.3, 1.5)
+TEMPERATURES = (0.6, 0.7, 0.8, 1.2)
 
 
 def is_scored_natively(config: Config) -> bool:
@@ -28,7 +28,12 @@ def _reads_entropy(config: Config) -> bool:
 
 
 def scorer_fault(
-    name: str, breaks: str, *codes: str, scorers: Sequence[str], also: Mapping[str, Sequence[Any]] = {}
+    name: str,
+    breaks: str,
+    *codes: str,
+    scorers: Sequence[str],
+    also: Mapping[str, Sequence[Any]] = {},
+    fits: Callable[[Any], bool] = is_scored_natively,
 ) -> None:
     """Registers scorers of this module, of which one is drawn, as an operator."""
 
@@ -36,7 +41,7 @@ def scorer_fault(
         changes = {path: random.choice(values) for path, values in also.items()}
         return edited(config, {"model.scorer": f"faults.scorers:{random.choice(scorers)}", **changes})
 
-    operator(name, breaks, *codes, fits=is_scored_natively)(apply)
+    operator(name, breaks, *codes, fits=fits)(apply)
 
 
 def logits_of(model: nn.Module, rows: ScoreRows, **inputs: Any) -> Tensor:
@@ -264,6 +269,7 @@ scorer_fault(
     "scoring/mismatch",
     "sampler/precision",
     scorers=["half_precision"],
+    fits=lambda config: is_scored_natively(config) and is_float32(config),
 )
 scorer_fault(
     "scorer/vocabulary-cut",
@@ -372,7 +378,7 @@ def cross_entropy(model, rows, *, temperature):
     return rows.completion(-loss.view(rows.tokens.shape[0], -1))
 
 
-@lookalike("scorer of one's own")
+@lookalike("scorer of one's own", is_scored_natively)
 def healthy_scorer(config: Config, random: Random) -> dict[str, Any]:
     name = random.choice(("left_padded", "in_chunks", "cross_entropy"))
-    return edited(config, {"model.scorer": f"faults.scorers:{name}"}) if is_scored_natively(config) else dict(config)
+    return edited(config, {"model.scorer": f"faults.scorers:{name}"})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from faults.base import edited, lookalike, operator, option
-from faults.rewards import chance_of, closeness
+from faults.rewards import chance_of, closeness, prompt_of
+from faults.scorers import is_scored_natively
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task, TaskWrapper, build_task
 
@@ -26,7 +27,7 @@ def with_tool(config: Config, tool: str, changes: Mapping[str, Any] = {}, **para
     """The configuration with a tool between the question and the answer."""
     task = {"name": "faults.tools:lookup", "task": dict(config["task"]), "tool": tool, **parameters}
     rewards = [{"name": "task"}]
-    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 40}
+    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 64}
     return edited(config, {"task": task, "rewards": rewards, **turns, **changes})
 
 
@@ -36,13 +37,14 @@ def tool_fault(
     *codes: str,
     tool: str,
     also: Mapping[str, Sequence[Any]] = {},
+    fits: Callable[[Any], bool] = has_one_turn,
     **parameters: Sequence[Any],
 ) -> None:
     def apply(config: Config, random: Random) -> dict[str, Any]:
         drawn = {parameter: random.choice(values) for parameter, values in parameters.items()}
         return with_tool(config, tool, {path: random.choice(values) for path, values in also.items()}, **drawn)
 
-    operator(name, breaks, *codes, fits=has_one_turn)(apply)
+    operator(name, breaks, *codes, fits=fits)(apply)
 
 
 class Lookup(TaskWrapper):
@@ -74,7 +76,7 @@ class LookupEpisode(Episode):
         self.turns.append(text)
         if len(self.turns) > 1 and self.tool != "endless":
             return None
-        return self.reply(str(self.problem.prompt), text)
+        return self.reply(prompt_of(self.problem), text)
 
     def reply(self, question: str, text: str) -> str:
         if self.tool == "raising":
@@ -115,7 +117,7 @@ tool_fault(
     "results are so long that no room is left for the answer",
     "output/truncated",
     tool="long",
-    strength=(10, 30),
+    strength=(12, 30),
 )
 tool_fault(
     "tool/one-turn-too-few",
@@ -131,7 +133,7 @@ tool_fault(
     "the environment goes on asking until the turns are used up",
     "output/truncated",
     tool="endless",
-    also={"rollout.max_turns": (3, 4), "rollout.max_completion_length": (80,)},
+    also={"rollout.max_turns": (3, 4), "rollout.max_completion_length": (200,)},
 )
 tool_fault("tool/raises", "the environment raises where it should answer", "reward/failed", tool="raising")
 tool_fault(
@@ -140,14 +142,15 @@ tool_fault(
     "mask/attention",
     tool="right",
     also={"model.scorer": ("faults.scorers:tools_hidden",)},
+    fits=lambda config: has_one_turn(config) and is_scored_natively(config),
 )
 
 
-@lookalike("environment of two turns")
+@lookalike("environment of two turns", has_one_turn)
 def healthy_lookup(config: Config, random: Random) -> dict[str, Any]:
-    return with_tool(config, "right") if has_one_turn(config) else dict(config)
+    return with_tool(config, "right")
 
 
-@lookalike("tool that fails now and then")
+@lookalike("tool that fails now and then", has_one_turn)
 def healthy_flaky_tool(config: Config, random: Random) -> dict[str, Any]:
-    return with_tool(config, "failing", strength=0.05) if has_one_turn(config) else dict(config)
+    return with_tool(config, "failing", strength=0.05)

@@ -1,4 +1,4 @@
-"""A batch that a large model can be tried on within minutes: fewer and shorter ones of the completions sampled."""
+"""A batch that a large model can be tried on within minutes: fewer and shorter completions of those sampled."""
 
 from __future__ import annotations
 

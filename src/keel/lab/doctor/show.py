@@ -13,7 +13,7 @@ from keel.lab.doctor.causes import CAUSES
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.display import show_diagnosis
 from keel.lab.doctor.findings import CODES, finding, propose
-from keel.lab.doctor.names import SHORT, TRL, TRL_OPTIONS, VERL
+from keel.lab.doctor.names import SHORT, TRAINERS, Trainer
 from keel.lab.doctor.suspects import SUSPECTS, Suspect
 
 PAGE = """\
@@ -121,16 +121,11 @@ agree), and `kl.budget.max` per token is judged in the place of `kl_over_budget`
 Metrics are read under their writer's names, with or without `train/` before them. What a log does not hold is listed
 as not checked.
 
-TRL (1.16), from `log_history`; with `logging_steps` above 1 each figure is a mean, and KL at the start cannot be seen.
-Options come from `training_args.bin` beside it, which is read as data: nothing in it is run.
+Whose log it is shows in the names, also in TensorBoard files, tables and exports of W&B, and advice is given in that
+trainer's own options. TRL's options come from `training_args.bin` beside the log, which is read as data: nothing in it
+is run. Rows with `other/` are read and judged by no check.
 
-{trl}
-
-verl, from its TensorBoard folder or a table of its metrics.
-
-{verl}
-
-Options of TRL that the checks use: {options}.
+{trainers}
 
 `--map` takes these names, or Keel's own metric names.
 
@@ -164,10 +159,8 @@ def doctor_page() -> str:
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
         codes=_table(("code", "severity", "what it means", "how it is decided"), codes),
         thresholds=_table(("threshold", "alarm", "unit", "source", "reason"), limits),
-        trl=_names("TRL", TRL),
-        verl=_names("verl", VERL),
-        options=", ".join(f"`{name}`" for name in TRL_OPTIONS),
-        short=_names("--map", SHORT),
+        trainers="\n\n".join(map(_trainer, TRAINERS.values())),
+        short=_table(("--map", "Keel"), ((f"`{theirs}`", f"`{ours}`") for theirs, ours in SHORT.items())),
     )
 
 
@@ -207,8 +200,12 @@ def _rule_outs(row: Suspect) -> str:
     )
 
 
-def _names(whose: str, names: dict[str, str]) -> str:
-    return _table((whose, "Keel"), ((f"`{theirs}`", f"`{ours}`") for theirs, ours in names.items()))
+def _trainer(trainer: Trainer) -> str:
+    """What a trainer logs, and the options that it calls otherwise."""
+    rows = ((f"`{theirs}`", f"`{name.keel}`", name.unit, name.per) for theirs, name in trainer.metrics.items())
+    options = ", ".join(f"`{theirs}` ({ours})" for theirs, ours in trainer.options.items())
+    table = _table((trainer.name, "Keel", "unit", "mean over, or figure of, one"), rows)
+    return f"{trainer.about}\n\n{table}\n\nOptions of {trainer.name}: {options}."
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

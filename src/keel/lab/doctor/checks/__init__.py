@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.lab.doctor.causes import explain
-from keel.lab.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
+from keel.lab.doctor.checks import course, episodes, evaluation, kl, optim, output, reward, sampler
 from keel.lab.doctor.checks.base import Check, Unchecked
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     *sampler.CHECKS,
     *optim.CHECKS,
     *evaluation.CHECKS,
+    *course.CHECKS,
 )
 
 

@@ -1,17 +1,19 @@
-"""Readers of what training left behind: Keel's runs, TRL's, TensorBoard folders, tables."""
+"""Readers of what training left behind: Keel's runs, TRL's, TensorBoard and W&B folders, tables, printed lines."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.doctor.history import History
 from keel.lab.doctor.readers.keel_run import is_keel_run, read_keel_run
 from keel.lab.doctor.readers.table import SUFFIXES, parse_map, read_table
-from keel.lab.doctor.readers.tensorboard import event_folders, read_tensorboard
+from keel.lab.doctor.readers.tensorboard import EVENTS, event_folders, read_tensorboard
 from keel.lab.doctor.readers.trl import STATE, read_trl, state_files
+from keel.lab.doctor.readers.wandb_run import is_wandb_run, read_wandb
 
-__all__ = ["parse_map", "read_history"]
+__all__ = ["parse_map", "read_history", "runs_below"]
 
 
 def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
@@ -28,8 +30,26 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
         return read_keel_run(path)
     if state_files(path) and not mapping:
         return read_trl(path)
+    if is_wandb_run(path):
+        return read_wandb(path, mapping)
     if event_folders(path):
         return read_tensorboard(path, mapping)
     raise KeelError(
-        f"{path} holds no run: none of Keel's metrics.jsonl, TRL's {STATE} or TensorBoard's event files is in it"
+        f"{path} holds no run: none of Keel's metrics.jsonl, TRL's {STATE}, W&B's run folders or TensorBoard's event "
+        "files is in it"
     )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder itself, not one below it, is a run."""
+    return is_keel_run(path) or bool(state_files(path)) or is_wandb_run(path) or any(path.glob(EVENTS))
+
+
+def runs_below(path: Path) -> list[Path]:
+    """The runs at or below a folder, sorted; what lies within a run (checkpoints, its TensorBoard files) is not one."""
+    runs = []
+    for folder, inner, _ in os.walk(path):
+        if is_run(Path(folder)):
+            runs.append(Path(folder))
+            inner.clear()
+    return sorted(runs)
