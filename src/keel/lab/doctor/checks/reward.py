@@ -332,7 +332,7 @@ def cliff(history: History, thresholds: Thresholds) -> CheckResults:
         "reward/cliff",
         f"{100 * share:.0f} % of {len(rewards)} recorded completions earn {lowest:g}{read}; the next reward is "
         f"{gap:.3g} higher, the others span {spread:.3g}",
-        "failing costs more than all that could be learned is worth, so a chance success or failure rules the update",
+        "failing costs more than all that is to be learned is worth, so a chance success or failure rules the update",
         "a graduated reward: parts for form before content, and a malformed answer at −0.3 or 0 instead of "
         f"{lowest:g}" + ("; reward.warmup_steps eases it in" if history.source == "keel" else ""),
     )

@@ -28,7 +28,7 @@ def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
 def _turns(setup: ProbeSetup) -> Sequence[Group]:
     """The first turns of the batch's problems, as the engine gives them."""
     if setup.config.rollout.max_turns == 1:
-        return setup.groups
+        return setup.sampled or setup.groups
     requests = [Request(group.problem.key, group.prompt_tokens) for group in setup.groups]
     generated = setup.run.engine.generate(requests, setup.sampling, seed=setup.config.run.seed, attempt=0, step=0)
     setup.run.engine.release()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Completion
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.prompts import rendered
+from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
-from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
+from keel.rollout import SamplingParams
 
 _MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
@@ -40,22 +40,6 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
     line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
     return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
-
-
-class RecordingEngine(EngineWrapper):
-    """An engine that records its first requests and passes them on."""
-
-    def __init__(self, inner: Engine) -> None:
-        super().__init__(inner)
-        self.first: list[Request] = []
-        self.sampling: SamplingParams | None = None
-
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
-    ) -> list[list[Completion]]:
-        if self.sampling is None:
-            self.first, self.sampling = list(requests), sampling
-        return self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
 
 
 def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:

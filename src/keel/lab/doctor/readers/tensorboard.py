@@ -42,8 +42,8 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
     named, unused = renamed(series, mapping or {}, source)
     if not named:
         raise KeelError(
-            f"no tag of {folder} has a name of Keel's or of a trainer it knows: name them with --map "
-            f"kl=TAG,reward=TAG; it has {', '.join(sorted(series)) or 'no scalars'}"
+            f"no tag of {folder} is known here: name them with --map kl=TAG,reward=TAG; "
+            f"it has {', '.join(sorted(series)) or 'no scalars'}"
         )
     notes = [f"read {len(series)} scalars of the TensorBoard files in {folder}"]
     if others:
