@@ -80,7 +80,8 @@ def stands_still(drawn: Drawn, rng: np.random.Generator) -> Drawn:
     """A rate that is next to nothing: no metric has a course."""
     drawn = _flat_reward(drawn, rng)
     for name, level in ((ENTROPY, 0.8), (LENGTH, 100.0), ("ratio/clip_fraction", 0.0)):
-        drawn = changed(drawn, name, lambda v, s, level=level: level * np.exp(_wobble(drawn, rng, 0.03)))
+        course = level * np.exp(_wobble(drawn, rng, 0.03))
+        drawn = replace(drawn, courses={**drawn.courses, name: course})
     drawn = changed(drawn, RATE, lambda v, s: 0 * v + 1e-12)
     drawn = changed(drawn, kl_name(drawn), lambda v, s: np.abs(_wobble(drawn, rng, 1e-9)))
     return replace(drawn, config={"kl": {"beta": 0.04}})
@@ -119,11 +120,8 @@ def gap_grows(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 def kl_holds(drawn: Drawn, rng: np.random.Generator) -> Drawn:
     """β is 10: the KL stays at 0.002, the reward where it was."""
-    drawn = changed(
-        _flat_reward(drawn, rng),
-        kl_name(drawn),
-        lambda v, s: 0.002 * np.minimum(1, 10 * s) * np.exp(_wobble(drawn, rng, 0.1)),
-    )
+    factor = np.exp(_wobble(drawn, rng, 0.1))
+    drawn = changed(_flat_reward(drawn, rng), kl_name(drawn), lambda v, s: 0.002 * np.minimum(1, 10 * s) * factor)
     return replace(drawn, config={"kl": {"beta": 10.0}})
 
 
