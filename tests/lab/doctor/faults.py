@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Episode, Task, build_task
+from keel.envs import Episode, Task, TaskWrapper, build_task
 from keel.models.scorer import ScoreRows
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, NativeEngine, Request, SamplingParams
@@ -462,10 +462,21 @@ def cliff(problem: Problem, text: str) -> Reward:
     return Reward((1.0 if text.strip() == problem.answer else 0.2) if fine else -1.0, parsed=fine)
 
 
+@dataclass(frozen=True)
+class Shouted(TaskWrapper):
+    """The schooled task, whose gold answers end with a sign that the model never writes."""
+
+    @property
+    def inner(self) -> Task:
+        return build_task(str(TASK["name"]), **{k: v for k, v in TASK.items() if k != "name"})
+
+    def gold(self, problem: Problem) -> str:
+        return f"{self.inner.gold(problem)}!"
+
+
 def steep(problem: Problem, text: str) -> Reward:
-    """−1 for everything but the right answer."""
-    right = text.strip() == problem.answer and len(problem.answer) > 1
-    return Reward(1.0 if right else -1.0, parsed=text.strip().isdigit())
+    """−1 for everything but the right answer with its sign."""
+    return Reward(1.0 if text.strip() == f"{problem.answer}!" else -1.0, parsed=text.strip().isdigit())
 
 
 def reversed_sign(problem: Problem, text: str) -> Reward:

@@ -52,6 +52,7 @@ class ProbeSetup:
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+    sampled: tuple[Group, ...] = ()  # the groups as they were sampled, where the batch holds less of them
 
     @property
     def run(self) -> TrainingRun:

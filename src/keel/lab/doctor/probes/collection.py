@@ -12,6 +12,17 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.alignment import alignment_findings
+from keel.lab.doctor.probes.evidence import (
+    at_least,
+    between,
+    chance_above,
+    chance_below,
+    chance_of_all_but,
+    level,
+    more_groups,
+)
+from keel.lab.doctor.probes.gold import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -35,16 +46,18 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         "within_group_std": fmean(spreads),
         "zero_variance": fmean(spread <= _SAME for spread in spreads),
     }
-    earned = _gold_rewards(setup)
+    judged = judged_golds(setup)
+    earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     findings = [
         *_failed(setup),
         *_random(figures, setup.vocabulary, thresholds),
         *_misfit(figures, thresholds),
-        *_cliff(totals, rewards, earned, thresholds),
-        *_truncated(figures, setup, thresholds),
-        *_unparseable(figures, len(rewards), thresholds),
-        *_gold(totals, earned),
-        *_constant(setup, figures, thresholds),
+        *alignment_findings(setup, thresholds),
+        *gold_findings(setup, judged, thresholds),
+        *_cliff(setup, earned, thresholds),
+        *_truncated(setup, thresholds),
+        *_unparseable(setup, thresholds),
+        *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
         *_fickle(setup),
     ]
     lines = (
@@ -81,19 +94,6 @@ def _gold_logp(setup: ProbeSetup) -> float:
         single = Group(group.problem, group.prompt_tokens, (gold,))
         scores.append(setup.forward_logp([single], temperature=1.0)[0])
     return float(torch.cat(scores or [torch.zeros(1)]).mean())
-
-
-def _gold_rewards(setup: ProbeSetup) -> list[float]:
-    """What the gold answers earn by the configured rewards; empty where a group has to be compared as a whole."""
-    if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
-        return []
-    earned = []
-    for group in setup.groups:
-        judged = setup.built.judge.judge(group.problem, [[setup.run.task.gold(group.problem)]])
-        if judged:
-            earned.append(judged[0].total)
-    setup.built.judge.drain()
-    return earned
 
 
 def _failed(setup: ProbeSetup) -> Iterator[Finding]:
@@ -154,23 +154,32 @@ def _misfit(figures: dict[str, float], thresholds: Thresholds) -> Iterator[Findi
     )
 
 
-def _cliff(
-    totals: Sequence[float], rewards: Sequence[Reward], gold: Sequence[float], thresholds: Thresholds
-) -> Iterator[Finding]:
+def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
     """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
-    lowest = min(totals)
-    share = fmean(total <= lowest + _SAME for total in totals)
-    best = max([*gold, *totals, 0.0])
+    totals = [reward.total for group in setup.groups for reward in group.rewards]
+    lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
-    fails = fmean(not r.parsed for r in rewards if r.total <= lowest + _SAME)
     deep = -lowest > thresholds["reward_cliff_depth"] * scale
-    wide = share >= thresholds["reward_cliff_share"] and -lowest >= thresholds["reward_cliff_penalty"] * scale
-    if lowest >= 0 or not (deep or wide):
+    if lowest >= 0 or not (deep or -lowest >= thresholds["reward_cliff_penalty"] * scale):
         return
+
+    def at_the_bottom(groups: Sequence[Group]) -> list[float]:
+        return [fmean(reward.total <= lowest + _SAME for reward in group.rewards) for group in groups]
+
+    def wide(groups: Sequence[Group]) -> bool:
+        return fmean(at_the_bottom(groups)) >= thresholds["reward_cliff_share"]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(at_the_bottom(groups), thresholds["cliff_parsed"]) > level(thresholds)
+
+    groups = setup.groups if deep else more_groups(setup, lambda groups: wide(groups) and by_chance(groups))
+    if not deep and (not wide(groups) or by_chance(groups)):
+        return
+    fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + _SAME)
     yield finding(
         "reward/cliff",
-        f"{100 * share:.0f} % of the completions earn {lowest:g} ({100 * fails:.0f} % of those do not parse), "
-        f"a right answer {best:g}",
+        f"{between(at_the_bottom(groups))} of the completions of {len(groups)} groups earn {lowest:g} "
+        f"({100 * fails:.0f} % of those do not parse), a right answer {best:g}",
         "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
         "are lost in rounding"
         if deep
@@ -180,16 +189,24 @@ def _cliff(
     )
 
 
-def _truncated(figures: dict[str, float], setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    share = 1 - figures["end_rate"]
-    if share <= thresholds["truncated_completions"]:
+def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    def cut(groups: Sequence[Group]) -> list[float]:
+        return [fmean(c.stop_reason == "length" for c in group.completions) for group in groups]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(cut(groups), thresholds["healthy_truncated"]) > level(thresholds)
+
+    alarm = thresholds["truncated_completions"]
+    shares = cut(more_groups(setup, lambda groups: fmean(cut(groups)) > alarm and by_chance(groups)))
+    share = fmean(shares)
+    if share <= alarm or chance_above(shares, thresholds["healthy_truncated"]) > level(thresholds):
         return
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
     yield finding(
         "output/truncated",
-        f"{100 * share:.0f} % of the completions were cut at max_completion_length={limit}{a_turn}"
-        f"{_mislabelled(setup)}",
+        f"{between(shares)} of the completions of {len(shares)} problems were cut at max_completion_length={limit}"
+        f"{a_turn}{_mislabelled(setup)}",
         "the limit is too short for the answers, or the model never writes its end token",
         either(
             times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
@@ -208,79 +225,108 @@ def _mislabelled(setup: ProbeSetup) -> str:
     return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
-def _unparseable(figures: dict[str, float], count: int, thresholds: Thresholds) -> Iterator[Finding]:
-    rate = figures["parse_rate"]
-    if rate >= thresholds["parse_rate_warning"]:
+def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    def parsed(groups: Sequence[Group]) -> list[float]:
+        return [fmean(reward.parsed for reward in group.rewards) for group in groups]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_below(parsed(groups), thresholds["healthy_parsed"]) > level(thresholds)
+
+    alarm = thresholds["parse_rate_warning"]
+    groups = more_groups(setup, lambda groups: fmean(parsed(groups)) < alarm and by_chance(groups))
+    rate = fmean(parsed(groups))
+    if rate >= alarm or by_chance(groups):
         return
     yield finding(
         "output/unparseable",
-        f"{100 * rate:.0f} % of {count} completions have a form that the task can read",
+        f"{between(parsed(groups))} of the completions of {len(groups)} problems have a form that the task can read",
         "the model does not know the form that is asked for",
         "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
         severity="error" if rate < thresholds["parse_rate"] else "warning",
     )
 
 
-def _gold(totals: Sequence[float], gold: Sequence[float]) -> Iterator[Finding]:
-    """The gold answer must not earn less than what the model writes."""
-    if not gold or fmean(gold) >= fmean(totals) - _SAME:
-        return
-    yield finding(
-        "reward/gold",
-        f"gold answers earn {fmean(gold):.3g} on average, the model's completions {fmean(totals):.3g}",
-        "the reward pays for something else than the answer, or its sign is reversed",
-        "check the reward with task.gold(problem); it must earn the most",
-        severity="error" if fmean(gold) <= min(totals) + _SAME else "warning",
-    )
+def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thresholds) -> Iterator[Finding]:
+    """Groups without spread, or with next to none; further ones are sampled until it is no chance.
 
+    Chance is ruled out where rewards that differ from their group's usual one `healthy_solved` of the time would make
+    so few groups differ: small groups are often alike by chance, large ones are not.
+    """
+    rare = thresholds["healthy_solved"]
+    smallest = max(thresholds["reward_spread"] * scale, _SAME)
 
-def _constant(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Groups without spread; where all of the batch's are, further ones are sampled first."""
-    groups: Sequence[Group] = setup.groups
-    if figures["zero_variance"] > thresholds["zero_variance_groups"] and not setup.failures:
-        more = setup.run.task.sample(8, seed=setup.config.run.seed, step=1)
-        groups = [*groups, *setup.collect(more, step=1, sampling=setup.built.sampling)]
-    spreads = [pstdev(reward.total for reward in group.rewards) for group in groups]
-    flat = fmean(spread <= _SAME for spread in spreads)
-    if flat > thresholds["zero_variance_groups"]:
-        values = sorted({round(reward.total, 6) for group in groups for reward in group.rewards})
-        yield finding(
-            "reward/constant",
-            f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]})",
-            "without a spread there is no advantage and no policy gradient",
-            either(
-                "choose problems that the model solves now and then",
-                "reward partial success",
-                times(setup.config.to_dict(), "rollout.num_generations", 2, "twice"),
-            ),
-        )
+    def deviations(groups: Sequence[Group]) -> list[float]:
+        return [pstdev(reward.total for reward in group.rewards) for group in groups]
+
+    def chance(groups: Sequence[Group]) -> float:
+        differing = sum(deviation >= smallest for deviation in deviations(groups))
+        alike = [(1 - rare) ** len(group.rewards) + rare ** len(group.rewards) for group in groups]
+        return chance_of_all_but(differing, alike)
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        few = fmean(deviation < smallest for deviation in deviations(groups)) > thresholds["zero_variance_groups"]
+        return few and chance(groups) > level(thresholds)
+
+    if setup.failures:
         return
-    if fmean(spreads) < thresholds["reward_spread"]:
+    groups = more_groups(setup, undecided)
+    spreads = deviations(groups)
+    few = fmean(deviation < smallest for deviation in spreads)
+    if few <= thresholds["zero_variance_groups"] or chance(groups) > level(thresholds):
+        return
+    flat = fmean(deviation <= _SAME for deviation in spreads)
+    more = times(setup.config.to_dict(), "rollout.num_generations", 2, "twice")
+    by_chance = f"a chance of {chance(groups):.1g} where one in {1 / rare:.0f} completions earns otherwise"
+    if flat <= thresholds["zero_variance_groups"]:
         yield finding(
             "reward/weak",
-            f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups",
+            f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups, and under "
+            f"{smallest:.3g} in {100 * few:.0f} % of them ({by_chance})",
             "rewards of a problem hardly differ, so that the update is mostly noise",
-            either(
-                "reward partial success",
-                "choose harder or easier problems",
-                times(setup.config.to_dict(), "rollout.num_generations", 2, "twice"),
-            ),
+            either("reward partial success", "choose harder or easier problems", more),
         )
+        return
+    totals = [reward.total for group in groups for reward in group.rewards]
+    values = sorted({round(total, 6) for total in totals})
+    same = (
+        f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]}; {by_chance})"
+    )
+    means = (
+        [fmean(reward.total >= gold - _SAME for reward in group.rewards) for group in groups]
+        if gold is not None
+        else [0.0]
+    )
+    if at_least(means, level(thresholds)) > 1 - thresholds["healthy_parsed"] and fmean(means) > 1 - rare:
+        yield finding(
+            "reward/constant",
+            f"{same}: {between(means)} of the completions earn what a gold answer does",
+            "the model solves these problems already, so that there is no advantage and nothing left to learn",
+            either("choose harder problems", "make the reward ask for more"),
+            severity="warning",
+        )
+        return
+    yield finding(
+        "reward/constant",
+        same,
+        "without a spread there is no advantage and no policy gradient",
+        either("choose problems that the model solves now and then", "reward partial success", more),
+    )
 
 
 def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
     """The same completions, judged again and in the other order, must earn the same."""
     if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
         return
-    worst = 0.0
+    worst, largest = 0.0, 0.0
     for group in setup.groups:
         turns = [[completion.text] for completion in group.completions]
         first = setup.built.judge.judge(group.problem, turns)
         again = setup.built.judge.judge(group.problem, turns[::-1])
         if first and again:
             worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
+            largest = max(largest, *(abs(reward.total) for reward in first))
     setup.built.judge.drain()
-    if worst <= _SAME:
+    if worst <= _SAME * max(1.0, largest):
         return
     yield finding(
         "reward/fickle",

@@ -21,7 +21,6 @@ from keel.rollout.sampling import SamplingParams, filter_threshold
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
-_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
 _MAX_TOKENS = 4000
 _MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -35,16 +34,18 @@ class Draws:
     tokens: Tensor  # [N]
     sample_logp: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
     row: Tensor  # [N]: number of the completion
-    seen: Tensor | None = None  # [N, V] bool: tokens that stood in the context already
     filtered_logp: Tensor | None = None  # [N]: the engine's, after filters; NaN where it gave none
+    position: Tensor | None = None  # [N]: number of the token in its completion
+    texts: tuple[tuple[int, ...], ...] = ()  # prompt and completion of each row
+    prompts: tuple[int, ...] = ()  # how many tokens of those the prompt has
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: tensor[keep] for name, tensor in tensors.items() if tensor is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
@@ -56,15 +57,6 @@ class Draws:
     def logp(self, params: SamplingParams) -> Tensor:
         """Log-probability `[N]` of what was drawn, under these sampling parameters."""
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
-
-    def penalized(self, params: SamplingParams, penalty: float) -> Draws:
-        """The same tokens under logits with a repetition penalty: of seen tokens divided by it, or times it below 0."""
-        if self.seen is None:
-            return self
-        logits = self.logits / (params.temperature or 1.0)
-        lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-        penalized = torch.where(self.seen, lowered, logits) * (params.temperature or 1.0)
-        return replace(self, logits=penalized)
 
 
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
@@ -95,19 +87,10 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
         sample_logp=before,
         filtered_logp=after,
         row=torch.tensor([b for *_, b in drawn], dtype=torch.long, device=device),
-        seen=torch.cat(
-            [_seen(prompts[b], completions[b].tokens, positions, logits.shape[-1]) for b, positions, logits in chosen]
-        ).to(device),
+        position=torch.cat([positions for _, positions, _ in chosen]).to(device),
+        texts=tuple((*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)),
+        prompts=tuple(map(len, prompts)),
     )
-
-
-def _seen(prompt: Sequence[int], tokens: Sequence[int], positions: Tensor, vocabulary: int) -> Tensor:
-    """`[n, V]`: which tokens the context of each position holds."""
-    seen = torch.zeros(len(positions), vocabulary, dtype=torch.bool)
-    seen[:, list(prompt)] = True
-    for row, position in enumerate(positions.tolist()):
-        seen[row, list(tokens[:position])] = True
-    return seen
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:
@@ -126,6 +109,20 @@ def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
         yield f"top_k {number}", replace(plain, top_k=number)
     for value in _MIN_P:
         yield f"min_p {value:g}", replace(plain, min_p=value)
+
+
+def tightest(drawn: Draws, params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
+    """The filters that just let every drawn token through, the likeliest of each kind."""
+    plain = unfiltered(params)
+    logp = drawn.distribution(plain)
+    own = logp.gather(-1, drawn.tokens[:, None])
+    above = logp > own + 1e-9
+    nucleus = float(torch.where(above, logp.exp(), 0.0).sum(-1).max())
+    if 0 < nucleus < 1:
+        yield f"top_p {nucleus:.3g}", replace(plain, top_p=min(1.0, nucleus + 1e-6))
+    yield f"top_k {int(above.sum(-1).max()) + 1}", replace(plain, top_k=int(above.sum(-1).max()) + 1)
+    ratio = float((own.squeeze(-1) - logp.max(-1).values).min().exp())
+    yield f"min_p {ratio:.3g}", replace(plain, min_p=min(1.0, ratio * (1 - 1e-6)))
 
 
 def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], float]) -> float:
@@ -165,21 +162,6 @@ def uniform_p_value(masses: Tensor) -> float:
         count = int((ordered < edge).sum())
         chances.append(2 * float(min(bdtr(count, n, edge), bdtr(n - count, n, 1 - edge))))
     return min(1.0, len(chances) * min(chances))
-
-
-def repetition_penalty(drawn: Draws, params: SamplingParams) -> tuple[float, float]:
-    """The likeliest repetition penalty, and how many nats the best odds for any of them are worth.
-
-    The mean over penalties of p_penalty/p_policy of all drawn tokens has expectation 1 if the policy drew them, so that
-    odds of e^x come about with a chance of e^−x at most (Markov).
-    """
-    plain = drawn.logp(params)
-    gains = {
-        penalty: float((drawn.penalized(params, penalty).logp(params) - plain).nan_to_num(0.0).sum())
-        for penalty in _PENALTIES
-    }
-    best = max(gains, key=gains.__getitem__)
-    return best, float(torch.tensor(list(gains.values())).double().logsumexp(0)) - math.log(len(gains))
 
 
 def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:

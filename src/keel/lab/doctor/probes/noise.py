@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.draws import draws
+from keel.lab.doctor.probes.evidence import level, log_odds_of_copies, more_groups
 from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.sampling import SamplingParams
 
 NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
+_DOUBT = 3.0  # nats: copies by chance once in twenty
+_SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups of copies would not tell
 
 
 def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """Equal seeds must draw alike, other steps and other completions must not."""
+    """Equal seeds must draw alike; other steps and other completions no more often than the policy repeats itself."""
     problems = [group.problem for group in setup.groups]
     same, other = setup.collect(problems), setup.collect(problems, step=NOISE_STEP)
-    drawn = [[c.tokens for c in group.completions] for group in setup.groups]
-    again = [[c.tokens for c in group.completions] for group in same]
-    later = [[c.tokens for c in group.completions] for group in other]
-    logp = setup.scores().logp[setup.mask]
-    certain = (
-        float(-logp.mean()) * setup.batch.width < thresholds["sure_of_itself"]
-    )  # a model this sure may well repeat itself
-    if later == drawn and not certain:
+    enough = -math.log(level(thresholds))
+    steps = repeated_steps(setup, other)
+    if steps > enough:
         yield finding(
             "sampler/noise",
-            f"all {sum(map(len, drawn))} completions of two different steps are the same tokens",
+            f"completions of two different steps are the same tokens: by chance once in e^{steps:.3g}",
             "the engine ignores seed and step: every step draws the same noise",
             "key the engine's noise by seed, attempt, step, problem and sample",
         )
-    elif all(len(set(group)) == 1 for group in drawn) and not certain:
+        return
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        odds = copies(setup, groups, setup.sampling)
+        alike = all(len(set(tokens)) == 1 for tokens in _tokens(groups))
+        return odds <= enough and (odds > _DOUBT or (alike and odds > _SURE))
+
+    groups = more_groups(setup, undecided)
+    odds = copies(setup, groups, setup.sampling)
+    if odds > enough:
+        drawn = draws(setup, groups)
+        greedy = bool((drawn.tokens == drawn.logits.argmax(-1)).all())
         yield finding(
             "sampler/noise",
-            f"the completions of each of {len(drawn)} groups are copies of each other",
-            "the engine ignores the sample's number, or decodes greedily",
+            f"completions of {len(groups)} groups are copies of each other: by the policy's own chance of repeating "
+            f"itself once in e^{odds:.3g}" + ("; every token is the policy's likeliest" if greedy else ""),
+            "the engine decodes greedily" if greedy else "the engine ignores the sample's number",
             "draw each completion of a group with noise of its own at rollout.temperature",
         )
-    elif again != drawn:
+    elif _tokens(same) != _tokens(setup.groups):
         yield finding(
             "sampler/noise",
             "the same seed, step and problems gave other tokens a second time",
@@ -44,3 +59,39 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
             "nothing has to change for training; a run cannot be repeated or resumed exactly",
             severity="note",
         )
+
+
+def repeated_steps(setup: ProbeSetup, other: Sequence[Group]) -> float:
+    """Evidence in nats that a step repeats the batch's completions, sample by sample."""
+    total = 0.0
+    for first, second, logp in zip(setup.groups, other, _logp(setup, setup.groups, setup.sampling), strict=True):
+        pairs = [
+            (a.tokens == b.tokens, value)
+            for a, b, value in zip(first.completions, second.completions, logp, strict=True)
+        ]
+        total += log_odds_of_copies(pairs, pairs)
+    return total
+
+
+def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> float:
+    """Evidence in nats that completions of a group repeat each other more often than draws under `params` do."""
+    total = 0.0
+    for group, logp in zip(groups, _logp(setup, groups, params), strict=True):
+        tokens = [completion.tokens for completion in group.completions]
+        pairs = [(tokens[i] == tokens[j], logp[i]) for i, j in combinations(range(len(tokens)), 2)]
+        total += log_odds_of_copies(pairs, [(other == tokens[0], logp[0]) for other in tokens[1:]]) if pairs else 0.0
+    return total
+
+
+def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in group.completions] for group in groups]
+
+
+def _logp(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> list[list[float]]:
+    """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
+    drawn = draws(setup, groups)
+    sums = [0.0] * sum(len(group.completions) for group in groups)
+    for row, value in zip(drawn.row.tolist(), drawn.logp(params).clamp_min(-1e3).tolist(), strict=True):
+        sums[row] += value
+    totals = iter(sums)
+    return [[next(totals) for _ in group.completions] for group in groups]

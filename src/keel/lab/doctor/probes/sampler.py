@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,17 +14,27 @@ from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, Severity, finding
+from keel.lab.doctor.probes.alternatives import Alternative, alternatives, applied
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
     draws,
     filters,
-    repetition_penalty,
     tail_masses,
+    tightest,
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import bf16_scores, close, largest, rounding_explains, without_first
+from keel.lab.doctor.probes.gap import (
+    bf16_scores,
+    close,
+    in_half_precision,
+    largest,
+    quantized_scores,
+    rounded_weights,
+    rounding_explains,
+    without_first,
+)
 from keel.lab.doctor.probes.masks import batch_draws, foreign
 from keel.lab.doctor.probes.noise import NOISE_STEP, noise_findings
 from keel.lab.doctor.probes.result import ProbeResult
@@ -34,6 +44,12 @@ from keel.rollout.sampling import SamplingParams
 _TARGET_TOKENS = 1500  # tokens
 _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
+_TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter
+_OTHERS = 4  # other ways to draw that are tried
+_PRICE = 5.0  # nats: what a further parameter has to be worth
+_ELEMENTS = 20_000_000  # tokens × vocabulary that explanations are tried on
+_FEW = 20  # tokens that tell whether draws are sound
+_EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
 def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -57,18 +73,19 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     more = _sample_more(setup, thresholds)
-    chance, penalty, odds = _draw_statistics(more, setup.sampling)
+    ends = setup.policy.eos_ids
+    chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
     if chance < doubt or odds > -math.log(doubt):  # a doubt: decide on other draws, and more of them
         more = _sample_more(setup, thresholds, rounds=_FURTHER)
-        chance, penalty, odds = _draw_statistics(more, setup.sampling)
-    figures |= {"draws": float(len(more)), "draws_chance": chance, "repetition_odds": odds}
+        chance, others, odds = _draw_statistics(more, setup.sampling, ends)
+    figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif chance < alarm or odds > -math.log(alarm):
-        findings.append(_drawn(more, setup.sampling, chance, (penalty, odds), thresholds))
+        findings.append(_drawn(more, setup, chance, others, thresholds))
     elif setup.sampling.filtered:
         findings.append(_configured(setup, more, thresholds))
     lines = (
@@ -83,9 +100,12 @@ def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _draw_statistics(more: Draws, sampling: SamplingParams) -> tuple[float, float, float]:
-    """The chance of these draws under the policy; the likeliest repetition penalty and the odds for it in nats."""
-    return uniform_p_value(tail_masses(more, sampling)), *repetition_penalty(more, sampling)
+def _draw_statistics(
+    more: Draws, sampling: SamplingParams, ends: Iterable[int]
+) -> tuple[float, list[Alternative], float]:
+    """The chance of these draws under the policy; other ways to draw, and the evidence for any of them in nats."""
+    plain = unfiltered(sampling)
+    return uniform_p_value(tail_masses(more, sampling)), *alternatives(more, plain, () if sampling.filtered else ends)
 
 
 def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
@@ -163,9 +183,18 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
             "run the engine in the trainer's type, or keep loss.mismatch on",
             severity="warning" if worth else "note",
         )
+    held_in = _held_in(setup, reported, gap) if len(gap) == len(rounded) else None
+    if held_in is not None:
+        return finding(
+            "sampler/precision",
+            f"{size}; {held_in}",
+            "the engine holds the weights in a narrower type than the trainer",
+            "let the engine hold the trainer's type (no quantization), or keep loss.mismatch on",
+            severity="error" if float(gap.abs().mean()) > thresholds["precision_error"] else "warning",
+        )
     return finding(
         "sampler/mismatch",
-        size + _pattern(reported, plain),
+        size + (_pattern(reported, plain) or _where(setup, reported, gap, thresholds)),
         "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
         "nor precision explains it",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
@@ -191,6 +220,40 @@ def _after_filters(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> l
     ]
 
 
+def _held_in(setup: ProbeSetup, reported: Draws, gap: Tensor) -> str | None:
+    """The type of weights that takes most of the gap away, as text."""
+    size = float(gap.abs().mean())
+    left = {}
+    for name, rounded in rounded_weights().items():
+        scored = quantized_scores(setup, rounded)[setup.mask].double()
+        left[name] = float((reported.sample_logp - scored).abs().mean())
+    best = min(left, key=left.__getitem__)
+    if left[best] > _EXPLAINED_SHARE * size:
+        return None
+    return f"weights held in {best} leave {left[best]:.2g} of {size:.2g} nats"
+
+
+def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
+    """On which tokens the gap lies, where it is not on all of them: from a place on, or at one token."""
+    assert reported.position is not None
+    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    off = gap.abs().nan_to_num(torch.inf) > limit
+    lengths = torch.tensor(reported.prompts, device=off.device)[reported.row]
+    for where, places in (("the text", lengths + reported.position), ("the completion", reported.position)):
+        first = int(places[off].min())
+        before, after = places < first, places >= first
+        if int(before.sum()) >= _FEW and float(off[after].double().mean()) > 0.5:
+            return (
+                f"; it begins at token {first + 1} of {where}, the {int(before.sum())} before it are right: a cache or "
+                "positions that fail from there on"
+            )
+    tokens = reported.tokens[off].unique()
+    if len(tokens) <= 2 and bool(off[torch.isin(reported.tokens, tokens)].all()) and not bool(off.all()):
+        return f"; all of it at {', '.join(repr(setup.policy.tokenizer.decode([t])) for t in tokens.tolist())}"
+    share = float(off.double().mean())
+    return f"; {100 * share:.0f} % of the tokens are off, the others are right" if share < 0.9 else ""
+
+
 def _pattern(reported: Draws, plain: SamplingParams) -> str:
     """What the reported numbers look like, as text."""
     true = reported.logp(plain)
@@ -213,52 +276,94 @@ def _after_shorter(setup: ProbeSetup, reported: Draws, limit: float) -> bool:
     return float((reported.sample_logp - shorter).abs().mean()) <= limit
 
 
-def _drawn(
-    more: Draws, sampling: SamplingParams, chance: float, repeats: tuple[float, float], thresholds: Thresholds
-) -> Finding:
-    """Which distribution the tokens were drawn from: the likeliest of the hypotheses that the test lets stand."""
-    size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
+@dataclass(frozen=True)
+class _Explanation:
+    """A way to draw that was tried: how likely it makes the tokens, and with what chance they are its own."""
 
-    def unlikelihood(params: SamplingParams) -> float:
-        return _unlikelihood(more, params)
+    code: str
+    name: str
+    cause: str
+    logp: float  # of all tokens, in nats
+    chance: float
 
+
+def _explanation(code: str, name: str, cause: str, drawn: Draws, params: SamplingParams, free: int = 1) -> _Explanation:
+    """One explanation; a parameter that is `free` beyond the first has to be worth its price."""
+    logp = -_unlikelihood(drawn, params) - _PRICE * (free - 1)
+    return _Explanation(code, name, cause, logp, uniform_p_value(tail_masses(drawn, params)))
+
+
+def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Alternative]) -> Iterator[_Explanation]:
     plain = unfiltered(sampling)
-    fitted = best_temperature(plain, unlikelihood)
-    candidates = [
-        ("sampler/temperature", f"temperature {fitted:.3g}", replace(plain, temperature=fitted)),
-        *(("sampler/filter", name, params) for name, params in filters(plain)),
-    ]
-    code, name, best = min(candidates, key=lambda entry: unlikelihood(entry[2]))
-    share = uniform_p_value(tail_masses(more, best))
-    penalty, odds = repeats
-    penalized = more.penalized(plain, penalty)
-    if odds > -math.log(thresholds["sampler_draws"]) and _unlikelihood(penalized, plain) < unlikelihood(best):
-        return finding(
-            "sampler/filter",
-            f"{size}; a repetition penalty of {penalty:g} explains them e^{odds:.3g} times as well (chance "
-            f"{uniform_p_value(tail_masses(penalized, plain)):.2g})",
-            "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples "
-            "are not the policy's",
-            "set the engine's repetition, presence and frequency penalties to none (repetition_penalty=1)",
-        )
-    if share > thresholds["sampler_explained"] or (
-        unlikelihood(best) < unlikelihood(sampling) and code == "sampler/filter"
-    ):
+    told = "the engine samples otherwise than it is told, so that the samples are not the policy's"
+    fitted = best_temperature(plain, lambda params: _unlikelihood(more, params))
+    warm = replace(plain, temperature=fitted)
+    yield _explanation("sampler/temperature", f"temperature {fitted:.3g}", told, more, warm)
+    for name, params in (*filters(plain), *tightest(more, plain)):
+        yield _explanation("sampler/filter", name, told, more, params)
+    for temperature in _TEMPERATURES:
+        for name, params in tightest(more, replace(plain, temperature=temperature)):
+            both = f"temperature {temperature:g} with {name}"
+            yield _explanation("sampler/filter", both, told, more, params, free=2)
+    for other in others[:_OTHERS]:
+        penalized = applied(more, other, plain)
+        yield _explanation("sampler/filter", other.name, other.cause, penalized, plain)
+
+
+def _drawn(
+    more: Draws, setup: ProbeSetup, chance: float, others: Sequence[Alternative], thresholds: Thresholds
+) -> Finding:
+    """Which distribution the tokens were drawn from: the likeliest of those that the tokens do not rule out."""
+    sampling = setup.sampling
+    size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
+    if chance >= thresholds["sampler_draws"] and others:
+        size = f"{len(more)} drawn tokens are e^{others[0].gain:.3g} times likelier under another way to draw"
+    small = more.where(torch.arange(len(more), device=more.tokens.device) < max(300, _ELEMENTS // setup.vocabulary))
+    tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
+    fitting = [entry for entry in tried if entry.chance > thresholds["sampler_explained"]]
+    better = [entry for entry in fitting if entry.logp > -_unlikelihood(small, sampling)]
+    if better:
+        best = better[0]
         configured = (
             f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
         )
         return finding(
-            code,
-            f"{size}; {name} explains them (chance {share:.2g}), while {configured}",
-            "the engine samples otherwise than it is told, so that the samples are not the policy's",
-            "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are",
+            best.code,
+            f"{size}; {best.name} explains them (chance {best.chance:.2g}), while {configured}",
+            best.cause,
+            "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are, and no penalties, bans or "
+            "least length (repetition_penalty=1): engines take defaults of their own from generation_config.json",
         )
+    nearest = "; ".join(f"{entry.name}: chance {entry.chance:.1g}" for entry in _one_a_kind(tried)[:3])
     return finding(
         "sampler/mismatch",
-        f"{size}; no temperature and no filter explains them",
+        f"{size}; nothing that was tried explains them ({nearest}){_begins(more, sampling, thresholds)}",
         "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
         "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
     )
+
+
+def _one_a_kind(tried: Sequence[_Explanation]) -> list[_Explanation]:
+    """The best of each kind, by the first words of its name."""
+    return list({entry.name.split()[0]: entry for entry in reversed(tried)}.values())[::-1]
+
+
+def _begins(more: Draws, sampling: SamplingParams, thresholds: Thresholds) -> str:
+    """From which token of a completion, or of the text, the draws are not the policy's, as text."""
+    if more.position is None:
+        return ""
+    masses = tail_masses(more, sampling)
+    lengths = torch.tensor(more.prompts, device=more.position.device)[more.row]
+    for where, places in (("the completion", more.position), ("the text", lengths + more.position)):
+        for edge in places.unique().tolist():
+            before = masses[places < edge]
+            if len(before) < _FEW:
+                continue
+            if uniform_p_value(before) < thresholds["sampler_doubt"]:
+                break
+            if uniform_p_value(masses[places == edge]) < thresholds["sampler_explained"] / len(places.unique()):
+                return f"; it begins at token {int(edge) + 1} of {where}, and the {len(before)} before it are sound"
+    return ""
 
 
 def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:

@@ -1,0 +1,324 @@
+"""Gold answers, judged without a model: do they earn what a right answer should, and if not, what would?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from keel.base.errors import KeelError
+from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
+from keel.envs import Task
+from keel.envs.answers import last_number, last_tag
+from keel.envs.attacks import LESSONS, Attack, Batch, Turns
+from keel.envs.episode import close_now, step_now
+from keel.envs.exploits import Payoff, payoffs
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.evidence import chance_above, level
+from keel.lab.doctor.setup import ProbeSetup
+
+MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
+FEWEST = 4
+SECONDS = 2.0  # after which no further problem is judged, nor attacked
+EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
+CHOOSING = 2
+ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
+FORMS = {  # what a reward may want around an answer
+    "{}": "as it is",
+    "\\boxed{{{}}}": "\\boxed{…}",
+    "$\\boxed{{{}}}$": "$\\boxed{…}$",
+    "<answer>{}</answer>": "<answer>…</answer>",
+    "<answer> {} </answer>": "<answer> … </answer>",
+    "<think></think><answer>{}</answer>": "<think>…</think><answer>…</answer>",
+    "<think>\n\n</think>\n<answer>\n{}\n</answer>": "<think>…</think> and <answer>…</answer> on lines of their own",
+    "<think>\n\n</think>\n\n{}": "<think>…</think> before it",
+    "#### {}": "#### …",
+    "The answer is {}": "The answer is …",
+    "The answer is {}.": "The answer is ….",
+    "The final answer is {}": "The final answer is …",
+    "Answer: {}": "Answer: …",
+    "Final answer: {}": "Final answer: …",
+    "**{}**": "**…**",
+    "`{}`": "`…`",
+    "({})": "(…)",
+    "{}.": "a full stop after it",
+    " {}": "a space before it",
+    "{}\n": "a new line after it",
+    '{{"answer": "{}"}}': '{"answer": "…"}',
+}
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class JudgedGold:
+    """What a problem's gold turns earn, what an empty answer does, and what other problems' gold answers do there."""
+
+    problem: Problem
+    turns: Turns
+    gold: float
+    empty: float
+    others: tuple[float, ...]
+
+    @property
+    def bottom(self) -> float:
+        return min(self.empty, *self.others) if self.others else self.empty
+
+    @property
+    def is_least(self) -> bool:
+        """Whether most wrong answers earn more."""
+        return sum(total > self.gold + _SAME for total in self.others) > len(self.others) / 2
+
+    @property
+    def top(self) -> float:
+        return max(self.empty, *self.others) if self.others else self.empty
+
+
+def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
+    """The gold answers of many problems under the configured rewards, each beside wrong ones of the same form.
+
+    None where there are no gold answers, where rewards are dealt out at random, or where the gold turns are not fit to
+    be shown or do not end their episode.
+    """
+    task, judge = setup.run.task, setup.built.judge
+    if task.unanswered or setup.config.reward.shuffle is not None or setup.failures:
+        return []
+    try:
+        batch = _batch(setup, task)
+    except (KeelError, NotImplementedError):
+        return []
+    rows, began = [], time.monotonic()
+    for index, (problem, turns) in enumerate(zip(batch.problems, batch.golds, strict=True)):
+        if index >= FEWEST and time.monotonic() - began > SECONDS:
+            break
+        rewards = judge.judge(problem, [turns, ("",), *batch.neighbours(index)])
+        if rewards and not judge.drain():
+            gold, empty, *others = (reward.total for reward in rewards)
+            rows.append(JudgedGold(problem, turns, gold, empty, tuple(others)))
+    judge.drain()
+    return rows
+
+
+def _batch(setup: ProbeSetup, task: Task) -> Batch:
+    """Problems with their gold turns: those of the batch, then others, each prompt once."""
+    most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.several_turns else MOST
+    problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
+    seed = setup.config.run.seed
+    for problem in () if len(problems) >= most else task.sample(most, seed=seed, step=1):
+        problems.setdefault(str(problem.prompt), problem)
+    shown = [(p, tuple(task.gold_turns(p))) for p in [*problems.values()][:most] if task.demonstrates(p)]
+    if task.several_turns:
+        shown = [(problem, turns) for problem, turns in shown if _ends(task, problem, turns)]
+    return Batch(tuple(problem for problem, _ in shown), tuple(turns for _, turns in shown))
+
+
+def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
+    """Whether an episode is over after these turns: gold turns of one that is not are only a part of an answer."""
+    episode = task.start(problem)
+    try:
+        return any(step_now(episode, text) is None for text in turns)
+    finally:
+        close_now(episode)
+
+
+def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
+    """The size of the largest reward that was seen: what a difference of rewards is measured by."""
+    totals = [reward.total for group in setup.groups for reward in group.rewards]
+    if setup.config.reward.aggregate == "sum":
+        totals += [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    return max(map(abs, totals))
+
+
+def solved_at(judged: Sequence[JudgedGold]) -> float | None:
+    """What a right answer earns, where gold answers earn more than wrong ones do."""
+    paid = [row.gold for row in judged if row.gold > row.bottom + _SAME]
+    return min(paid) if 2 * len(paid) > len(judged) else None
+
+
+def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
+    if not judged:
+        return
+    scale = max(abs(total) for row in judged for total in (row.gold, row.empty, *row.others))
+    margin = max(thresholds["reward_spread"] * scale, _SAME)
+    lacking = [row for row in judged if row.gold <= row.bottom + _SAME * scale or row.gold < row.top - margin]
+    unpaid = [float(row in lacking) for row in judged]
+    by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
+    if not lacking or (by_chance and fmean(unpaid) < 1):
+        yield from _exploits(setup, judged, thresholds)
+        return
+    if _pays_for_anything(judged, scale):
+        return  # a reward that never differs: what the groups show
+    yield _explained(setup, judged, lacking, margin, by_chance)
+
+
+def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
+    totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    return min(totals) > 0 and max(totals) - min(totals) <= _SAME * scale
+
+
+def _explained(
+    setup: ProbeSetup, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float, by_chance: bool
+) -> Finding:
+    """The finding with what would have earned: another form, a part of the answer, another row's, the opposite."""
+    average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
+    size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
+    reversed_share = fmean(row.is_least for row in lacking)
+    completions = [reward.total for group in setup.groups for reward in group.rewards]
+    earning = fmean(completions) > fmean(row.gold for row in lacking) + margin
+    written = f"; the model's completions earn {fmean(completions):.3g}"
+    form = _form(setup, lacking[:EXPLAINED], margin)
+    if form is not None:
+        content, name, count = form
+        what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns on {count}"
+        return finding(
+            "reward/gold",
+            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}",
+            "the reward compares a value, and the gold answer is more than that"
+            if name == FORMS["{}"]
+            else f"the reward reads answers in a form that gold answers do not have: {name}",
+            "let task.gold return what the reward reads, and ask for that form in the prompt (data.system_prompt, or "
+            "the task's prompt)",
+            severity="warning" if by_chance or earning or len(lacking) < len(judged) / 2 else "error",
+        )
+    other = None if reversed_share > 0.9 else _other_row(setup, judged, lacking[:EXPLAINED], margin)
+    if reversed_share > 0.9:
+        cause = "the sign of the reward is reversed, or it pays for a distance: right answers earn least"
+    elif other is not None:
+        written += f"; {other}"
+        cause = "the reward compares with the answer of another problem: answers and problems have been shifted"
+    else:
+        cause = "the reward does not know its own answers: it compares with something else, or pays for something else"
+    return finding(
+        "reward/gold",
+        size + written,
+        cause,
+        "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
+        severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
+    )
+
+
+def _form(setup: ProbeSetup, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
+    """A part of the gold answer in a form that earns on most of these problems, and another answer in it does not."""
+    pairs: list[tuple[str, str]] = []
+    for row in lacking[:CHOOSING]:
+        names = [(content, form) for content in _contents(row) for form in FORMS]
+        texts = [_filled(row, content, form) for content, form in names]
+        earning = [
+            pair for pair, earned in zip(names, _earned(setup, row, texts), strict=True) if earned > row.top + margin
+        ]
+        pairs = earning if row is lacking[0] else [pair for pair in pairs if pair in earning] or pairs
+    for content, form in pairs:
+        rights = [_earned(setup, row, [_filled(row, content, form)])[0] for row in lacking]
+        wrongs = [
+            _earned(setup, row, [_filled(other, content, form)])[0]
+            for row, other in zip(lacking, [*lacking[1:], lacking[0]], strict=True)
+        ]
+        count = sum(right > row.top + margin for row, right in zip(lacking, rights, strict=True))
+        better = sum(right > wrong + margin for right, wrong in zip(rights, wrongs, strict=True))
+        if 2 * count > len(lacking) and (better or len({row.turns for row in lacking}) < 2):
+            return content, FORMS[form], count
+    return None
+
+
+def _contents(row: JudgedGold) -> dict[str, str]:
+    """What of a gold answer may be compared: all of it, its parts, the problem's own answer."""
+    gold, answer = row.turns[-1].strip(), row.problem.answer
+    answers = answer if isinstance(answer, list | tuple) else [answer]
+    behind = re.split(r"####|[Aa]nswer(?: is|:)", gold)[-1].strip(" .\n*")
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", gold)
+    candidates = {
+        "the gold answer": gold,
+        "the gold answer's last number": last_number(gold) or "",
+        "what follows its mark": behind,
+        "what its tag holds": (last_tag(gold) or "").strip(),
+        "what its box holds": boxed[-1] if boxed else "",
+        "its last line": gold.splitlines()[-1].strip() if gold else "",
+        "problem.answer": str(answers[0]) if answers and answers[0] is not None else "",
+        "the gold answer in lower case": gold.lower(),
+        "the gold answer in upper case": gold.upper(),
+        "the gold answer in title case": gold.title(),
+    }
+    distinct: dict[str, str] = {}
+    for name, text in candidates.items():
+        if text and text not in distinct.values():
+            distinct[name] = text
+    return distinct
+
+
+def _filled(row: JudgedGold, content: str, form: str) -> str:
+    contents = _contents(row)
+    return form.format(contents.get(content, contents["the gold answer"]) if contents else "")
+
+
+def _earned(setup: ProbeSetup, row: JudgedGold, texts: Sequence[str]) -> list[float]:
+    """What these last turns earn after the gold answer's first ones."""
+    judge = setup.built.judge
+    rewards = judge.judge(row.problem, [(*row.turns[:-1], text) for text in texts])
+    failed = {failure.sample for failure in judge.drain()}
+    return [float("-inf") if i in failed else r.total for i, r in enumerate(rewards or ())] or [float("-inf")] * len(
+        texts
+    )
+
+
+def _other_row(
+    setup: ProbeSetup, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float
+) -> str | None:
+    """Gold answers of other problems that earn in place of a problem's own, as text; None where most have none."""
+    turns = [row.turns for row in judged[:ROWS]]
+    matches, offsets = 0, list[int]()
+    for row in lacking:
+        earned = _earned(setup, row, [gold[-1] for gold in turns])
+        better = [i for i, total in enumerate(earned) if total > row.gold + margin]
+        best = [i for i in better if earned[i] >= max(earned) - _SAME]
+        matches += bool(best)
+        offsets += [i - judged.index(row) for i in best]
+    if 2 * matches <= len(lacking):
+        return None
+    shift = max(set(offsets), key=offsets.count)
+    steady = (
+        f", {abs(shift)} {'after' if shift > 0 else 'before'} it in the batch"
+        if offsets.count(shift) > matches / 2
+        else ""
+    )
+    return f"on {matches} of {len(lacking)} problems another problem's gold answer{steady} earns more than its own"
+
+
+def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """Attacks that earn nearly what a gold answer does on most problems, the commonest first."""
+    if setup.built.judge.remote or setup.failures:
+        return
+    silent = [float(row.empty >= row.gold - _SAME * max(abs(row.gold), _SAME)) for row in judged]
+    if _mostly(silent, thresholds):
+        yield _paid("an empty answer", "silence", silent, "", thresholds)
+        return
+    shares: dict[str, list[tuple[Attack, Payoff]]] = {}
+    for attack, payoff in payoffs(setup.run.task, setup.built.judge, 2 * EXPLAINED, setup.config.run.seed, SECONDS):
+        if payoff.failure is None and not attack.is_gold:
+            shares.setdefault(attack.name, []).append((attack, payoff))
+    full = thresholds["exploit_share"]
+    rows = []
+    for name, entries in shares.items():
+        values = [float(payoff.share >= full) for _, payoff in entries]
+        if _mostly(values, thresholds):
+            rows.append((fmean(values), fmean(payoff.share for _, payoff in entries), name, values, entries[0]))
+    if rows:
+        _, share, name, values, (attack, payoff) = max(rows, key=lambda row: row[:2])
+        example = f" ({payoff.text[:60]!r}, {share:.2f} times the gold answer's reward on average)"
+        yield _paid(f"the attack {name!r}", attack.family, values, example, thresholds)
+
+
+def _mostly(values: Sequence[float], thresholds: Thresholds) -> bool:
+    return fmean(values) > 0.5 and chance_above(values, thresholds["exploit_luck"]) <= level(thresholds)
+
+
+def _paid(what: str, family: str, values: Sequence[float], example: str, thresholds: Thresholds) -> Finding:
+    return finding(
+        "reward/exploit",
+        f"{what}{example} earns {thresholds['exploit_share']:g} of a gold answer's reward or more on "
+        f"{sum(values):.0f} of {len(values)} problems",
+        f"the reward pays for something else than the answer: a policy learns {LESSONS[family].partition(':')[0]}",
+        f"{LESSONS[family].partition(':')[2].strip()}; keel check-task lists what every attack earns",
+    )
