@@ -19,11 +19,11 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.alternatives import alternatives
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
     filters,
-    repetition_penalty,
     tail_masses,
     unfiltered,
     uniform_p_value,
@@ -272,7 +272,7 @@ def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
     return max(
         -own - cost(warmer),
         *(-own - cost(params) for _, params in filters(plain)),
-        repetition_penalty(scored, plain)[1],
+        alternatives(scored, plain, setup.policy.eos_ids)[1],
     )
 
 
