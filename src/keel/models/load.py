@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -328,14 +329,14 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
         options = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantization or {})}
-        options["output_loading_info"] = True
+        load: Any = partial(AutoModelForCausalLM.from_pretrained, source, output_loading_info=True, **options)
         try:
-            loaded, info = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, **options)
+            loaded, info = load(attn_implementation=attention)
             return Loaded(loaded, tokenizer, (), *_differences(info))
         except ValueError as error:
             if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
-        loaded, info = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        loaded, info = load(attn_implementation="eager")
         note = f"{name!r} has no sdpa attention: attn_implementation=eager is used"
         return Loaded(loaded, tokenizer, (note,), *_differences(info))
     except KeelError:

@@ -76,6 +76,10 @@ FOUND = {
     "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
     "ordinary tokens as ends": ("model/end-token", [model("ends_at_digits")]),
     "a model that misses BOS": ("prompt/no-bos", [model("on_bos")]),
+    "prompts cut, learned positions": (
+        "sampler/other-prompt",
+        ["model.name=lab.doctor.faults:schooled_absolute", engine("CutReported")],
+    ),
     "prompts cut in silence": ("sampler/other-prompt", [engine("CutSilent")]),
     "prompts cut, reported whole": ("sampler/other-prompt", [engine("RescoredCut")]),
     "a second BOS in the engine": ("sampler/other-prompt", [engine("SecondBosReported")]),
@@ -129,6 +133,7 @@ HEALTHY = {
     "spaces around texts": [engine("Stripped")],
     "several turns": TALK,
     "several turns in a template": [*TALK, FILLED],
+    "log-probabilities after filters": ["rollout.top_p=0.8", "rollout.engine=lab.doctor.faults:OnlyAfterFilters"],
     "LoRA": ["model.lora={r: 4}"],
     "a stop string": ["rollout.stop=['5']"],
     "a repeated digit": ["task={name: arithmetic, skill: copy, digits: 2}"],

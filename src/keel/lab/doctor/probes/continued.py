@@ -136,6 +136,8 @@ def _more_turns(setup: ProbeSetup) -> Continued:
 
 def _continued(setup: ProbeSetup, pairs: Sequence[tuple[Completion, int]]) -> Continued:
     written = [(completion, i) for completion, i in pairs if completion.tokens]
+    if setup.run.engine.logp_after_filters and setup.sampling.filtered:  # what it reports is of another distribution
+        written = [(replace(c, sample_logp=(math.nan,) * len(c.tokens)), i) for c, i in written]
     if len({(completion.tokens, i) for completion, i in written}) == len({i for _, i in written}):
         written = list({i: (completion, i) for completion, i in written}.values())  # copies are one draw
     return Continued(setup.groups, [completion for completion, _ in written], [i for _, i in written])

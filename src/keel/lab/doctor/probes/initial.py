@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def untrained_weights(setup: ProbeSetup, level: float) -> tuple[list[str], float
 
 def _initial_stds(model: nn.Module) -> list[float]:
     """Standard deviations that initialisations give: the config's, and the same scaled down by depth."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     std = float(getattr(config, "initializer_range", None) or 0.02)
     layers = getattr(config, "num_hidden_layers", None) or 1

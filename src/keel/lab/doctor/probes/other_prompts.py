@@ -47,10 +47,11 @@ def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Token
 def other_prompts(setup: ProbeSetup, groups: Sequence[Group], *, brief: bool = False) -> list[OtherPrompt]:
     """Hypotheses that change some prompt, no two of them to the same tokens; `brief`: those that change it least."""
     own = tuple(group.prompt_tokens for group in groups)
+    room = (setup.policy.context_length or 1 << 30) - setup.config.rollout.max_completion_length
     seen, distinct = {own}, []
     for other in _brief(setup, groups) if brief else (*_brief(setup, groups), *_further(setup, groups)):
         changed = tuple(other.change(tokens, i) for i, tokens in enumerate(own))
-        if changed not in seen and all(changed):
+        if changed not in seen and all(0 < len(tokens) <= room for tokens in changed):
             seen.add(changed)
             distinct.append(other)
     return distinct
@@ -82,12 +83,13 @@ def _further(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt
     for kind in _CUTS:
         yield from cuts(kind, _SIZES, longest)
     for share in (4, 2):
-        yield OtherPrompt(
-            f"prompts without their first 1/{share}", lambda tokens, _, n=share: tokens[len(tokens) // n :]
-        )
-        yield OtherPrompt(
-            f"prompts without their last 1/{share}", lambda tokens, _, n=share: tokens[: -(len(tokens) // n)]
-        )
+        yield OtherPrompt(f"prompts without their first 1/{share}", partial(_without_share, share, True))
+        yield OtherPrompt(f"prompts without their last 1/{share}", partial(_without_share, share, False))
+
+
+def _without_share(share: int, first: bool, tokens: Tokens, group: int) -> Tokens:
+    cut = len(tokens) // share
+    return tokens[cut:] if first else tokens[: len(tokens) - cut]
 
 
 def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
