@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from keel.base.thresholds import load_thresholds
+from keel.base.types import Group, Problem, Reward
 from keel.envs import build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.alignment import association
-from keel.lab.doctor.probes.collection import probe_collection
+from keel.lab.doctor.probes.collection import _spread, probe_collection
 from keel.lab.doctor.probes.gold import gold_findings, judged_golds
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first
@@ -67,6 +70,32 @@ def test_it_is_the_first_finding_of_a_preflight_though_completions_earn_nothing_
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:
     assert not collected(reward("form_and_answer")).findings
+
+
+def spread(values: list[float], gold: float | None):
+    """What 64 groups of four completions come to that earn these in turn."""
+    rewards = [tuple(Reward(value) for value in values)] * 64
+    groups = [Group(Problem(str(i), ""), (), (), earned) for i, earned in enumerate(rewards)]
+    config = schooled_config()
+    setup = SimpleNamespace(
+        failures=(),
+        groups=groups[:4],
+        shared={"groups": groups},
+        config=config,
+        built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4)),
+    )
+    return [(f.code, f.severity, f.cause) for f in _spread(setup, 1.0, gold, load_thresholds())]
+
+
+def test_what_is_constant_because_all_is_solved_is_told_from_what_always_fails() -> None:
+    ((code, severity, cause),) = spread([1.0] * 4, 1.0)
+    assert (code, severity) == ("reward/constant", "warning")
+    assert "solves these problems already" in cause
+    ((code, severity, _),) = spread([0.0] * 4, 1.0)
+    assert (code, severity) == ("reward/constant", "error")
+    ((code, severity, _),) = spread([0.5, 0.5, 0.5, 0.52], 1.0)
+    assert (code, severity) == ("reward/weak", "warning")
+    assert not spread([0.0, 0.0, 0.0, 1.0], 1.0)
 
 
 TASKS = [
