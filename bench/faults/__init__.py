@@ -1,1 +1,1 @@
-"""Faults and healthy runs for `bench/doctor.py`: operators that break one property each, over random healthy subjects."""
+"""Faults and healthy runs for `bench/doctor.py`: operators break one property each of random healthy subjects."""

@@ -7,7 +7,8 @@ Whether an operator is held back is decided by the hash of its name: whoever wri
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -41,6 +42,7 @@ class Operator:
     codes: tuple[str, ...]
     apply: Breaks
     fits: Callable[[Any], bool] = lambda subject: True
+    refusal: str = ""  # what a refusal at load says that names it, where no option's name does
 
     @property
     def kind(self) -> str:
@@ -55,7 +57,7 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(
-    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True
+    name: str, breaks: str, *codes: str, fits: Callable[[Any], bool] = lambda subject: True, refusal: str = ""
 ) -> Callable[[Breaks], Breaks]:
     """Registers `apply(subject, random) -> subject` under `name`; the subject that is passed must not be changed."""
 
@@ -64,7 +66,61 @@ def operator(
             raise ValueError(f"two operators are called {name}")
         if name.partition("/")[0] not in KINDS or not codes:
             raise ValueError(f"{name}: a kind of {KINDS} before the slash, and at least one code")
-        OPERATORS[name] = Operator(name, breaks, codes, apply, fits)
+        OPERATORS[name] = Operator(name, breaks, codes, apply, fits, refusal)
         return apply
 
     return register
+
+
+@dataclass(frozen=True)
+class Lookalike:
+    """A change of a healthy configuration that looks odd and is right; `fits` says to which configurations."""
+
+    apply: Breaks
+    fits: Callable[[Any], bool]
+
+    def __call__(self, subject: Subject, random: Random) -> Subject:
+        return self.apply(subject, random)
+
+
+LOOKALIKES: dict[str, Lookalike] = {}
+
+
+def lookalike(name: str, fits: Callable[[Any], bool] = lambda subject: True) -> Callable[[Breaks], Breaks]:
+    """Registers `apply(subject, random) -> subject` under `name`: what it returns must not be accused."""
+
+    def register(apply: Breaks) -> Breaks:
+        if name in LOOKALIKES:
+            raise ValueError(f"two look-alikes are called {name}")
+        LOOKALIKES[name] = Lookalike(apply, fits)
+        return apply
+
+    return register
+
+
+def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested configuration with other values at dotted paths."""
+    copied = deepcopy(dict(config))
+    for path, value in changes.items():
+        *sections, option = path.split(".")
+        section = copied
+        for name in sections:
+            section[name] = dict(section.get(name) or {})
+            section = section[name]
+        section[option] = value
+    return copied
+
+
+def is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether nothing runs in 16 bits."""
+    return option(config, "model.dtype") is None and option(config, "optim.precision") is None
+
+
+def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path; the default where a section or the option is not there."""
+    value: Any = config
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or value.get(name) is None:
+            return default
+        value = value[name]
+    return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,36 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_findings_are_a_table_and_exit_status_1(log, capsys):
+def test_findings_come_first_and_exit_status_1(log, capsys):
     assert main(["doctor", str(log)]) == 1
+    out, err = capsys.readouterr()
+    assert " ".join(out.split()).startswith(
+        f"{log}: 1 error, 2 notes; first: optim/lr-too-high error optim/lr-too-high"
+    )
+    assert out.index("optim/lr-too-high") < out.index("explains kl/explosion")
+    assert len(out.splitlines()) <= 10
+    assert "could not be checked" in out
+    assert err == ""
+
+
+def test_the_rest_is_behind_verbose(log, capsys):
+    assert main(["doctor", str(log), "--verbose"]) == 1
     out = capsys.readouterr().out
-    assert out.index("optim/lr-too-high") < out.index("kl/explosion")
-    assert "not checked" in out
+    for part in ("explained by", "H05 weak reward", "not checked", "read 8 rows"):
+        assert part in out
+
+
+def test_a_page_of_its_own_holds_all_of_it(log, tmp_path, capsys):
+    page = tmp_path / "pages" / "doctor.html"
+    assert main(["doctor", str(log), "--json", "--html", str(page)]) == 1
+    out, err = capsys.readouterr()
+    assert str(page) in err
+    data, text = json.loads(out), page.read_text()
+    assert text.index("optim/lr-too-high") < text.index("Hypotheses") < text.index("read 8 rows")
+    for part in (*(f["evidence"] for f in data["findings"]), *data["unchecked"]):
+        assert escape(part) in text
+    assert "http://" not in text
+    assert "https://" not in text
 
 
 def test_json_is_the_contracts(log, capsys):
@@ -60,6 +87,7 @@ def test_columns_by_name(tmp_path, capsys):
         (["LOG", "--write"], "--write"),
         (["LOG", "other"], "other"),
         (["default", "--map", "kl=a"], "--map"),
+        (["LOG", "--quick"], "--quick"),
     ],
 )
 def test_what_cannot_run_is_one_line_and_exit_status_2(log, capsys, words, said):
@@ -78,6 +106,55 @@ def test_a_keel_run_is_left_as_it_was_unless_asked(tmp_path, capsys):
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     assert main(["doctor", str(path), "--write"]) == status
     assert json.loads((path / "findings.json").read_text()) == findings
+
+
+def steps(path: Path, age: int) -> Path:
+    """A folder with a log of Keel's, written `age` seconds ago."""
+    path.mkdir(parents=True)
+    file = path / "metrics.jsonl"
+    file.write_text('{"step": 1, "reward/mean": 0.5}\n')
+    os.utime(file, (1e9 - age, 1e9 - age))
+    return path
+
+
+def trl(path: Path) -> Path:
+    """A folder with TRL's state in a checkpoint."""
+    (path / "checkpoint-5").mkdir(parents=True)
+    (path / "checkpoint-5" / "trainer_state.json").write_text('{"log_history": [{"step": 1, "reward": 0.5}]}')
+    return path
+
+
+def events(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "events.out.tfevents.1").write_bytes(b"")
+    return path
+
+
+@pytest.mark.parametrize("kind", [steps, trl, events])
+def test_a_folder_of_runs_asks_which_one(tmp_path, capsys, kind):
+    runs = [kind(tmp_path / "all" / "deep" / name, *([age] if kind is steps else [])) for age, name in enumerate("ab")]
+    assert main(["doctor", str(tmp_path / "all")]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert all(str(run) in error for run in runs)
+    assert "name the one that is meant" in error
+
+
+def test_the_newest_runs_are_listed_first_and_not_all_of_them(tmp_path, capsys):
+    runs = [steps(tmp_path / f"run-{age:02}", age) for age in range(12)]
+    assert main(["doctor", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert [error.index(f"{run}") for run in runs[:10]] == sorted(error.index(f"{run}") for run in runs[:10])
+    assert "and 2 older" in error
+    assert str(runs[10]) not in error
+
+
+def test_the_only_run_below_is_asked_for_too_and_what_lies_in_a_run_is_part_of_it(tmp_path, capsys):
+    run = steps(tmp_path / "runs" / "one", 0)
+    events(run / "tensorboard")
+    assert main(["doctor", str(tmp_path / "runs")]) == 2
+    assert f"holds one: name the one that is meant: {run}" in " ".join(capsys.readouterr().err.split())
+    assert main(["doctor", str(run)]) == 0
 
 
 def test_help_names_the_exit_statuses(capsys):

@@ -152,6 +152,7 @@ def test_nothing_changes_after_loading():
         (["checkpoint.keep=0"], "at least 1"),
         (["loss.scale_rewards=gruop"], "did you mean group?"),
         (["model=3"], "model is 3: expected a section"),
+        (["doctor.thresholds=3"], "doctor.thresholds is 3: expected a section such as {name: value}"),
         (["eval.tasks=[countdown, {name: 3}]"], "eval.tasks[1].name is 3: expected a text"),
         (["kl.beta=0.1", "kl.beta=0.2"], "kl.beta is given twice"),
         (["kl.beta"], "write name=value"),

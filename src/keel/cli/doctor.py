@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, configuration, print_json
 
+if TYPE_CHECKING:
+    from keel.lab.doctor.diagnosis import Diagnosis
+    from keel.lab.doctor.probes import ProbeResult
+
 DOCTOR_HELP = """Say what is wrong with a run, or with a configuration before it is run; worst first.
 
 A run's folder (Keel's, finished or running; TRL's output folder; any TensorBoard folder) or a table (CSV, JSONL) is
 read and checked. A configuration is built and tried on one small batch, each cause by an experiment of its own.
-Without a path the default configuration is tried. Exit status: 0 healthy (notes allowed), 1 findings, 2 could not run.
+Without a path the default configuration is tried. The verdict and the findings are printed first; figures, hypotheses
+and what could not be checked with --verbose. Exit status: 0 healthy (notes allowed), 1 findings, 2 could not run.
 
 Examples:
 
@@ -22,7 +29,9 @@ Examples:
 
   keel doctor configs/default.yaml optim.learning_rate=1e-3
 
-  keel doctor trl-output/ --json
+  keel doctor configs/default.yaml --quick
+
+  keel doctor trl-output/ --html doctor.html
 
   keel doctor log.csv --map step=it,kl=train_kl,reward=score
 
@@ -35,7 +44,15 @@ DOCTOR_ARGS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="Wh
 @app.command(help=DOCTOR_HELP, context_settings=ANY_OPTION)
 def doctor(
     args: Annotated[list[str] | None, DOCTOR_ARGS] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print figures, hypotheses and what could not be checked too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of text.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write all of it as a self-contained page too.")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Of a CONFIG: a smaller batch and fewer experiments; says which are left out."),
+    ] = False,
     columns: Annotated[
         str | None, typer.Option("--map", help="Columns of a table or tags of a TensorBoard folder: kl=COL,reward=COL.")
     ] = None,
@@ -52,8 +69,10 @@ def doctor(
         for value, option in ((columns, "--map"), (write, "--write")):
             if value:
                 raise KeelError(f"{option} is for a run or a log, and {' '.join(paths) or 'the default'} is neither")
-        name, diagnosis = _preflight(args or [], threshold or [], as_json)
+        name, diagnosis = _preflight(args or [], threshold or [], quick=quick, as_json=as_json, verbose=verbose)
     else:
+        if quick:
+            raise KeelError(f"--quick is for a configuration, and {log} is a run or a log: leave it out")
         if overrides:
             raise KeelError(f"{overrides[0]} changes nothing about {log}, which is finished: leave it out")
         from keel.lab.doctor.examine import examine, write_findings
@@ -62,14 +81,18 @@ def doctor(
         name, diagnosis = str(log), examine(log, parse_map(columns), threshold or [])
         if write:
             typer.echo(f"wrote {write_findings(log, diagnosis)}", err=True)
+    from keel.lab.doctor.display import show_diagnosis, verdict
+
+    if html is not None:
+        from keel.lab.report import write_diagnosis
+
+        typer.echo(f"wrote {write_diagnosis(diagnosis, verdict(diagnosis, name), html)}", err=True)
     if as_json:
         print_json(diagnosis.as_dict())
     else:
         from rich.console import Console
 
-        from keel.lab.doctor.display import show_diagnosis
-
-        show_diagnosis(diagnosis, Console(), name)
+        show_diagnosis(diagnosis, Console(), name, verbose=verbose)
     return int(diagnosis.exit_status)
 
 
@@ -87,16 +110,49 @@ def _log_at(paths: list[str]) -> Path | None:
     return path
 
 
-def _preflight(args: list[str], threshold: list[str], as_json: bool) -> tuple[str, Any]:
+def _preflight(
+    args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
+) -> tuple[str, Diagnosis]:
     from keel.base.thresholds import thresholds_of
-    from keel.lab.doctor.preflight import preflight
+    from keel.lab.doctor.preflight import LEFT_OUT, preflight
 
     config = configuration(args)
     limits = thresholds_of(config.model_dump(), threshold)
-    return f"preflight of {config.run.name}", preflight(config, limits, None if as_json else _print_outcome)
+    with _progress(as_json, verbose) as on_probe:
+        diagnosis = preflight(config, limits, on_probe, quick=quick)
+    without = f" without {', '.join(LEFT_OUT)}" if quick else ""
+    return f"preflight of {config.run.name}{without}", diagnosis
 
 
-def _print_outcome(outcome: Any, seconds: float) -> None:
-    """One line a probe on stderr: some take a while."""
+@contextmanager
+def _progress(as_json: bool, verbose: bool) -> Iterator[Callable[[ProbeResult, float], None] | None]:
+    """What is called after every probe: a bar on a terminal, with `--verbose` a line instead."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if as_json or not (verbose or console.is_terminal):
+        yield None
+        return
+    if verbose:
+        yield _print_outcome
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from keel.lab.doctor.probes import PROBES
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"building the parts, {PROBES[0][0]}", total=len(PROBES))
+        names = [name for name, _ in PROBES]
+
+        def advance(outcome: ProbeResult, seconds: float) -> None:
+            done = names.index(outcome.name) + 1 if outcome.name in names else len(names)
+            bar.update(task, completed=done, description=names[done] if done < len(names) else "")
+
+        yield advance
+
+
+def _print_outcome(outcome: ProbeResult, seconds: float) -> None:
+    """One line a probe on stderr."""
     codes = ", ".join(finding.code for finding in outcome.findings) or "nothing found"
     typer.echo(f"keel: {outcome.name}: {codes} ({seconds:.1f} s)", err=True)

@@ -200,7 +200,7 @@ def _instead(name: str, value: Any) -> str:
     """What to write for a value that stands where a section belongs: its first option, where the value fits that."""
     item = _items(name.partition("[")[0])
     section = item or _section(name)
-    if section is None:
+    if section is None or not section.model_fields:  # one that has none yet takes nothing in the place of itself
         return ""
     first = next(iter(section.model_fields))
     options = value if isinstance(value, Mapping) else {first: value}

@@ -98,9 +98,12 @@ def option_of(config: Mapping[str, Any], dotted: str) -> Any:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the largest float
+        return None
 
 
 def interval(value: object) -> tuple[float, float] | None:

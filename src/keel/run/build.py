@@ -210,7 +210,7 @@ def _build_run(
         policy=loaded,
         task=task,
         engine=engine,
-        collect=_collector(config, engine, task, loaded.tokenizer, sampling, judge, world),
+        collect=build_collector(config, engine, task, loaded.tokenizer, sampling, judge, world),
         reference=reference,
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
@@ -309,7 +309,7 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
     return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 
 
-def _collector(
+def build_collector(
     config: Config,
     engine: Engine,
     task: Task,
@@ -318,6 +318,8 @@ def _collector(
     judge: Judge,
     world: World,
 ) -> Any:
+    """What collects the groups of a step: `(problems, attempt, step)`, with other sampling where that is given."""
+
     def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
         groups = collect(
             engine,
@@ -344,7 +346,7 @@ def _queue(
 ) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
     own = judge.apart()
-    collector = _collector(config, run.engine, run.task, tokenizer, sampling, own, world)
+    collector = build_collector(config, run.engine, run.task, tokenizer, sampling, own, world)
 
     def sample(attempt: int, step: int) -> Rollouts:
         return replace(sample_rollouts(run, collector, world, attempt, step), failures=tuple(own.drain()))
@@ -428,4 +430,4 @@ def build_warmstart(
     return Supervised(examples, start, config.optim)
 
 
-__all__ = ["Built", "Supervised", "build_policy", "build_run", "build_warmstart"]
+__all__ = ["Built", "Supervised", "build_collector", "build_policy", "build_run", "build_warmstart"]

@@ -242,11 +242,16 @@ def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     findings = []
     if stops and events and _last(events) is stops[-1]:
         code = str(stops[-1].get("code"))
-        findings.append(_finding(code, "error", str(stops[-1]["message"])))
+        findings.append(_finding(code, "error", _message(stops[-1])))
     if rollbacks:
-        evidence = "; ".join(str(event["message"]) for event in rollbacks)
+        evidence = "; ".join(map(_message, rollbacks))
         findings.append(_finding("guard/rolled-back", "warning", evidence))
     return findings
+
+
+def _message(event: Mapping[str, Any]) -> str:
+    """What an event says, or that it says nothing: files are edited, and cut by kills."""
+    return str(event.get("message") or f"{event.get('kind')} at step {event.get('step', '?')}, without a message")
 
 
 def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -279,5 +284,5 @@ _WHY = {
 
 
 def _finding(code: str, severity: str, evidence: str) -> dict[str, Any]:
-    cause, advice = _WHY[code]
+    cause, advice = _WHY.get(code, ("A guard stopped the run.", "See the run's events.jsonl."))
     return {"code": code, "severity": severity, "evidence": evidence, "cause": cause, "advice": advice}

@@ -21,7 +21,7 @@ from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.examine import examine
 from keel.lab.doctor.findings import propose
 from keel.lab.doctor.history import History
-from keel.lab.doctor.names import TRL_OPTIONS
+from keel.lab.doctor.names import TRAINERS
 from keel.lab.doctor.probes import PROBES
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_advice, follow
@@ -212,7 +212,7 @@ def test_what_is_proposed_to_a_user_of_trl_is_trls(code: str) -> None:
         "rollout": {"num_generations": 8, "max_completion_length": 64, "top_p": 1.0, "temperature": 1.0},
     }
     diagnosis = check_history(replace(FAULTS[code], source="TRL", config=options))
-    names = {alias.name for alias in TRL} | set(TRL_OPTIONS)
+    names = {alias.name for alias in TRL} | set(TRAINERS["TRL"].options)
     for part in (*diagnosis.findings, *diagnosis.hypotheses):
         for override in (override for proposal in part.options for override in proposal):
             assert override.partition("=")[0] in names, override

@@ -35,6 +35,7 @@ class Diagnosis:
     unchecked: tuple[str, ...] = ()  # "code: why it could not be evaluated"
     notes: tuple[str, ...] = ()  # what was read and done, and pictures such as the coloured masks
     raised_thresholds: tuple[str, ...] = ()  # "threshold x raised from a to b"
+    sound: tuple[str, ...] = ()  # what was tried, by name, and gave neither error nor warning
 
     @property
     def healthy(self) -> bool:
@@ -47,7 +48,7 @@ class Diagnosis:
         return 0 if self.healthy else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as `--json` prints it and findings.json holds it."""
+        """Plain data, as `--json` prints it; findings.json holds its findings."""
         return {
             "findings": [asdict(finding) for finding in ranked(self.findings)],
             "hypotheses": [asdict(hypothesis) for hypothesis in self.hypotheses],

@@ -6,12 +6,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from keel.lab.runs import number, option_of
 
 Record = Mapping[str, Any]
+LARGEST = 3.4e38  # of fp32: what a training run logs beyond it has overflowed, and its square would here
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 
 
@@ -25,18 +27,23 @@ class Series:
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, Any]]) -> Series:
         """From (step, value) pairs; anything that is no finite number becomes NaN."""
-        finite = [(float(step), _finite(value)) for step, value in pairs]
-        return cls(tuple(step for step, _ in finite), tuple(value for _, value in finite))
+        points = [(float(step), _finite(value)) for step, value in pairs]
+        return cls(tuple(step for step, _ in points), tuple(value for _, value in points))
 
-    @property
+    @cached_property
     def finite(self) -> Series:
         """Only the finite ones."""
-        return Series.of((s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v))
+        known = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
+        return self if len(known) == len(self) else Series(*zip(*known, strict=True)) if known else Series((), ())
 
     @property
     def bad_steps(self) -> tuple[int, ...]:
         """Steps at which the value was not finite."""
         return tuple(int(s) for s, v in zip(self.steps, self.values, strict=True) if not math.isfinite(v))
+
+    def scaled(self, factor: float) -> Series:
+        """Every value times `factor`."""
+        return self if factor == 1 else Series(self.steps, tuple(factor * value for value in self.values))
 
     def head(self, count: int) -> Series:
         """The first values."""
@@ -49,8 +56,8 @@ class Series:
     @property
     def mean(self) -> float:
         """Of the finite values; NaN where there is none."""
-        finite = [value for value in self.values if math.isfinite(value)]
-        return statistics.fmean(finite) if finite else math.nan
+        known = [value for value in self.values if math.isfinite(value)]
+        return statistics.fmean(known) if known else math.nan
 
     @property
     def span(self) -> str:
@@ -70,9 +77,20 @@ class Series:
         return len(self.values)
 
 
+def finite(value: Any) -> float | None:
+    """A number that training could have had, or None."""
+    known = number(value)
+    return known if known is not None and abs(known) <= LARGEST else None
+
+
+def step_of(record: Record) -> int:
+    """The step of an event or a rollout, 0 where it has none."""
+    return int(finite(record.get("step")) or 0)
+
+
 def _finite(value: Any) -> float:
-    finite = number(value)
-    return math.nan if finite is None else finite
+    known = finite(value)
+    return math.nan if known is None else known
 
 
 @dataclass(frozen=True)
@@ -115,6 +133,11 @@ class History:
         return next((_finite(measured[name]) for name in KL_NAMES if name in measured), None)
 
     @property
+    def unpenalized(self) -> bool:
+        """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown where 0 is logged then."""
+        return self.beta == 0 or (self.beta is None and self.source != "TRL")  # TRL logs no KL at β = 0
+
+    @property
     def steps(self) -> int:
         """The last step that was recorded."""
         return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))
@@ -122,6 +145,16 @@ class History:
     def option(self, dotted: str) -> Any:
         """A value of the configuration, None where it is not known."""
         return option_of(self.config, dotted)
+
+    def figure(self, dotted: str) -> float | None:
+        """A value of the configuration that is a finite number, None otherwise."""
+        return finite(self.option(dotted))
+
+    @property
+    def beta(self) -> float | None:
+        """The KL coefficient: the last that was logged, or the configured one."""
+        logged = self.get("kl/beta")
+        return logged.finite.values[-1] if logged is not None else self.figure("kl.beta")
 
 
 def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
@@ -133,4 +166,12 @@ def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
         for name, value in line.items():
             if name != step and (value is None or (isinstance(value, int | float) and not isinstance(value, bool))):
                 pairs.setdefault(name, []).append((at, value))
-    return {name: Series.of(sorted(points, key=lambda pair: pair[0])) for name, points in pairs.items()}
+    return {name: in_order(points) for name, points in pairs.items()}
+
+
+def in_order(points: Iterable[tuple[float, Any]]) -> Series:
+    """Sorted by step; of a step that was logged twice, as after a resume, the later value."""
+    pairs = list(points)
+    last = dict(pairs)
+    once = last.items() if 2 * len(last) >= len(pairs) else pairs  # a step that hardly ever changes is none
+    return Series.of(sorted(once, key=lambda pair: pair[0]))

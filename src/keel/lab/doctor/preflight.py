@@ -12,6 +12,8 @@ from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
+from keel.lab.doctor.budget import budget_note, within_budget
+from keel.lab.doctor.causes import explain
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
@@ -31,12 +33,14 @@ def preflight(
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     warmstart_s: float = WARMSTART_S,
+    quick: bool = False,
 ) -> Diagnosis:
     """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
 
     A probe that fails on what it is given is said to have failed and does not end the others; a sampler that is
     refused when it is built is the only finding, since nothing can be sampled. A warm start that takes
     longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
+    `quick` leaves some probes out and gives the others less of the batch.
     """
     limits = load_thresholds() if thresholds is None else thresholds
     began = time.monotonic()
@@ -49,10 +53,13 @@ def preflight(
         return _without_samples(config, outcome, limits)
     outcomes = []
     with closing(setup.run):
+        affordable = within_budget(setup, quick=quick)
         for name, probe in PROBES:
+            if quick and name in LEFT_OUT:
+                continue
             began = time.monotonic()
             try:
-                outcome = probe(setup, limits)
+                outcome = probe(affordable if name in PASSES else setup, limits)
             except (OtherModel, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
             except Exception as error:  # a user's part may raise anything
@@ -66,9 +73,11 @@ def preflight(
     )
     decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
     several = config.rollout.max_turns > 1 and setup.run.task.several_turns
-    unchecked = tuple(line for outcome in outcomes for line in outcome.unchecked)
+    left_out = [f"{codes}: {name} is left out by --quick" for name, codes in LEFT_OUT.items() if quick]
+    unchecked = (*(line for outcome in outcomes for line in outcome.unchecked), *left_out)
+    bounded = () if affordable is setup else (budget_note(affordable, setup),)
     diagnosis = Diagnosis(
-        findings=findings,
+        findings=explain(findings, log=False),
         hypotheses=judge_hypotheses(
             findings,
             preflight_figures(decisive, several_turns=several),
@@ -77,9 +86,26 @@ def preflight(
             formula_of(config.to_dict()),
         ),
         unchecked=unchecked,
-        notes=(*setup.notes, *(line for outcome in outcomes for line in outcome.lines)),
+        notes=(*setup.notes, *bounded, *(line for outcome in outcomes for line in outcome.lines)),
+        sound=tuple(outcome.name for outcome in outcomes if _sound(outcome)),
     )
     return with_threshold_notes(diagnosis, limits)
+
+
+# Experiments that run pass after pass over the batch: a large model has less of it.
+PASSES = ("masks", "scoring", "sampler", "weight sync", "reference", "kl_term", "update")
+# What --quick does without, and what is not known then.
+LEFT_OUT = {
+    "weight sync": "sampler/stale",
+    "kl_term": "kl/reversed, kl/no-gradient, kl/scale",
+    "evaluation": "eval/train-gap",
+}
+
+
+def _sound(outcome: ProbeResult) -> bool:
+    """Whether a probe has tried something and found nothing worse than a note."""
+    tried = bool(outcome.figures) or not outcome.unchecked
+    return tried and all(finding.severity == "note" for finding in outcome.findings)
 
 
 def _refused(name: str, refusal: KeelError) -> ProbeResult:
@@ -131,4 +157,4 @@ def _softened(finding: Finding, cut: str) -> Finding:
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 
 
-__all__ = ["preflight"]
+__all__ = ["LEFT_OUT", "PASSES", "preflight"]

@@ -19,11 +19,13 @@ from keel.base.types import Group, Problem, Scores
 from keel.config import Config
 from keel.envs import Task
 from keel.envs.judge import Failure
+from keel.lab.doctor.recording import RecordingEngine
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import LoadedModel
 from keel.models.pack import right_pad
+from keel.rollout.request import Turn
 from keel.rollout.sampling import SamplingParams
-from keel.run.build import Built, build_policy, build_run, build_warmstart
+from keel.run.build import Built, build_collector, build_policy, build_run, build_warmstart
 from keel.run.warmstart import is_complete, warmstart_folder
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.trainer.integrity import check_model
@@ -39,6 +41,7 @@ class ProbeSetup:
     """Policy, task, engine and reference as training would build them, and one judged batch.
 
     `failures` are calls of rewards that gave no reward; `notes` say what was cut so that the preflight stays quick.
+    `turns` are what the engine was asked for the batch and what it answered.
     """
 
     config: Config
@@ -47,7 +50,9 @@ class ProbeSetup:
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
+    turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+    sampled: tuple[Group, ...] = ()  # the groups as they were sampled, where the batch holds less of them
 
     @property
     def run(self) -> TrainingRun:
@@ -221,10 +226,13 @@ def build_setup(
         built.run.engine.sync(loaded.model, 0)
         sampling = replace(built.sampling, num_generations=max(count, 2))
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
-        groups = built.run.collect(drawn, attempt=0, step=0, sampling=sampling)  # type: ignore[call-arg]
+        run, recorder = built.run, RecordingEngine(built.run.engine)
+        collect = build_collector(config, recorder, run.task, loaded.tokenizer, sampling, built.judge, run.world)
+        groups = collect(drawn, attempt=0, step=0)
         batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0)
         on_error.pop_all()
-    return ProbeSetup(config, built, batch, tuple(built.judge.drain()), (*notes, *built.notes), cut)
+    failures = tuple(built.judge.drain())
+    return ProbeSetup(config, built, batch, failures, (*notes, *built.notes), cut, tuple(recorder.turns))
 
 
 class _OutOfTime(Exception):

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
+from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.judge import state
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report import samples, sections
+from keel.lab.report.diagnosis import looked_at, summary
 from keel.lab.report.panels import panels
 from keel.lab.report.verdict import STATE_TONES, sentences
 from keel.lab.runs import RunRecord
@@ -28,6 +30,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
+    body.append(block("What the doctor looked at", per_run(runs, looked_at, opened=False)))
     body.append(block("Curves", curves(drawn, len(runs) > 1)))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
@@ -38,6 +41,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     body.append(block("Configuration", per_run(runs, sections.configuration, opened=False, folded=True)))
     body.append(block("Versions", per_run(runs, sections.versions, opened=False, folded=True)))
     return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
+
+
+def diagnosis_page(diagnosis: Diagnosis, verdict: str) -> str:
+    """What the doctor says of anything, and all that it looked at."""
+    return document(verdict, summary(diagnosis, verdict), chart_data([]))
 
 
 def document(title: str, body: str, data: str) -> str:

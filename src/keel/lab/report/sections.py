@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -39,9 +39,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
 
 
 def findings(run: RunRecord) -> str:
+    """What the run's findings.json holds."""
+    return finding_articles(run.findings or ())
+
+
+def finding_articles(items: Iterable[Mapping[str, Any]]) -> str:
     """Each finding with its evidence, cause and advice, the gravest first."""
     order = {"error": 0, "warning": 1, "note": 2}
-    ranked = sorted(run.findings or (), key=lambda item: order.get(str(item.get("severity")), 3))
+    ranked = sorted(items, key=lambda item: order.get(str(item.get("severity")), 3))
     parts = []
     for item in ranked:
         severity = str(item.get("severity", "note"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
-from keel.lab.doctor.checks import episodes, evaluation, kl, optim, output, reward, sampler
+from keel.lab.doctor.causes import explain
+from keel.lab.doctor.checks import course, episodes, evaluation, kl, optim, output, reward, sampler
 from keel.lab.doctor.checks.base import Check, Unchecked
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
@@ -22,30 +23,42 @@ CHECKS: tuple[Check, ...] = (
     *sampler.CHECKS,
     *optim.CHECKS,
     *evaluation.CHECKS,
+    *course.CHECKS,
 )
 
 
 def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
     """All checks on one history: findings worst first, and what could not be decided with the reason."""
     limits = load_thresholds() if thresholds is None else thresholds
-    findings: list[Finding] = []
-    unchecked: list[str] = []
-    for check in CHECKS:
-        for result in check(history, limits):
-            if isinstance(result, Unchecked):
-                unchecked.append(f"{result.code}: {result.why}")
-            else:
-                findings.append(result)
-    merged = merge_by_code(findings)
+    by_check = [(check.__module__.rpartition(".")[2], [*check(history, limits)]) for check in CHECKS]
+    results = [result for _, row in by_check for result in row]
+    unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
+    merged = merge_by_code(result for result in results if isinstance(result, Finding))
+    first = _first_step(history)
+    from_start = {r.code for check in CHECKS for r in check(first, limits) if isinstance(r, Finding)}
     diagnosis = Diagnosis(
-        merged,
+        explain(merged, log=True, from_start=from_start),
         hypotheses=judge_hypotheses(
             merged, history_figures(history), limits, unchecked, formula_of(history.config, history.source)
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
+        sound=_sound(by_check),
     )
     return with_threshold_notes(diagnosis, limits)
+
+
+def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tuple[str, ...]:
+    """Areas in which a check could be made and none found more than a note."""
+    silent = dict.fromkeys(area for area, row in by_check if not row)
+    alarmed = {area for area, row in by_check for r in row if isinstance(r, Finding) and r.severity != "note"}
+    return tuple(area for area in silent if area not in alarmed)
+
+
+def _first_step(history: History) -> History:
+    """What was known before the first update."""
+    series = {name: series.head(1) for name, series in history.series.items()}
+    return replace(history, series=series, events=(), evaluations=(), rollouts=())
 
 
 def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -11,8 +11,10 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import option_name
+from keel.lab.doctor.shapes import Change, median, noise, trend
 
 RECENT = 10  # steps that "now" is the mean of
+SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Trend:
     before: float
     after: float
     z_score: float
+    error: float = 0.0  # of the gain
 
     @property
     def text(self) -> str:
@@ -50,9 +53,10 @@ def reward_trend(history: History) -> Trend | None:
     third = max(3, len(values) // 3)
     first, last = values[:third], values[-third:]
     gain = statistics.fmean(last) - statistics.fmean(first)
-    noise = math.sqrt(statistics.variance(first) / third + statistics.variance(last) / third)
-    z_score = gain / noise if noise > 0 else math.copysign(math.inf, gain) if gain else 0.0
-    return Trend(statistics.fmean(first), statistics.fmean(last), z_score)
+    _, memory = noise(rewards)
+    error = math.sqrt(memory * (statistics.variance(first) + statistics.variance(last)) / third)
+    z_score = gain / error if error > 0 else math.copysign(math.inf, gain) if gain else 0.0
+    return Trend(statistics.fmean(first), statistics.fmean(last), z_score, error)
 
 
 def no_trend(code: str, history: History) -> Unchecked:
@@ -69,11 +73,69 @@ def reward_rose(history: History, thresholds: Thresholds) -> bool:
     return trend is not None and trend.z_score > thresholds["flat_reward"]
 
 
+def reward_flat(history: History, thresholds: Thresholds) -> bool | None:
+    """Whether a gain can be ruled out: its interval lies within `flat_gain` of the rewards' size; None: undecided."""
+    trend, scale = reward_trend(history), reward_size(history)
+    if trend is None or abs(trend.z_score) > thresholds["flat_reward"]:
+        return False
+    most = abs(trend.after - trend.before) + thresholds["flat_reward"] * trend.error
+    return True if most <= thresholds["flat_gain"] * scale else None
+
+
+def undecided(code: str, history: History, thresholds: Thresholds) -> Unchecked:
+    """A reward whose noise hides what may be a gain."""
+    trend = reward_trend(history)
+    most = 0.0 if trend is None else trend.after - trend.before + thresholds["flat_reward"] * trend.error
+    return Unchecked(code, f"the reward's noise hides any gain up to {most:.2g}: more steps, or larger batches, tell")
+
+
+def reward_size(history: History) -> float:
+    """How much rewards differ between completions; their size where that was not recorded."""
+    for name in ("reward/std", "reward/within_group_std"):
+        spread = history.get(name)
+        if spread is not None and (size := median(spread)) > 0:
+            return size
+    rewards = history.get("reward/mean")
+    return 0.0 if rewards is None else max(abs(value) for value in rewards.finite.values)
+
+
+def level(thresholds: Thresholds) -> float:
+    """The chance of a false alarm that each test of a shape may have."""
+    return thresholds["log_chance"] / SHAPES
+
+
+def clear(change: Change | None, thresholds: Thresholds) -> bool:
+    """Whether a change is there, and not noise."""
+    return change is not None and change.chance <= level(thresholds)
+
+
+def movement(history: History, thresholds: Thresholds) -> str | None:
+    """What shows that the policy moves, other than its KL; None where nothing does."""
+    for name in ("reward/mean", "entropy/mean", "length/mean"):
+        series = history.get(name)
+        if series is not None and clear(change := trend(series), thresholds) and change is not None:
+            return f"{name} goes from {change.before:.3g} to {change.after:.3g}"
+    clipped = history.get("ratio/clip_fraction")
+    if clipped is not None and clipped.mean > 0:
+        return f"{100 * clipped.mean:.2g} % of the ratios are clipped"
+    return None
+
+
 def solved(history: History, thresholds: Thresholds) -> bool:
     """Whether the held-out accuracy of the trained task leaves nothing to learn."""
     trained = [record for record in history.evaluations if record.get("split") == "trained"]
     last = trained[-1].get("pass@1") if trained else None
     return isinstance(last, int | float) and last >= thresholds["solved_accuracy"]
+
+
+def saturated(history: History, thresholds: Thresholds) -> bool:
+    """Whether the training reward itself leaves nothing to learn: it lies near the most that was ever paid, as 1."""
+    rewards = history.get("reward/mean")
+    if rewards is None:
+        return False
+    now, highest = rewards.tail(RECENT).mean, history.get("reward/max")
+    best = 1.0 if highest is None else max(highest.finite.values)
+    return best >= now >= thresholds["solved_accuracy"] * best > 0
 
 
 def running_median(series: Series, index: int, window: int = 20, least: int = 5) -> float | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
+from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import CheckResults, not_recorded, reward_trend
+from keel.lab.doctor.checks.base import CheckResults, clear, not_recorded, reward_trend
 from keel.lab.doctor.findings import finding
-from keel.lab.doctor.history import History
+from keel.lab.doctor.history import History, Series
 from keel.lab.judge import Accuracy, accuracies
 
 
@@ -43,6 +44,10 @@ def retention(history: History, thresholds: Thresholds) -> CheckResults:
 def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
     """Reward up while held-out accuracy of the same task goes down."""
     trained, trend = _measured_twice(history, retention=False), reward_trend(history)
+    logged = {name: series for name in history.series if name.startswith("eval/") and (series := history.get(name))}
+    if logged and not trained:
+        yield from _logged_gap(history, logged, thresholds)
+        return
     if not trained or trend is None:
         yield not_recorded("eval/train-gap", "held-out accuracy of the trained task, twice, beside the reward")
         return
@@ -58,6 +63,24 @@ def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
                 f"(step {row.steps[0]} → {row.steps[1]}), beyond its interval",
                 "the reward pays for something else than the evaluation asks, or both see different prompts",
                 "keel doctor on the configuration renders both prompts; read the best paid completions in the report",
+            )
+
+
+def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
+    """The same for held-out scores that a trainer logs as metrics: a trend down, or a fall from their best."""
+    rewards = history.get("reward/mean")
+    up = shapes.trend(rewards) if rewards is not None else None
+    if not clear(up, thresholds) or up is None or up.size <= 0:
+        return
+    for name, series in logged.items():
+        change = shapes.trend(series) or shapes.rank_trend(series)
+        if clear(change, thresholds) and change is not None and -change.size > thresholds["gap_reward"] * change.before:
+            yield finding(
+                "eval/train-gap",
+                f"the reward rises from {up.before:.3g} to {up.after:.3g} while held-out {name.removeprefix('eval/')} "
+                f"falls from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})",
+                "the reward pays for something else than the evaluation asks, or both see different prompts",
+                "read the best paid completions; judge held-out problems by the training reward, too",
             )
 
 

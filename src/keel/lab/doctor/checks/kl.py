@@ -21,16 +21,25 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
+    level,
+    movement,
     no_trend,
     not_recorded,
     opt,
+    reward_flat,
+    reward_size,
     reward_trend,
     running_median,
+    saturated,
     solved,
+    undecided,
 )
 from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.shapes import LEAST, median, negative, noise
+from keel.lab.doctor.shapes import trend as trend_of
 from keel.lab.judge import kl_limit
 
 KL = "KL(policy‖reference)"
@@ -192,16 +201,33 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     if len(series) < least:
         yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
         return
-    if history.option("reference.kind") in MOVING or history.option("reference.moves"):
+    if _moves(history):
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
         return
-    now = series.tail(RECENT)
-    if now.mean < thresholds["kl_not_learning"] and abs(trend.z_score) <= thresholds["flat_reward"]:
-        if solved(history, thresholds):
+    now, flat = series.tail(RECENT), reward_flat(history, thresholds)
+    if solved(history, thresholds) or saturated(history, thresholds) or now.mean < -thresholds["kl_no_move"]:
+        return
+    course = trend_of(series)
+    rising = clear(course, thresholds) and course is not None and course.size > thresholds["kl_at_start"]
+    if now.mean < thresholds["kl_not_learning"] and flat and rising:
+        yield Unchecked("kl/not-learning", f"the reward is flat, but {name} is rising: the policy moves")
+    elif now.mean < thresholds["kl_not_learning"] and flat is None:
+        yield undecided("kl/not-learning", history, thresholds)
+    elif now.mean < thresholds["kl_not_learning"] and flat:
+        evidence, beta = f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}", history.beta
+        force = (beta or 0.0) * math.sqrt(2 * max(0.0, now.mean))
+        if beta is not None and (beta >= thresholds["beta_strong"] or force >= thresholds["kl_force"]):
+            yield finding(
+                "kl/too-strong",
+                f"{evidence}; β is {beta:.3g}, so that its pull on a token is about β √(2 KL) = {force:.2g} against "
+                "advantages of about 1",
+                "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
+                weaker(history.config, history.source),
+            )
             return
         yield finding(
             "kl/not-learning",
-            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}",
+            evidence,
             "updates are too small, the penalty too strong, or no group's rewards differ",
             either(
                 either(
@@ -211,6 +237,121 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
                 "see reward/zero_variance_fraction first",
                 joined="; ",
             ),
+        )
+
+
+def below_zero(history: History, thresholds: Thresholds) -> CheckResults:
+    """A KL cannot be negative; an estimate of it can, but not on average."""
+    code = "kl/negative"
+    if history.kl is None:
+        yield not_recorded(code, KL)
+        return
+    name, series = history.kl
+    finite, limit = series.finite, thresholds["kl_at_start"]
+    below = [(value, int(step)) for step, value in zip(finite.steps, finite.values, strict=True) if value < -limit]
+    never = not name.endswith("k1") and history.source in NEVER_NEGATIVE
+    chance = negative(series, thresholds["kl_no_move"])
+    if not (len(below) >= 2 and never) and chance > level(thresholds):
+        return
+    lowest, step = min(below, default=(min(finite.values), int(finite.steps[0])))
+    how = (
+        "an estimate that is never negative"
+        if never
+        else f"chance of as much below 0 if the KL were 0 or more: {chance:.1g}"
+    )
+    yield finding(
+        code,
+        f"{name} is {series.mean:.3g} nats per token on average and {lowest:.3g} at step {step} ({how})",
+        "the estimator's operands or sign are swapped, the completions were drawn from another policy than the one "
+        "that is scored, or a mask or temperature differs between the two passes",
+        "KL(policy‖reference) is the mean of logp − ref_logp over tokens that the policy drew: see the order of the "
+        "two, the minus sign, and that both are scored alike",
+    )
+
+
+NEVER_NEGATIVE = ("keel", "TRL", "NeMo-RL")  # what is called k3 there is
+
+
+def follows(history: History, thresholds: Thresholds) -> CheckResults:
+    """No KL at all to a reference although the policy moves."""
+    code = "reference/follows"
+    if history.kl is None:
+        yield not_recorded(code, KL)
+        return
+    if _moves(history):
+        return
+    name, series = history.kl
+    most = max(abs(value) for value in series.finite.values)
+    if len(series.finite) < LEAST or most > thresholds["kl_no_move"] or history.beta == 0:
+        return
+    if (moving := movement(history, thresholds)) is None:
+        return
+    unsure = most == 0 and history.unpenalized
+    yield finding(
+        code,
+        f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps, while {moving}"
+        + ("; a run without a KL term logs 0, too" if unsure else ""),
+        "the reference is the policy itself: the same weights, an adapter that is left on while it scores, or a copy "
+        "taken at every step",
+        "score the reference with the weights that training started from; with an adapter, with the adapter off",
+        severity="note" if unsure else None,
+    )
+
+
+def _moves(history: History) -> bool:
+    """Whether the reference is meant to move."""
+    return history.option("reference.kind") in MOVING or bool(history.option("reference.moves"))
+
+
+def dropped(history: History, thresholds: Thresholds) -> CheckResults:
+    """KL that falls to next to nothing from one step to the next: the reference was replaced."""
+    if history.kl is None:
+        yield not_recorded("reference/moving", KL)
+        return
+    if _moves(history):
+        return
+    name, series = history.kl
+    finite = series.finite
+    drops = []
+    least = max(thresholds["kl_at_start"], (6 if name.endswith("k1") else 3) * noise(series)[0])
+    for index in range(5, len(finite) - 2):
+        before, after = finite.values[index - 5 : index], finite.values[index : index + 3]
+        usual = sorted(before)[2]
+        if usual > least and after[0] <= thresholds["reference_follows"] * usual and max(after) < 0.5 * min(before):
+            drops.append((int(finite.steps[index]), usual, after[0]))
+    if not drops:
+        return
+    step, usual, after_drop = drops[0]
+    known = bool(history.config)
+    more = f"; so it does at {len(drops)} steps" if len(drops) > 1 else ""
+    yield finding(
+        "reference/moving",
+        f"{name} falls from {usual:.3g} to {after_drop:.2g} nats per token at step {step}{more}",
+        "the reference was replaced by the policy of that moment: a resume that took the checkpoint as reference, or a "
+        "reference that is synced",
+        "load the reference from where training started, also after a resume; if it is meant to be synced, nothing",
+        severity=None if known or len(drops) == 1 else "warning",
+    )
+
+
+def penalty(history: History, thresholds: Thresholds) -> CheckResults:
+    """A penalty inside the reward that is larger than what rewards differ by."""
+    raw, paid = history.get("reward/mean"), history.get("reward/penalized")
+    if raw is None or paid is None or history.kl is None:
+        return
+    at = dict(zip(paid.steps, paid.values, strict=True))
+    cost = Series.of((s, v - at[s]) for s, v in zip(raw.steps, raw.values, strict=True) if s in at).tail(RECENT)
+    highest, lowest = history.get("reward/max"), history.get("reward/min")
+    size = reward_size(history)
+    if highest is not None and lowest is not None:
+        size = (highest.mean - lowest.mean) / 2
+    if len(cost.finite) >= RECENT and size > 0 and median(cost) > thresholds["penalty_share"] * size:
+        yield finding(
+            "kl/too-strong",
+            f"the KL penalty takes {median(cost):.3g} off a completion's reward over {cost.span}, and rewards differ "
+            f"by {size:.3g}",
+            "a completion earns more by staying where the reference is than by being right",
+            weaker(history.config, history.source),
         )
 
 
@@ -254,4 +395,4 @@ def pairing(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
-CHECKS = (at_start, explosion, over_budget, not_learning, unneeded, pairing)
+CHECKS = (at_start, below_zero, explosion, over_budget, not_learning, follows, dropped, penalty, unneeded, pairing)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
+
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
-from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded, opt, running_median
+from keel.lab.doctor.checks.base import (
+    RECENT,
+    CheckResults,
+    Unchecked,
+    movement,
+    not_recorded,
+    opt,
+)
 from keel.lab.doctor.early import early_moves
-from keel.lab.doctor.findings import Finding, Options, finding
-from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.findings import CODES, Finding, Options, finding
+from keel.lab.doctor.history import History, step_of
+from keel.lab.doctor.shapes import LEAST, frozen_since, median
 
 
 def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
     """How far single updates move the policy, while the learning rate first reaches its full size."""
     code, limit = "optim/lr-too-high", thresholds["kl_per_update"]
-    within = history.get("kl/old_policy/k3/mean")
+    within = history.get("kl/old_policy/k3/mean") or history.get("kl/old_policy/k1/mean")
     if within is not None and within.head(RECENT).mean > limit:
         yield _too_high(history, f"KL(old‖policy) within a batch is {within.head(RECENT).mean:.3g} nats per token")
         return
@@ -25,6 +35,10 @@ def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
         yield Unchecked(code, "KL is not 0 at the start, so its changes do not measure the updates")
         return
     moves = early_moves(history)
+    first, value = series.finite.steps[0], series.finite.values[0]
+    if first > 1 and 2 * value > limit * first:  # a mean over the steps up to here, so about half of what they moved
+        yield _too_high(history, f"{name} is {value:.3g} nats per token already at step {first:.0f}")
+        return
     if not moves:
         yield Unchecked(code, "no two neighbouring steps at the start of the run have a KL")
         return
@@ -52,6 +66,101 @@ def _too_high(history: History, evidence: str) -> Finding:
     )
 
 
+def no_update(history: History, thresholds: Thresholds) -> CheckResults:
+    """A rate of 0 for a lasting part of the run, or a policy that stands still although it should not."""
+    code, rates = "optim/no-update", history.get("optim/learning_rate")
+    name = opt(history, "optim.learning_rate")
+    if rates is not None:
+        idle = [int(s) for s, v in zip(rates.steps, rates.values, strict=True) if v == 0]
+        if len(idle) >= 3 and len(idle) > thresholds["idle_share"] * len(rates.finite):
+            yield finding(
+                code,
+                f"the learning rate is 0 at {len(idle)} of {len(rates.finite)} logged steps, from step {idle[0]} to "
+                f"step {idle[-1]}",
+                "an update at rate 0 changes nothing: the rate itself, a schedule that ends before the run does, or a "
+                "warm-up that does not begin",
+                f"set {name}, and the schedule's number of steps to the run's",
+            )
+            return
+    still = _standstill(history, thresholds)
+    if still is None:
+        if history.kl is None and history.get("entropy/mean") is None:
+            yield not_recorded(code, "KL(policy‖reference) or the entropy")
+        return
+    if (moving := movement(history, thresholds)) is not None:
+        yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
+        return
+    if rates is not None and rates.finite.values[-1] == max(rates.finite.values) > rates.finite.values[0]:
+        still += f"; the learning rate is still rising at the last step ({rates.finite.values[-1]:.3g})"
+        if history.steps < thresholds["steps_to_judge"]:
+            yield Unchecked(code, still)
+            return
+    elif rates is not None:
+        still += f"; the learning rate is {median(rates):.3g}"
+    norms = history.get("grad/norm")
+    yield finding(
+        code,
+        still + (f"; the gradient norm is {median(norms):.3g}" if norms is not None else ""),
+        "updates do not reach the weights that are sampled and scored: a rate that is next to nothing, a warm-up "
+        "longer than the run, gradients clipped to nothing, frozen parameters, or weights in a type that rounds the "
+        "update away",
+        either(
+            times(history.config, "optim.learning_rate", 100, "a hundred times", history.source),
+            f"see {opt(history, 'optim.max_grad_norm')}, what is trainable, and keep the weights in float32",
+            joined="; ",
+        ),
+    )
+
+
+def _standstill(history: History, thresholds: Thresholds) -> str | None:
+    """What shows that the policy does not change: no KL at all, or a figure that is the same to the last digit."""
+    if history.kl is not None and len(history.kl[1].finite) >= LEAST:
+        name, series = history.kl
+        most = max(abs(value) for value in series.finite.values)
+        if most <= thresholds["kl_no_move"] and (most > 0 or not history.unpenalized):
+            return f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps"
+        since, count = frozen_since(series)
+        if most > 0 and count >= max(LEAST, thresholds["idle_share"] * len(series)) and series.finite.values[-1] != 0:
+            return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}"
+    entropy = history.get("entropy/mean")
+    if entropy is not None and history.kl is None:
+        since, count = frozen_since(entropy)
+        collapsed = entropy.finite.values[-1] < thresholds["entropy_collapse"]
+        if count >= max(LEAST, thresholds["idle_share"] * len(entropy)) and not collapsed:
+            return f"the entropy is {entropy.finite.values[-1]:.6g} at every step since step {since}"
+    return None
+
+
+def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
+    """A gradient of 0 at steps whose groups differ in reward."""
+    code, norms = "loss/no-gradient", history.get("grad/norm")
+    silent, spread = history.get("reward/zero_variance_fraction"), history.get("reward/within_group_std")
+    if norms is None or (silent is None and spread is None):
+        yield not_recorded(code, "the gradient norm" if norms is None else "whether the groups' rewards differ")
+        return
+    limit = thresholds["zero_variance_groups"]
+    if silent is not None:
+        differing = {s for s, v in zip(silent.steps, silent.values, strict=True) if v < limit}
+    else:
+        assert spread is not None
+        differing = {s for s, v in zip(spread.steps, spread.values, strict=True) if v > 0}
+    finite = norms.finite
+    live = [(s, v) for s, v in zip(finite.steps, finite.values, strict=True) if s in differing]
+    zero = [int(s) for s, v in live if v <= thresholds["grad_zero"]]
+    if len(zero) >= 3 and len(zero) > thresholds["idle_share"] * len(live):
+        rates = history.get("optim/learning_rate")
+        yield finding(
+            code,
+            f"the gradient norm is at most {thresholds['grad_zero']:g} at {len(zero)} of {len(live)} logged steps "
+            f"whose groups differ in reward, first at step {zero[0]}"
+            + (f"; the learning rate is {median(rates):.3g}" if rates is not None else ""),
+            "the loss does not depend on the trained weights: it is detached, every token is masked out of it, "
+            "advantages are lost on the way, or nothing that is trainable is used",
+            "take the gradient of the loss on one batch; see the loss mask, requires_grad, and where advantages are "
+            "multiplied in",
+        )
+
+
 def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
     watched = [history.series[name] for name in ("loss/total", "grad/norm") if name in history.series]
@@ -63,7 +172,7 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     if skipped is not None:
         bad_steps |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
     skips = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
-    bad = bad_steps | {int(event.get("step") or 0) for event in skips if event.get("cause") != "spike"}
+    bad = bad_steps | {step_of(event) for event in skips if event.get("cause") != "spike"}
     if not bad:
         return
     steps = max(len(series) for series in (*watched, *([skipped] if skipped is not None else [])))
@@ -101,13 +210,14 @@ def spike(history: History, thresholds: Thresholds) -> CheckResults:
     finite = series.finite
     live = [(step, value) for step, value in zip(finite.steps, finite.values, strict=True) if value > 0]
     skipped_steps = _skipped_steps(history)
-    spikes, applied = [], Series((), ())
+    spikes: list[tuple[int, float, float]] = []
+    applied: list[float] = []
     for at, norm in live:
-        usual = running_median(applied, len(applied), window=50, least=10)
+        usual = statistics.median(applied[-50:]) if len(applied) >= 10 else None
         if usual and norm > thresholds["grad_spike"] * usual:
             spikes.append((int(at), norm, usual))
         if at not in skipped_steps:  # a spike that was skipped must not become the usual
-            applied = Series((*applied.steps, at), (*applied.values, norm))
+            applied.append(norm)
     if not spikes:
         return
     step, value, median = max(spikes, key=lambda item: item[1] / item[2])
@@ -171,7 +281,8 @@ def guards(history: History, thresholds: Thresholds) -> CheckResults:
     from keel.trainer.guards import guard_findings
 
     for fields in guard_findings(history.events):
-        yield finding(**fields)
+        if fields["code"] in CODES:  # a log made by hand may name any
+            yield finding(**fields)
 
 
-CHECKS = (lr_too_high, non_finite, all_clipped, spike, guards)
+CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, spike, guards)

@@ -10,6 +10,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
     not_recorded,
     opt,
     reward_rose,
@@ -18,6 +19,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History
+from keel.lab.doctor.shapes import trend
 
 
 def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
@@ -112,13 +114,16 @@ def longer(history: History, thresholds: Thresholds) -> CheckResults:
     if len(series) < 2 * RECENT:
         yield Unchecked("length/explosion", f"{len(series)} steps are too few: {2 * RECENT} are needed")
         return
-    first, now = series.head(RECENT), series.tail(RECENT)
+    first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
+    change = trend(series)
+    if change is not None and not clear(change, thresholds):
+        return
     if now.mean > thresholds["length_growth"] * first.mean and not reward_rose(history, thresholds):
-        trend = reward_trend(history)
+        gain = reward_trend(history)
         yield finding(
             "length/explosion",
             f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
-            + (f", and {trend.text}" if trend is not None else ""),
+            + (f", and {gain.text}" if gain is not None else ""),
             "a loss that divides by length makes long failures cheap, or the reward pays for length",
             either(
                 either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
@@ -139,7 +144,7 @@ def collapse(history: History, thresholds: Thresholds) -> CheckResults:
     if len(series) < 2 * RECENT:
         yield Unchecked(code, f"{len(series)} steps are too few: {2 * RECENT} are needed")
         return
-    first, now = series.finite.head(3).mean, series.tail(RECENT)
+    first, now = series.finite.head(3).mean, series.finite.tail(RECENT)
     gone = now.mean < thresholds["entropy_collapse"] and now.mean < thresholds["entropy_collapse_share"] * first
     if gone and not reward_rose(history, thresholds) and not solved(history, thresholds):
         yield finding(
@@ -151,6 +156,78 @@ def collapse(history: History, thresholds: Thresholds) -> CheckResults:
                 setting("{}", _wider(history)),
                 setting("{}", {} if history.source != "keel" or history.option("loss.entropy_coef") else BONUS),
                 times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+            ),
+        )
+
+
+def rising(history: History, thresholds: Thresholds) -> CheckResults:
+    """Entropy above its start, beyond noise, without a gain."""
+    code, series = "entropy/rising", history.get("entropy/mean")
+    if series is None:
+        yield not_recorded(code, "the entropy")
+        return
+    change = trend(series)
+    if change is None:
+        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
+        return
+    first, now = series.finite.head(RECENT).mean, series.finite.tail(RECENT).mean
+    far = now > thresholds["entropy_rise"] * first and now - first > thresholds["entropy_rise_least"]
+    if not far or change.size <= 0 or not clear(change, thresholds) or reward_rose(history, thresholds):
+        return
+    logged = history.get("entropy/coefficient")
+    bonus = logged.finite.values[-1] if logged is not None else history.figure("loss.entropy_coef")
+    trend_text = f"; {reward.text}" if (reward := reward_trend(history)) is not None else ""
+    evidence = (
+        f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
+        f"{change.chance:.1g}){trend_text}"
+    )
+    if bonus:
+        yield finding(
+            "entropy/too-strong",
+            f"{evidence}; the bonus has a coefficient of {bonus:g}",
+            "the bonus pays more for noise than the reward does for answers",
+            either(
+                setting("set {}", {opt(history, "loss.entropy_coef"): 0}),
+                times(history.config, "loss.entropy_coef", 0.1, "a tenth of", history.source),
+            ),
+        )
+        return
+    yield finding(
+        code,
+        evidence,
+        "the policy drifts into noise: advantages that are mostly noise, too large updates, a bonus on entropy, or "
+        "sampling hotter than what is scored",
+        either(
+            times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            stronger(history.config, history.source),
+            "read the completions",
+        ),
+    )
+
+
+def shorter(history: History, thresholds: Thresholds) -> CheckResults:
+    """Length that shrinks to next to nothing while the reward does not grow."""
+    code, series = "length/collapse", history.get("length/mean")
+    if series is None:
+        yield not_recorded(code, "the length of completions")
+        return
+    change = trend(series)
+    if change is None:
+        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
+        return
+    first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
+    shrunk = thresholds["length_growth"] * now.mean < first.mean
+    if shrunk and clear(change, thresholds) and not reward_rose(history, thresholds):
+        gain = f", and {reward.text}" if (reward := reward_trend(history)) is not None else ""
+        yield finding(
+            code,
+            f"completions have {first.mean:.3g} tokens over {first.span} and {now.mean:.3g} over {now.span}{gain}",
+            "the policy ends at once: the reward, or a loss that divides by length, makes short failures cheap, or end "
+            "tokens are all that is learned",
+            either(
+                "a reward that an empty answer does not earn",
+                stronger(history.config, history.source),
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
             ),
         )
 
@@ -173,4 +250,4 @@ def _wider(history: History) -> Options:
     return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
 
 
-CHECKS = (random_weights, truncated, prompts, unparseable, longer, collapse)
+CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter, collapse, rising)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.advice import either, times
+from keel.lab.doctor.advice import either, stronger, times
 from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
     no_trend,
     not_recorded,
     opt,
+    reward_flat,
     reward_rose,
+    reward_size,
     reward_trend,
+    saturated,
     solved,
+    undecided,
 )
+from keel.lab.doctor.checks.course import shift_steps
 from keel.lab.doctor.findings import finding, propose
-from keel.lab.doctor.history import History, Record, Series
-from keel.lab.runs import number
+from keel.lab.doctor.history import History, Record, Series, finite, step_of
+from keel.lab.doctor.shapes import LEAST, fall, frozen_since, median, trend
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -30,12 +35,12 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """A reward that is no number."""
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
-    single = [record for record in _trained(history) if number(record.get("reward")) is None]
+    single = [record for record in _trained(history) if finite(record.get("reward")) is None]
     failures = [event for event in _failures(history) if _no_number(event)]
     if series is None and not history.rollouts:
         yield not_recorded("reward/non-finite", "the reward")
     if bad or single or failures:
-        steps = sorted(bad | {int(record.get("step") or 0) for record in (*single, *failures)})
+        steps = sorted(bad | {step_of(record) for record in (*single, *failures)})
         judge_messages = f"; the judge said {len(failures)} times: {failures[0].get('message')}" if failures else ""
         yield finding(
             "reward/non-finite",
@@ -50,7 +55,7 @@ def failed(history: History, thresholds: Thresholds) -> CheckResults:
     """Calls of a reward that gave no value, beside those that gave no number."""
     failures = [event for event in _failures(history) if not _no_number(event)]
     if failures:
-        steps = sorted({int(event.get("step") or 0) for event in failures})
+        steps = sorted({step_of(event) for event in failures})
         many = len(steps) > thresholds["skipped_share"] * max(history.steps, 1)
         yield finding(
             "reward/failed",
@@ -74,7 +79,7 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     """Groups without spread."""
     share, limit = history.get("reward/zero_variance_fraction"), thresholds["zero_variance_groups"]
     if share is None:
-        spread = history.get("reward/within_group_std") or history.get("reward/std")
+        spread = history.get("reward/within_group_std") or history.get("reward/std") or _same(history)
         if spread is None:
             yield not_recorded("reward/constant", "the share of groups without spread")
             return
@@ -85,6 +90,15 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     reward = history.get("reward/mean")
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
     done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
+    done = done or (saturated(history, thresholds) and _same(history) is None)
+    if all_along and not done and (cold := _cold(history, thresholds)):
+        yield finding(
+            "rollout/temperature",
+            f"{100 * share.mean:.0f} % of the groups had equal rewards over {share.span}, and {cold}",
+            "the sampler is greedy or next to it: completions of a group are copies, and so are their rewards",
+            propose("set {}", {opt(history, "rollout.temperature"): 1.0}),
+        )
+        return
     yield finding(
         "reward/constant",
         f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
@@ -101,6 +115,125 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
         ),
         severity="note" if done else None,
     )
+
+
+def _same(history: History) -> Series | None:
+    """A spread of 0 where the mean reward is the same to the last digit at every step."""
+    rewards = history.get("reward/mean")
+    if rewards is None or frozen_since(rewards)[1] < max(LEAST, len(rewards)):
+        return None
+    return Series.of((step, 0.0) for step in rewards.steps)
+
+
+def _cold(history: History, thresholds: Thresholds) -> str:
+    """What says that completions of a group are copies; "" where nothing does."""
+    temperature, entropy = history.figure("rollout.temperature"), history.get("entropy/mean")
+    if temperature is not None and temperature < thresholds["temperature_cold"]:
+        return f"the temperature is {temperature:g}"
+    if entropy is not None and max(entropy.finite.head(RECENT).values) < thresholds["entropy_collapse"]:
+        return f"the entropy is {median(entropy):.2g} nats per token from the first step on"
+    return ""
+
+
+def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
+    """Far below the highest level, and staying there."""
+    code, rewards = "reward/collapse", history.get("reward/mean")
+    if rewards is None:
+        yield not_recorded(code, "the reward")
+        return
+    change = fall(rewards)
+    if change is None:
+        yield Unchecked(code, f"{len(rewards.finite)} logged steps are too few: {LEAST} are needed")
+        return
+    floor = min(0.0, *rewards.finite.values)
+    lost = -change.size
+    if (
+        clear(change, thresholds)
+        and lost > thresholds["reward_collapse"] * (change.before - floor)
+        and lost > thresholds["gap_reward"] * reward_size(history)
+        and not any(abs(change.step - step) <= 0.05 * history.steps for step in shift_steps(history, thresholds))
+    ):
+        yield finding(
+            code,
+            f"the reward fell from {change.before:.3g} at its best to {change.after:.3g} at the end, from step "
+            f"{change.step} on; chance under its noise: {change.chance:.1g}{_beside(history)}",
+            "updates too large for what the batches say, a policy that found text no reward was made for, or, if it "
+            "falls from the first step on, a loss or an advantage of the wrong sign",
+            either(
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+                stronger(history.config, history.source),
+                f"go on from a checkpoint before step {change.step}, and read the completions after it",
+            ),
+        )
+
+
+def _beside(history: History) -> str:
+    """What KL, entropy and length did meanwhile."""
+    names = {"entropy/mean": "entropy", "length/mean": "length"} | (
+        {f"{history.kl[0]}/mean": "KL"} if history.kl is not None else {}
+    )
+    moved = [
+        f"{label} {series.finite.head(RECENT).mean:.3g} → {series.finite.tail(RECENT).mean:.3g}"
+        for name, label in names.items()
+        if (series := history.get(name)) is not None
+    ]
+    return f"; meanwhile {', '.join(moved)}" if moved else ""
+
+
+def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
+    """A part of the reward that goes down while the sum goes up."""
+    code, rewards = "reward/part-falling", history.get("reward/mean")
+    parts = {n.removeprefix("reward/part/"): history.get(n) for n in history.series if n.startswith("reward/part/")}
+    if rewards is None or not any(parts.values()):
+        yield not_recorded(code, "the reward's parts beside its sum")
+        return
+    total = trend(rewards)
+    if total is None:
+        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
+        return
+    if not clear(total, thresholds) or total.size <= 0:
+        return
+    for name, series in parts.items():
+        change = trend(series) if series is not None else None
+        if (
+            series is not None
+            and change is not None
+            and clear(change, thresholds)
+            and -change.size > thresholds["gap_reward"] * max(abs(change.before), abs(change.after))
+        ):
+            yield finding(
+                code,
+                f"{name} falls from {change.before:.3g} to {change.after:.3g} while the reward rises from "
+                f"{total.before:.3g} to {total.after:.3g} ({series.span}; chance under noise: {change.chance:.1g})",
+                "another part pays more for what this one forbids: the policy trades it away",
+                f"a larger weight on {name}, or pay the other part only where {name} is earned; read the best paid "
+                "completions",
+            )
+
+
+def scale(history: History, thresholds: Thresholds) -> CheckResults:
+    """Advantages far from size 1: the policy term then drowns whatever has a coefficient of its own."""
+    code, limit = "reward/scale", thresholds["reward_scale"]
+    if history.beta == 0:
+        return
+    largest, spread = history.get("advantage/max"), history.get("reward/within_group_std") or history.get("reward/std")
+    divides = history.option("loss.scale_rewards") or history.option("loss.loss_type")
+    if largest is not None:
+        size, text = median(largest), "the largest advantage of a batch is"
+    elif spread is not None and (divides in NO_SCALE or history.option("loss.scale_rewards") is False):
+        size, text = median(spread), "advantages are not divided by their deviation, and that of the rewards is"
+    else:
+        yield Unchecked(code, "neither advantages nor whether rewards are divided by their deviation is in the log")
+        return
+    if size > limit:
+        yield finding(
+            code,
+            f"{text} {size:.3g} (median over the run)",
+            "the reward's scale multiplies the policy term only: KL term and entropy bonus act as if their "
+            f"coefficients were {size:.2g} times smaller",
+            f"divide the reward by {size:.2g}, or let advantages be divided by their deviation "
+            f"({opt(history, 'loss.scale_rewards')})",
+        )
 
 
 def weak(history: History, thresholds: Thresholds) -> CheckResults:
@@ -122,11 +255,12 @@ def weak(history: History, thresholds: Thresholds) -> CheckResults:
     silent = history.get("reward/zero_variance_fraction")
     if silent is not None and silent.tail(RECENT).mean > thresholds["zero_variance_groups"]:
         return  # that is reward/constant
-    if (
-        spread.mean < thresholds["reward_spread"]
-        and not reward_rose(history, thresholds)
-        and not solved(history, thresholds)
-    ):
+    if spread.mean >= thresholds["reward_spread"] or solved(history, thresholds) or saturated(history, thresholds):
+        return
+    flat = reward_flat(history, thresholds)
+    if flat is None:
+        yield undecided("reward/weak", history, thresholds)
+    elif not reward_rose(history, thresholds):
         yield finding(
             "reward/weak",
             f"{name} is {spread.mean:.3g} on average over {spread.span}, and {trend.text}",
@@ -152,8 +286,9 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
     typical = [
         value / (1 - live.get(step, 0.0))
         for step, value in zip(spread.steps, spread.values, strict=True)
-        if math.isfinite(value) and value > 0 and live.get(step, 0.0) < 1
+        if value > 0 and 0 <= live.get(step, 0.0) < 1
     ]
+    typical = [value for value in typical if value > 0]
     if not typical:
         return  # no group has any spread: reward/constant
     middle = statistics.median(typical)
@@ -174,7 +309,7 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
 
 def cliff(history: History, thresholds: Thresholds) -> CheckResults:
     """Most completions at one negative reward, far below all the others."""
-    rewards = [value for record in _trained(history) if (value := number(record.get("reward"))) is not None]
+    rewards = [value for record in _trained(history) if (value := finite(record.get("reward"))) is not None]
     if len(rewards) < 8:
         yield Unchecked("reward/cliff", "rewards of single completions are needed, and too few were recorded")
         return
@@ -197,7 +332,7 @@ def cliff(history: History, thresholds: Thresholds) -> CheckResults:
         "reward/cliff",
         f"{100 * share:.0f} % of {len(rewards)} recorded completions earn {lowest:g}{read}; the next reward is "
         f"{gap:.3g} higher, the others span {spread:.3g}",
-        "failing costs more than all that could be learned is worth, so a chance success or failure rules the update",
+        "failing costs more than all that is to be learned is worth, so a chance success or failure rules the update",
         "a graduated reward: parts for form before content, and a malformed answer at −0.3 or 0 instead of "
         f"{lowest:g}" + ("; reward.warmup_steps eases it in" if history.source == "keel" else ""),
     )
@@ -213,4 +348,4 @@ def _steps(steps: list[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
-CHECKS = (non_finite, failed, cliff, constant, amplified, weak)
+CHECKS = (non_finite, failed, cliff, constant, amplified, weak, collapsed, part_falling, scale)

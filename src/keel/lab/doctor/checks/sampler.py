@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, unfiltered
 from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
@@ -16,27 +20,29 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
     no stale weight, and what came later and was not there may be. A mean over the first steps would hold drift already.
     """
     codes = ("sampler/stale", "sampler/temperature", "sampler/filter", "sampler/precision")
-    kl, gap = history.get("kl/sampler_policy/k3/mean"), history.get("logp/sampler_gap_max")
-    size = kl or _half_square(history.get("logp/sampler_gap_mean"))
-    if size is None and gap is None:
+    gaps, gap = _gaps(history, thresholds), history.get("logp/sampler_gap_max")
+    if not gaps and gap is None:
         for code in codes:
             yield not_recorded(code, "the sampler's log-probabilities beside the trainer's")
         return
-    if size is None:
+    if not gaps:
         for code in codes:
             yield Unchecked(code, "only the largest gap of a token was recorded, which one rare token decides")
         return
-    first, now = size.finite.head(1), size.tail(RECENT)
-    grew = len(size.finite) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
+    size = max(gaps, key=lambda gap: gap.series.finite.tail(RECENT).mean / gap.warning)
+    first, now = size.series.finite.head(1), size.series.finite.tail(RECENT)
+    grew = len(size.series.finite) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
         first.mean, thresholds["sampler_rounding"]
     )
-    behind, ahead = _left_behind(history, now), history.option("rollout.max_staleness") or 0
+    behind = _left_behind(history, now) if size.name == KL else None
+    ahead = history.figure("rollout.max_staleness") or _policy_age(history)
     never_synced = grew and not ahead and behind is not None and behind > thresholds["sampler_never_synced"]
-    if now.mean <= thresholds["sampler_kl_warning"] and not never_synced:
+    if now.mean <= size.warning and not never_synced:
+        yield from _few_samples(history, thresholds)
         return
     worst = f"; the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else ""
     evidence = (
-        f"KL(sampler‖policy) is {now.mean:.3g} nats per token over {now.span} and was {first.mean:.3g} over "
+        f"{size.name} is {now.mean:.3g}{size.unit} over {now.span} and was {first.mean:.3g} over "
         f"{first.span}{worst}"
         + (f"; it is {100 * behind:.0f} % of what the policy has moved" if never_synced and behind is not None else "")
     )
@@ -44,10 +50,9 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
         yield finding(
             "sampler/too-old",
             evidence,
-            f"rollout.max_staleness={ahead} lets samples be as many steps old, and in these the policy moves further "
-            "than their weights can repair",
+            f"samples may be {ahead:.3g} steps old, and in these the policy moves further than weights can repair",
             either(
-                setting("set {}", {"rollout.max_staleness": ahead - 1}),
+                setting("set {}", {"rollout.max_staleness": int(ahead) - 1} if history.source == "keel" else {}),
                 times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
             ),
         )
@@ -61,7 +66,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
             "sync reaches it",
         )
         return
-    code, cause = _constant_cause(history)
+    code, cause = _constant_cause(history, large=now.mean > size.error)
     since = (
         "the gap is there from the first step, so it is not the weights"
         if first.steps[0] <= 1
@@ -77,7 +82,75 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
             _weighed(history),
             joined="; ",
         ),
-        severity="error" if now.mean > thresholds["sampler_kl_error"] else "warning",
+        severity="error" if now.mean > size.error else "warning",
+    )
+
+
+KL = "KL(sampler‖policy)"
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """A measure of the distance between sampler and policy, with the limits that it has."""
+
+    name: str
+    unit: str
+    series: Series
+    warning: float
+    error: float
+
+
+def _gaps(history: History, thresholds: Thresholds) -> list[_Gap]:
+    """All that was recorded, each in a unit that has a limit."""
+    limits = thresholds["sampler_kl_warning"], thresholds["sampler_kl_error"]
+    probability = thresholds["sampler_probability_warning"], thresholds["sampler_probability_error"]
+    ways: list[tuple[str, str, str, Callable[[float], float], tuple[float, float]]] = [
+        ("kl/sampler_policy/k3/mean", KL, " nats per token", abs, limits),
+        # differences of log-probabilities are heavy-tailed: of Laplace's, the mean square is twice the squared mean
+        ("logp/sampler_gap_mean", f"{KL}, from the mean gap,", " nats per token", lambda gap: gap * gap, limits),
+        (
+            "sampler/multiplicative_error",
+            f"{KL}, from the mean of exp |gap|,",
+            " nats per token",
+            lambda ratio: math.log(max(1.0, ratio)) ** 2,
+            limits,
+        ),
+        ("kl/sampler_policy/k1/mean", f"{KL} (k1)", " nats per token", abs, limits),
+        ("sampler/probability_gap_mean", "the mean difference of sampled tokens' probabilities", "", abs, probability),
+    ]
+    return [
+        _Gap(name, unit, Series.of((s, size(v)) for s, v in zip(*_points(series), strict=True)), *limit)
+        for metric, name, unit, size, limit in ways
+        if (series := history.get(metric)) is not None
+    ]
+
+
+def _points(series: Series) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return series.finite.steps, series.finite.values
+
+
+def _policy_age(history: History) -> float:
+    """Steps that samples are old on average, where another trainer says so."""
+    ages = history.get("other/off_policy/mean")
+    return ages.mean if ages is not None else 0.0
+
+
+def _few_samples(history: History, thresholds: Thresholds) -> CheckResults:
+    """Importance weights of which few count, or probabilities that do not go together."""
+    ess, together = history.get("mismatch/ess"), history.get("sampler/correlation")
+    low = ess.finite.tail(RECENT).mean if ess is not None else 1.0
+    if low < thresholds["mismatch_ess"]:
+        figure = f"the effective sample size of the importance weights is {100 * low:.0f} % of the samples"
+    elif together is not None and together.finite.tail(RECENT).mean < thresholds["sampler_correlation"]:
+        figure = f"sampler's and trainer's probabilities correlate by {together.finite.tail(RECENT).mean:.3g} only"
+    else:
+        return
+    yield finding(
+        "sampler/mismatch",
+        figure,
+        "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
+        "compare the log-probabilities of one completion, token by token, from both",
+        severity="warning",
     )
 
 
@@ -95,22 +168,20 @@ def _left_behind(history: History, gap: Series) -> float | None:
     return gap.mean / moved if moved > 0 else None
 
 
-def _constant_cause(history: History) -> tuple[str, str]:
+def _constant_cause(history: History, *, large: bool) -> tuple[str, str]:
     """The likeliest of the causes that a log cannot tell apart, by the options."""
-    top_p, top_k, min_p = (history.option(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
+    top_p, top_k, min_p = (history.figure(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
     if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
         return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"
-    temperature = history.option("rollout.temperature")
-    if isinstance(temperature, int | float) and temperature != 1:
+    temperature = history.figure("rollout.temperature")
+    if temperature is not None and temperature != 1:
         return "sampler/temperature", f"temperature {temperature:g} may be applied on one side only"
+    if large:
+        return "sampler/mismatch", (
+            "rounding is no explanation at that size; another temperature or filter, other weights or another "
+            "tokenizer, or probabilities of other tokens are"
+        )
     return "sampler/precision", "another precision, other kernels, or another temperature or filter"
-
-
-def _half_square(difference: Series | None) -> Series | None:
-    """k2 of a mean gap: what a log of TRL's allows."""
-    if difference is None:
-        return None
-    return Series.of((s, v * v / 2) for s, v in zip(difference.steps, difference.values, strict=True))
 
 
 def reported(history: History, thresholds: Thresholds) -> CheckResults:

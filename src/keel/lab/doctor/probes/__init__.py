@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from keel.lab.doctor.probes.advantage import probe_advantage
+from keel.lab.doctor.probes.balance import probe_balance
 from keel.lab.doctor.probes.collection import probe_collection
 from keel.lab.doctor.probes.evaluation import probe_evaluation
+from keel.lab.doctor.probes.exploration import probe_exploration
 from keel.lab.doctor.probes.kl_term import probe_kl_term
+from keel.lab.doctor.probes.limits import probe_limits
 from keel.lab.doctor.probes.masks import probe_masks
+from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.prompts import probe_prompts
+from keel.lab.doctor.probes.reach import probe_reach
 from keel.lab.doctor.probes.reference import probe_reference
 from keel.lab.doctor.probes.result import Probe, ProbeResult
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.probes.scoring import probe_scoring
 from keel.lab.doctor.probes.sync import probe_sync
+from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.probes.truncation import probe_truncation
 from keel.lab.doctor.probes.update import probe_update
 
 PROBES: list[tuple[str, Probe]] = [
+    ("model", probe_model),
+    ("prompts", probe_prompts),
     ("collection", probe_collection),
+    ("travel", probe_travel),
+    ("exploration", probe_exploration),
     ("masks", probe_masks),
     ("scoring", probe_scoring),
     ("sampler", probe_sampler),
@@ -27,6 +38,9 @@ PROBES: list[tuple[str, Probe]] = [
     ("objective", probe_objective),
     ("kl_term", probe_kl_term),
     ("update", probe_update),
+    ("reach", probe_reach),
+    ("balance", probe_balance),
+    ("limits", probe_limits),
     ("truncation", probe_truncation),
     ("evaluation", probe_evaluation),
 ]

@@ -23,7 +23,6 @@ from keel.lab.doctor.probes.evidence import (
     more_groups,
 )
 from keel.lab.doctor.probes.gold import gold_findings, judged_golds, reward_scale, solved_at
-from keel.lab.doctor.probes.prompts import prompt_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -60,7 +59,6 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
         *_fickle(setup),
-        *prompt_findings(setup),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "

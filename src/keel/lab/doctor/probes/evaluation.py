@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Completion
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.prompts import rendered
+from keel.lab.doctor.probes.rendering import rendered
+from keel.lab.doctor.probes.repeats import training_steps
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
-from keel.rollout import Engine, EngineWrapper, Request, SamplingParams
+from keel.rollout import SamplingParams
 
 _MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
+_HELD_OUT = 32
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
@@ -40,22 +42,6 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
     line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
     return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
-
-
-class RecordingEngine(EngineWrapper):
-    """An engine that records its first requests and passes them on."""
-
-    def __init__(self, inner: Engine) -> None:
-        super().__init__(inner)
-        self.first: list[Request] = []
-        self.sampling: SamplingParams | None = None
-
-    def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
-    ) -> list[list[Completion]]:
-        if self.sampling is None:
-            self.first, self.sampling = list(requests), sampling
-        return self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
 
 
 def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
@@ -90,24 +76,22 @@ def _sampling(recorder: RecordingEngine, sampling: SamplingParams) -> Iterator[F
 
 
 def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
-    """Tokens that all training prompts begin or end with, and all held-out prompts: other ones are another format."""
-    task = setup.run.task
-    sides = (task.sample(32, seed=setup.config.run.seed, step=0), task.held_out(32))
-    if min(map(len, sides)) < _MIN_PROMPTS:
+    """Tokens that all prompts of one side begin or end with and none of the other does: that is another format."""
+    held_out = rendered(setup, setup.run.task.held_out(_HELD_OUT))
+    trained = [prompt for step in training_steps(setup) for _, prompt in step]
+    if min(len(trained), len(held_out)) < _MIN_PROMPTS:
         return
-    trained, held_out = (rendered(setup, side) for side in sides)
-    for where, a, b in (
-        ("begin", _common(trained), _common(held_out)),
-        ("end", _common([t[::-1] for t in trained])[::-1], _common([t[::-1] for t in held_out])[::-1]),
-    ):
-        shared = min(len(a), len(b))
-        head = slice(None, shared) if where == "begin" else slice(-shared or max(len(a), len(b)), None)
-        if a[head] == b[head] and abs(len(a) - len(b)) < 2:  # one token more can be chance
+    for where, order in (("begin", 1), ("end", -1)):
+        sides = [[tokens[::order] for tokens in side] for side in (trained, held_out)]
+        a, b = map(_common, sides)
+        shared = any(row[: len(b)] == b for row in sides[0]) and any(row[: len(a)] == a for row in sides[1])
+        if shared:
             continue
         decode = setup.policy.tokenizer.decode
         yield finding(
             "eval/train-gap",
-            f"all training prompts {where} with {decode(list(a))!r}, all held-out prompts with {decode(list(b))!r}",
+            f"all training prompts {where} with {decode(list(a[::order]))!r}, all held-out prompts with "
+            f"{decode(list(b[::order]))!r}",
             "task.held_out asks in another format than task.sample",
             "make both with the same template",
         )

@@ -17,7 +17,7 @@ from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.advantage import token_weights
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
-from keel.losses import objective
+from keel.losses import LossOptions, objective
 from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
 
@@ -46,23 +46,32 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("objective", tuple(findings), figures, (line,))
 
 
-def loss_gradient(setup: ProbeSetup, advantage: Tensor, *, beta: float = 0.0, log_ratio: float = 0.0) -> Tensor:
-    """∂loss/∂logp `[B, T]` of the configured objective, where old and new log-probabilities are equal.
+def loss_gradient(
+    setup: ProbeSetup,
+    advantage: Tensor,
+    *,
+    beta: float = 0.0,
+    log_ratio: float = 0.0,
+    step: Tensor | float = 0.0,
+    loss: LossOptions | None = None,
+) -> Tensor:
+    """∂loss/∂logp `[B, T]` of the configured objective, or of another `loss`.
 
-    `log_ratio` is that of the reference over the policy, the same for every token.
+    `log_ratio` is that of the reference over the policy, the same for every token, `step` that of the policy over the
+    one that sampled.
     """
     logp = setup.scores().logp.detach().clone().requires_grad_()
     rows = Batch(
         action_mask=setup.mask,
         advantages=advantage,
-        old_logp=logp.detach(),
+        old_logp=logp.detach() - step,
         ref_logp=logp.detach() + log_ratio,
         group=setup.batch.rows.group,
     )
     out = objective(
         Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
         rows,
-        setup.run.loss,
+        setup.run.loss if loss is None else loss,
         setup.run.kl,
         beta,
         pairing=setup.run.pairing,

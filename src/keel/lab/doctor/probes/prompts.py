@@ -1,64 +1,188 @@
-"""Prompts: no token twice at their head, other problems at every step, and none of those that are held out."""
+"""Prompts against their problems: the question, the system prompt and the assistant's header in, the answer not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 
+from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.golds import bos_gain
+from keel.lab.doctor.probes.leaks import leak_findings
+from keel.lab.doctor.probes.rendering import (
+    in_template,
+    messages_of,
+    own_template,
+    rendered,
+    survives,
+    turn_marks,
+    word_by_word,
+)
+from keel.lab.doctor.probes.repeats import eval_leak, repeat_findings
+from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
-from keel.rollout.render import Renderer
+from keel.run.build import build_renderer
+
+_LOOKED_AT = 32  # problems of the first step whose prompts are read
+_GIVEN_ROLES = ("user", "system", "developer")  # templates may shorten what the assistant or a tool has said
 
 
-def prompt_findings(setup: ProbeSetup) -> list[Finding]:
-    """BOS at most once at the head of a prompt; a problem that is held out is not trained on."""
-    findings = []
-    bos = getattr(setup.policy.tokenizer, "bos_token_id", None)
-    doubled = [group for group in setup.groups if bos is not None and group.prompt_tokens[:2] == (bos, bos)]
-    if doubled:
-        findings.append(
-            finding(
-                "prompt/double-bos",
-                f"{len(doubled)} of {len(setup.groups)} prompts begin with the BOS token twice",
-                "the chat template writes BOS and the tokenizer or the task adds another",
-                "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
-            )
-        )
-    findings += _repeats(setup)
-    task, seed = setup.run.task, setup.config.run.seed
-    trained = {str(p.prompt) for step in range(4) for p in task.sample(32, seed=seed, step=step)}
-    shared = [problem for problem in task.held_out(32) if str(problem.prompt) in trained]
-    if shared:
-        findings.append(
-            finding(
-                "eval/leak",
-                f"{len(shared)} of 32 held-out problems turn up in the first 128 training problems, such as "
-                f"{shared[0].key!r}",
-                "task.sample returns problems that task.held_out keeps for evaluation",
-                "keep the two apart, as keel.envs.Task asks",
-            )
-        )
-    return findings
+@dataclass(frozen=True)
+class Prompt:
+    """A problem, its tokens, and their text with special tokens written out."""
+
+    problem: Problem
+    tokens: tuple[int, ...]
+    text: str
 
 
-def _repeats(setup: ProbeSetup) -> Iterator[Finding]:
-    """Steps must ask other problems than the steps before them."""
-    count, seed = setup.config.rollout.prompts_per_step, setup.config.run.seed
-    steps = [[str(p.prompt) for p in setup.run.task.sample(count, seed=seed, step=step)] for step in range(3)]
-    distinct = {prompt for prompts in steps for prompt in prompts}
-    if len(distinct) > 1 and len({frozenset(prompts) for prompts in steps}) > 1:
+def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+    """Read prompts back from their tokens; compare them with problems, with each other and with held-out ones."""
+    prompts = _prompts(setup)
+    findings = [
+        *_lost(setup, prompts),
+        *_headless(setup, prompts),
+        *_bos(setup, prompts, thresholds),
+        *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
+        *repeat_findings(setup, thresholds),
+        *eval_leak(setup),
+    ]
+    figures = {"prompts_read": float(len(prompts))}
+    return ProbeResult("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
+
+
+def _prompts(setup: ProbeSetup) -> list[Prompt]:
+    """Those of the batch as they are scored, and more of the first step as training renders them."""
+    more = setup.run.task.sample(_LOOKED_AT, seed=setup.config.run.seed, step=0)
+    scored = {group.problem.key: (group.problem, group.prompt_tokens) for group in setup.groups}
+    pairs = [*scored.values()]
+    others = [problem for problem in more if problem.key not in scored]
+    pairs += zip(others, rendered(setup, others), strict=True)
+    decode = partial(setup.policy.tokenizer.decode, skip_special_tokens=False)
+    return [Prompt(problem, tokens, str(decode(list(tokens)))) for problem, tokens in pairs]
+
+
+def _lost(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What a problem says must be read in its prompt, and problems that differ must give prompts that differ."""
+    tokenizer, system = setup.policy.tokenizer, setup.config.data.system_prompt
+    whole = [prompt for prompt in prompts if "prompt_tokens_cut" not in prompt.problem.info]
+    lost: list[tuple[Prompt, str, str]] = []
+    for prompt in whole:
+        messages = messages_of(prompt.problem)
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        for role, content in ((m["role"], m["content"]) for m in messages if m["role"] in _GIVEN_ROLES):
+            if not survives(content, prompt.text) and not survives(word_by_word(tokenizer, content), prompt.text):
+                lost.append((prompt, role, content))
+                break
+    if lost:
+        yield _cut_by_tokenizer(whole, lost) or _lost_finding(whole, lost)
         return
-    same = "one problem" if len(distinct) == 1 else f"the same {len(distinct)} problems"
-    yield finding(
-        "task/repeats",
-        f"steps 0, 1 and 2 ask {same} ({count} prompts a step), such as {steps[0][0]!r}",
-        "task.sample ignores its step, or the task has no more problems than one step asks for",
-        "draw problems by seed and step, as keel.envs.Task asks, or give the task more of them",
+    texts = {str(prompt.problem.prompt) for prompt in whole}
+    distinct = {prompt.tokens for prompt in whole}
+    if len(texts) > 1 and len(distinct) == 1:
+        yield finding(
+            "prompt/no-question",
+            f"{len(texts)} different problems are rendered to one and the same prompt: {whole[0].text[-80:]!r}",
+            "what differs between the problems is lost on the way into tokens",
+            "mend the chat template or the tokenizer: every problem's text must be written into its prompt",
+        )
+
+
+def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str]]) -> Finding:
+    prompt, role, content = lost[0]
+    what = "the system prompt" if role == "system" else "the problem's text"
+    return finding(
+        "prompt/no-question",
+        f"{len(lost)} of {len(whole)} prompts do not hold {what}: {content[-60:]!r} became {prompt.text[-80:]!r}",
+        f"the chat template or the tokenizer loses what the {role}'s message says",
+        "let the chat template write the content of every message (tokenizer.chat_template, or data.chat_template for "
+        "another one)",
     )
 
 
-def rendered(setup: ProbeSetup, problems: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The tokens of prompts as training renders them."""
-    data = setup.config.data
-    renderer = Renderer(setup.policy.tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
-    return [renderer.prompt(problem) for problem in problems]
+def _cut_by_tokenizer(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str]]) -> Finding | None:
+    """The same where a limit does it: all that lose text have one length, and it is the longest."""
+    longest = max(len(prompt.tokens) for prompt in whole)
+    complete = [len(prompt.tokens) for prompt in whole if prompt not in [entry[0] for entry in lost]]
+    if {len(prompt.tokens) for prompt, _, _ in lost} != {longest} or not complete or max(complete) > longest:
+        return None
+    return finding(
+        "prompt/truncated",
+        f"{len(lost)} of {len(whole)} prompts lose text and have exactly {longest} tokens, the others fewer",
+        f"the tokenizer cuts texts at {longest} tokens without a word",
+        "switch the tokenizer's truncation off; data.max_prompt_length and data.truncation limit prompts",
+        severity="error",
+    )
+
+
+def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """After the last message stands what opens the assistant's turn, where the template has such a thing.
+
+    A plain text that is written in the marks of the tokenizer's own template is held to them too.
+    """
+    tokenizer = setup.policy.tokenizer
+    renderer = build_renderer(setup.config, tokenizer)
+    used, own = turn_marks(tokenizer, renderer.template), turn_marks(tokenizer, own_template(tokenizer))
+    missing = []
+    for prompt in prompts:
+        filled = in_template(renderer, prompt.problem)
+        marks = used if filled else own
+        last = messages_of(prompt.problem)[-1]
+        if marks is None or not marks.assistant or last["role"] == "assistant":
+            continue
+        if not filled and not (marks.user and marks.user in prompt.text):
+            continue
+        asked = prompt.text.rfind(marks.user if not filled else (last["content"].split() or [""])[-1])
+        opened = prompt.text.rfind(marks.assistant)
+        if opened < 0 or opened + len(marks.assistant) <= asked:
+            missing.append((prompt, marks.assistant))
+    if not missing:
+        return
+    prompt, header = missing[0]
+    yield finding(
+        "prompt/no-header",
+        f"{len(missing)} of {len(prompts)} prompts end without {header!r}, which opens the assistant's turn in the "
+        f"chat template: {prompt.text[-60:]!r}",
+        "the template ignores add_generation_prompt, or the prompt was written without it: the model continues the "
+        "user's turn instead of answering",
+        f"end the template with {{% if add_generation_prompt %}} and {header!r}, or write that at the prompt's end",
+    )
+
+
+def _bos(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -> Iterator[Finding]:
+    """BOS once at the head of a prompt, or not at all where the model does not miss it."""
+    tokenizer = setup.policy.tokenizer
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return
+    heads = [_head(setup, prompt.tokens) for prompt in prompts]
+    doubled = sum(head[:2] == (bos, bos) for head in heads)
+    if doubled:
+        yield finding(
+            "prompt/double-bos",
+            f"{doubled} of {len(prompts)} prompts begin with the BOS token twice",
+            "the chat template writes BOS and the tokenizer or the task adds another",
+            "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
+        )
+    elif not any(bos in head[:1] for head in heads):
+        gain = bos_gain(setup, bos)
+        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0:
+            yield finding(
+                "prompt/no-bos",
+                f"gold answers are {fmean(gain):.2g} nats a token likelier after prompts that begin with "
+                f"{tokenizer.bos_token!r}, in all of {len(gain)} problems; none of the prompts does",
+                "the model was trained on texts that begin with BOS, and the tokenizer or the template leaves it out",
+                "let the tokenizer add BOS (add_bos_token), or write it at the head of the chat template",
+            )
+
+
+def _head(setup: ProbeSetup, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The first tokens that are neither padding nor blank."""
+    tokenizer = setup.policy.tokenizer
+    head, padding = tokens[:8], {tokenizer.pad_token_id} - {tokenizer.bos_token_id}
+    blank = [not str(tokenizer.decode([token], skip_special_tokens=False)).strip() for token in head]
+    return tuple(t for t, empty in zip(head, blank, strict=True) if not empty and t not in padding)

@@ -22,8 +22,11 @@ def chosen_states(setup: ProbeSetup) -> Tensor:
 
 
 @torch.no_grad()
-def state_logits(setup: ProbeSetup, model: nn.Module) -> Tensor:
-    """`[N, V]` logits at the sampling temperature, fp32, in evaluation mode; N states, the same for every model."""
+def state_logits(setup: ProbeSetup, model: nn.Module, *, temperature: float | None = None) -> Tensor:
+    """`[N, V]` logits, fp32, in evaluation mode, by default at the sampling temperature.
+
+    N states, the same for every model.
+    """
     parts = []
     with evaluating(model), setup.run.autocast():
         head = head_of(model)
@@ -32,7 +35,9 @@ def state_logits(setup: ProbeSetup, model: nn.Module) -> Tensor:
             acted = packed.action_mask[packed.completion_mask]
             parts.append(hidden_states(model, packed)[acted])
         hidden = torch.cat(parts)
-        return head(hidden[chosen_states(setup).to(hidden.device)]).float() / setup.temperature
+        return head(hidden[chosen_states(setup).to(hidden.device)]).float() / (
+            setup.temperature if temperature is None else temperature
+        )
 
 
 def policy_states(setup: ProbeSetup) -> Tensor:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,20 +38,35 @@ class UpdateResult:
     kl: float
 
 
+@dataclass(frozen=True)
+class FirstUpdate:
+    """The first update's batch, gradient and loss, the visited states before it, and how far the peak rate takes it.
+
+    Without `real_rewards` signs drawn at random stand in for advantages.
+    """
+
+    batch: StepBatch
+    gradients: list[Tensor | None]
+    loss: float
+    before: Tensor
+    peak_kl: float
+    real_rewards: bool
+
+
 def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
     averaged by its momentum, so that the peak has a limit of its own, `kl_per_update_peak`.
     """
-    batch, real_rewards = _with_signal(_scored(setup), setup)
-    loss = _backward(setup, batch)
-    gradients = [None if p.grad is None else p.grad.clone() for p in setup.run.optimizer.parameters]
-    before = policy_states(setup)
+    batch, real_rewards = with_signal(scored(setup), setup)
+    gradients, loss = loss_gradients(setup, batch)
+    own = setup.shared.get("own_states")
+    before = policy_states(setup) if own is None else own / setup.temperature
     first = setup.run.optimizer.schedule(0)
-    results = {factor: _step(setup, gradients, loss, before, first * factor) for factor in FACTORS}
+    results = {factor: step_kl(setup, gradients, loss, before, first * factor) for factor in FACTORS}
     first_update = results[1.0]
-    peak = first_update.kl if first == 1.0 else _step(setup, gradients, loss, before, 1.0).kl
+    peak = first_update.kl if first == 1.0 else step_kl(setup, gradients, loss, before, 1.0).kl
     figures = {
         "loss": loss,
         "grad_norm": first_update.norm,
@@ -65,9 +81,9 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     if _too_far(figures, thresholds):
         kl_target = thresholds["kl_per_update"] / thresholds["update_margin"]
         figures["fitting_rate"] = figures["peak_rate"] * next(
-            (f for f in LOWER if _step(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
+            (f for f in LOWER if step_kl(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
         )
-    setup.run.optimizer.inner.zero_grad(set_to_none=True)
+    setup.shared["update"] = FirstUpdate(batch, gradients, loss, before, peak, real_rewards)
     findings = tuple(_findings(figures, thresholds, setup.config))
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
@@ -78,7 +94,7 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("update", findings, figures, (line,))
 
 
-def _scored(setup: ProbeSetup) -> StepBatch:
+def scored(setup: ProbeSetup) -> StepBatch:
     """The batch as the loop has it before its first update."""
     run, beta = setup.run, setup.beta
     batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
@@ -86,7 +102,7 @@ def _scored(setup: ProbeSetup) -> StepBatch:
     return with_advantages(batch, run, run.reward.warmup_steps)
 
 
-def _with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
+def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
     """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
     advantage = batch.rows.advantages
     assert advantage is not None
@@ -97,37 +113,49 @@ def _with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
     return batch.with_rows(advantages=signs), False
 
 
-def _backward(setup: ProbeSetup, batch: StepBatch) -> float:
-    """The loss of the whole batch as one update, its gradient left on the weights."""
+def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
+    """The gradient of the whole batch as one update, and its loss; none of it is left on the weights.
+
+    `changes` are options of the loss that are set otherwise, and `beta`.
+    """
     run = setup.run
+    beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
+    loss = run.loss.model_copy(update=changes)
     counts = global_denominators(batch.rows, run.rollout.max_completion_length)
     total = 0.0
     for micro in batch.micros:
-        scores = score_micro(micro, batch, run)
         out = objective(
-            scores,
-            batch.view(micro),
-            run.loss,
-            run.kl,
-            setup.beta if batch.rows.ref_logp is not None else 0.0,
-            counts,
-            pairing=run.pairing,
+            score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
         )
-        out.loss.backward()
+        if out.loss.requires_grad:  # a loss that is detached is named by the objective
+            out.loss.backward()
         total += out.loss.item()
-    return total
+    gradients = [None if p.grad is None else p.grad.clone() for p in run.optimizer.parameters]
+    run.optimizer.inner.zero_grad(set_to_none=True)
+    return gradients, total
 
 
-def _step(
-    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float
+def step_kl(
+    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float, **settings: Any
 ) -> UpdateResult:
+    """What the run's own optimizer does with these gradients at `factor` times its rate; `settings` as AdamW's."""
+    with moved(setup, gradients, loss, factor, **settings) as norm:
+        return UpdateResult(loss, norm, mean_kl(policy_states(setup), before))
+
+
+@contextmanager
+def moved(
+    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, factor: float, **settings: Any
+) -> Iterator[float]:
+    """The policy after one such update; the gradient's norm before clipping comes with it."""
     optimizer = setup.run.optimizer
     with undone(optimizer):
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
+        for group in optimizer.inner.param_groups:
+            group |= settings
         optimizer.schedule = lambda update: factor
-        norm = optimizer.step({"loss/total": Sum(loss)})["grad/norm"].value
-        return UpdateResult(loss, norm, mean_kl(policy_states(setup), before))
+        yield optimizer.step({"loss/total": Sum(loss)})["grad/norm"].value
 
 
 @contextmanager
@@ -170,12 +198,12 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
         + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
         "the step is longer than the region in which the advantages were measured; gradient clipping does not "
         "shorten it, because Adam divides by the gradient's own size",
-        propose("set {}", {"optim.learning_rate": _one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}),
+        propose("set {}", {"optim.learning_rate": one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}),
         severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
     )
 
 
-def _one_digit(value: float) -> float:
+def one_digit(value: float) -> float:
     """Rounded down to one digit: 3.7e-4 is 3e-4."""
     size = 10.0 ** math.floor(math.log10(value))
     return math.floor(value / size) * size

@@ -1,12 +1,12 @@
-"""Any TensorBoard folder, under the names of Keel, TRL or verl."""
+"""Any TensorBoard folder, under the names of Keel or of a trainer of names.yaml."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.names import renamed
+from keel.lab.doctor.history import History, Series, in_order
+from keel.lab.doctor.names import renamed, source_of
 
 EVENTS = "events.out.tfevents.*"
 
@@ -30,18 +30,19 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
     events.Reload()
     series: dict[str, Series] = {}
     for tag in events.Tags()["scalars"]:
-        series[tag] = Series.of((event.step, event.value) for event in events.Scalars(tag))
+        series[tag] = in_order((event.step, event.value) for event in events.Scalars(tag))
     for tag in events.Tags()["tensors"]:  # newer writers store scalars as tensors
         points = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
         if all(len(proto.float_val) == 1 for _, proto in points):
-            series[tag] = Series.of((step, proto.float_val[0]) for step, proto in points)
+            series[tag] = in_order((step, proto.float_val[0]) for step, proto in points)
     absent = [tag for tag in (mapping or {}).values() if tag not in series]
     if absent:
         raise KeelError(f"{folder} has no tag {absent[0]!r}: it has {', '.join(sorted(series)) or 'no scalars'}")
-    named, unused = renamed(series, mapping or {})
+    source = source_of(series)
+    named, unused = renamed(series, mapping or {}, source)
     if not named:
         raise KeelError(
-            f"no tag of {folder} has a name that Keel, TRL or verl uses: name them with --map kl=TAG,reward=TAG; "
+            f"no tag of {folder} is known here: name them with --map kl=TAG,reward=TAG; "
             f"it has {', '.join(sorted(series)) or 'no scalars'}"
         )
     notes = [f"read {len(series)} scalars of the TensorBoard files in {folder}"]
@@ -50,4 +51,6 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
     missing = ("TensorBoard files hold no options: checks that need the configuration are left out",)
-    return History("TensorBoard", path, named, missing=missing, notes=tuple(notes))
+    if source is not None:
+        notes.append(f"by its names a log of {source}")
+    return History(source or "TensorBoard", path, named, missing=missing, notes=tuple(notes))

@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.lab.doctor.history import History, series_of
-from keel.lab.doctor.names import TRL_OPTIONS, renamed
+from keel.lab.doctor.names import keel_options, renamed
 from keel.lab.doctor.readers.keel_run import vocabulary_of
 from keel.lab.doctor.readers.training_args import read_training_args
 
@@ -27,11 +27,16 @@ def read_trl(path: Path) -> History:
     paths = [path] if path.is_file() else state_files(path)
     states = [(file, _state(file)) for file in paths]
     file, state = max(states, key=lambda pair: _step(pair[1]), default=(path, {}))
-    log = [line for line in state.get("log_history", []) if isinstance(line, dict)]
+    history = state.get("log_history")
+    log = [line for line in history if isinstance(line, dict)] if isinstance(history, list) else []
     lines = [line for line in log if not any(key.startswith(("eval_", "train_runtime")) for key in line)]
     if not lines:
         raise KeelError(f"{file} has no log_history with training steps: log with logging_steps=1 and save the state")
-    series, unused = renamed(series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]), {})
+    held_out = [line for line in log if any(key.startswith("eval_") for key in line)]
+    logged = series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]) | series_of(
+        [{k: v for k, v in line.items() if k == "step" or k.startswith("eval_")} for line in held_out]
+    )
+    series, unused = renamed(logged, {}, "TRL")
     folder = file.parent
     options, options_from = _options(folder)
     every = lines[0].get("step")
@@ -62,12 +67,7 @@ def _options(folder: Path) -> tuple[dict[str, Any], Path | None]:
         args = read_training_args(file)
         if not args:
             continue
-        options: dict[str, Any] = {}
-        for theirs, ours in TRL_OPTIONS.items():
-            if theirs in args and args[theirs] is not None:
-                section, name = ours.split(".")
-                options.setdefault(section, {})[name] = args[theirs]
-        return options, file
+        return keel_options("TRL", args), file
     return {}, None
 
 
@@ -76,7 +76,7 @@ def _state(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeelError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise KeelError(f"{path} is not a trainer's state: an object with log_history is wanted")
@@ -85,7 +85,7 @@ def _state(path: Path) -> dict[str, Any]:
 
 def _step(state: dict[str, Any]) -> int:
     value = state.get("global_step", 0)
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _number(path: Path) -> int:

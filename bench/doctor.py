@@ -1,0 +1,476 @@
+"""Whether the doctor names what is wrong, first, and is silent on healthy runs: recall and accusations by kind.
+
+    python bench/doctor.py                              # every operator of bench/faults, and healthy runs
+    python bench/doctor.py --half seen --kind option    # part of them
+    python bench/doctor.py --only option/rate-zero --draws 4 --verbose
+    python bench/doctor.py --list
+    python bench/doctor.py --from results.jsonl         # the table once more
+    python bench/doctor.py --from before.jsonl after.jsonl
+
+A case is one operator applied to one healthy subject (or a healthy subject alone), looked at in a process of its own
+that is ended at `--limit` seconds. `--out` gets one line of JSON a case, as soon as it is done, and a second call with
+the same file goes on where the first was stopped. The doctor is the one of the `keel` that Python finds: with another
+checkout's src in PYTHONPATH, the table is that version's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import pkgutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run beside each other
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than matrices this small
+
+import faults
+from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
+
+HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
+SEEN, HELD = "seen", "held"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator, or a look-alike of a fault, on the subject of a seed; without one, that subject as it is."""
+
+    kind: str
+    operator: str | None
+    seed: int
+
+    @property
+    def healthy(self) -> bool:
+        return self.kind in HEALTHY_KINDS
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator or self.kind}#{self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the doctor said of a case: its findings in order, each code with its severity, or why there are none."""
+
+    case: Case
+    codes: tuple[str, ...] = ()  # those that name the fault
+    half: str = ""
+    findings: tuple[tuple[str, str], ...] = ()
+    refused: str = ""  # the line of a configuration that names the broken option and was refused
+    error: str = ""  # a traceback, a refusal that names something else, or the time limit
+    seconds: float = 0.0
+
+    @property
+    def accused(self) -> tuple[str, ...]:
+        """The codes of errors and warnings, in order."""
+        return tuple(code for code, severity in self.findings if severity != "note")
+
+    @property
+    def first(self) -> bool:
+        return bool(self.refused) or (self.accused[:1] != () and self.accused[0] in self.codes)
+
+    @property
+    def listed(self) -> bool:
+        return bool(self.refused) or any(code in self.codes for code in self.accused)
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, line: str) -> Result:
+        row = json.loads(line)
+        findings = tuple((code, severity) for code, severity in row.pop("findings"))
+        return cls(Case(**row.pop("case")), tuple(row.pop("codes")), findings=findings, **row)
+
+
+# ------------------------------------------------------------------------ the cases
+
+
+def register() -> Mapping[str, Operator]:
+    """Every operator of the package, by the name of its module and then in the order of writing."""
+    for module in sorted(info.name for info in pkgutil.iter_modules(faults.__path__)):
+        importlib.import_module(f"faults.{module}")
+    return OPERATORS
+
+
+def half_of(operator: Operator) -> str:
+    return HELD if operator.held_back else SEEN
+
+
+def seed_of(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
+
+
+def chosen(given: argparse.Namespace) -> list[Operator]:
+    """The operators that the command names."""
+    return [
+        operator
+        for operator in register().values()
+        if given.half in ("all", half_of(operator))
+        and (not given.kind or operator.kind in given.kind)
+        and (not given.only or operator.name in given.only)
+    ]
+
+
+def cases(given: argparse.Namespace) -> list[Case]:
+    """Draws of each operator and of the healthy, in no order, so that what is stopped early has seen all kinds."""
+    drawn = [
+        Case(operator.kind, operator.name, seed_of(given.seed, operator.name, draw))
+        for draw in range(given.draws)
+        for operator in chosen(given)
+    ]
+    is_part = given.kind or given.only or given.half != "all"
+    count = given.healthy if given.healthy is not None else 0 if is_part else 64
+    for kind in HEALTHY_KINDS[:2]:
+        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // 2)]
+    if count:
+        drawn += [Case("look-alike", name, seed_of(given.seed, name)) for name in LOOKALIKES]
+    return sorted(drawn, key=lambda case: case.seed)
+
+
+def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -> Any:
+    """A healthy configuration or, for logs, a healthy log."""
+    if not case.kind.endswith("log"):
+        return importlib.import_module("faults.healthy").healthy(case.seed, fits)
+    logs = importlib.import_module("faults.logs")
+    for attempt in range(100):
+        subject = logs.healthy_log(case.seed + attempt)
+        if fits(subject):
+            return subject
+    raise ValueError(f"no healthy log fits {case.name}")
+
+
+def look(case: Case) -> Result:
+    """One case, whatever it raises."""
+    operator = OPERATORS.get(case.operator or "")
+    codes, half = (operator.codes, half_of(operator)) if operator else ((), "")
+    began = time.monotonic()
+    findings: tuple[tuple[str, str], ...] = ()
+    refused = error = ""
+    try:
+        change = operator or LOOKALIKES.get(case.operator or "")
+        subject = subject_of(case, change.fits) if change else subject_of(case)
+        broken = change.apply(subject, Random(case.name)) if change else subject
+        began = time.monotonic()
+        findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
+    except Exception:
+        error = traceback.format_exc()
+    return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2))
+
+
+def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
+    """Findings in the order in which they are shown, a refusal that names what was broken, and one that does not."""
+    from keel.base.errors import KeelError
+
+    try:
+        diagnosis = _preflight(broken) if isinstance(broken, dict) else _examine_log(broken)
+    except KeelError as refusal:
+        named = (bool(words) and words in str(refusal)) or names_change(str(refusal), subject, broken)
+        return (), str(refusal) if named else "", "" if named else f"refused: {refusal}"
+    return tuple((row["code"], row["severity"]) for row in diagnosis.as_dict()["findings"]), "", ""
+
+
+def _preflight(config: dict[str, Any]) -> Any:
+    from keel.config import load_config
+    from keel.lab.doctor.preflight import preflight
+
+    return preflight(load_config(config))
+
+
+def _examine_log(log: Any) -> Any:
+    return importlib.import_module("faults.logs").examine_log(log)
+
+
+def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The options that differ, with their dots, and what they are now."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            yield from changes(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(after, dict) and before is None:
+        for key, value in after.items():
+            yield from changes(None, value, f"{path}.{key}")
+    elif before != after:
+        yield path, after
+
+
+def names_change(message: str, before: Any, after: Any) -> bool:
+    """Whether a refusal names an option that was broken, or the folder or file that it was set to."""
+    for path, value in changes(before, after):
+        *_, section, name = ("", *path.split("."))
+        if f"{section}.{name}" in message or ("_" in name and name in message):
+            return True
+        if isinstance(value, str) and len(value) > 5 and value in message:
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------ the processes
+
+
+@dataclass
+class Child:
+    """A process that looks at one case."""
+
+    case: Case
+    process: Any
+    answer: Connection
+    began: float = field(default_factory=time.monotonic)
+
+
+def _child(case: Case, answer: Connection) -> None:
+    """Everything that a case prints is dropped: what it has to say is its result."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    answer.send(look(case))
+    answer.close()
+    os._exit(0)  # threads that a case left behind are not waited for
+
+
+def run(todo: Sequence[Case], processes: int, limit: float) -> Iterator[Result]:
+    """The results as they come. Each case gets a fork of this process, which has imported all it needs."""
+    context = multiprocessing.get_context("fork")
+    waiting, children = list(reversed(todo)), list[Child]()
+    while waiting or children:
+        while waiting and len(children) < processes:
+            case = waiting.pop()
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(case, send))
+            process.start()
+            send.close()
+            children.append(Child(case, process, receive))
+        ready = wait([child.answer for child in children], timeout=0.5)
+        for child in list(children):
+            spent = time.monotonic() - child.began
+            if child.answer not in ready and spent < limit:
+                continue
+            children.remove(child)
+            yield _answer(child, spent, limit)
+
+
+def _answer(child: Child, spent: float, limit: float) -> Result:
+    result = None
+    with contextlib.suppress(EOFError):
+        result = child.answer.recv() if child.answer.poll() else None
+    if result is None:
+        why = f"not done after {limit:g} s" if spent >= limit else "the process ended without a result"
+        operator = OPERATORS.get(child.case.operator or "")
+        codes, half = (operator.codes, half_of(operator)) if operator else ((), "")
+        result = Result(child.case, tuple(codes), half, error=why, seconds=round(spent, 2))
+        child.process.kill()
+    child.process.join()
+    child.answer.close()
+    return result
+
+
+# ------------------------------------------------------------------------ the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kind: str
+    cases: int
+    first: int  # named in the first place, the refused among them
+    listed: int
+    refused: int
+    errors: int
+
+
+def recall(results: Iterable[Result]) -> list[Row]:
+    """The faults by kind, and all of them in the last row."""
+    faulty = [result for result in results if not result.case.healthy]
+    kinds = [kind for kind in KINDS if any(result.case.kind == kind for result in faulty)]
+    return [
+        Row(
+            kind,
+            len(rows),
+            sum(result.first for result in rows),
+            sum(result.listed for result in rows),
+            sum(bool(result.refused) for result in rows),
+            sum(bool(result.error) for result in rows),
+        )
+        for kind in [*kinds, "all"]
+        if (rows := [result for result in faulty if kind in (result.case.kind, "all")])
+    ]
+
+
+def accusations(results: Iterable[Result]) -> list[tuple[str, int, int]]:
+    """The healthy by kind: how many, and how many got an error, a warning, or no diagnosis at all."""
+    whole = [result for result in results if result.case.healthy]
+    return [
+        (kind, len(rows), sum(bool(result.accused or result.error or result.refused) for result in rows))
+        for kind in HEALTHY_KINDS
+        if (rows := [result for result in whole if result.case.kind == kind])
+    ]
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} ({100 * part / whole:.0f} %)" if whole else "0"
+
+
+def table(results: Sequence[Result]) -> str:
+    """Recall by half and kind, then the healthy ones."""
+    lines = []
+    for half in (SEEN, HELD, "all"):
+        rows = recall(result for result in results if half in (result.half, "all"))
+        if not rows or (half == "all" and len({result.half for result in results if result.half}) < 2):
+            continue
+        title = {SEEN: "operators that are seen", HELD: "operators that are held back", "all": "all operators"}[half]
+        lines += [f"{title:<28} {'cases':>6} {'named first':>14} {'in the list':>14} {'refused':>8} {'errors':>7}"]
+        lines += [
+            f"  {row.kind:<26} {row.cases:>6} {share(row.first, row.cases):>14} {share(row.listed, row.cases):>14} "
+            f"{row.refused:>8} {row.errors:>7}"
+            for row in rows
+        ]
+        lines += [""]
+    for kind, count, accused in accusations(results):
+        lines += [f"{kind + ' runs accused':<28} {accused} of {count}"]
+    seconds = sorted(result.seconds for result in results)
+    if seconds:
+        lines += [f"seconds a case: median {seconds[len(seconds) // 2]:.1f}, longest {seconds[-1]:.1f}"]
+    return "\n".join(lines)
+
+
+def misses(results: Sequence[Result]) -> str:
+    """One line for each fault that was not named first and for each healthy one that was accused."""
+    lines = []
+    for result in results:
+        failed = not result.first if not result.case.healthy else bool(result.accused or result.error or result.refused)
+        if failed:
+            last = result.error.strip().splitlines()[-1][:160] if result.error else ""
+            shown = ", ".join(result.accused[:4]) or last or result.refused[:160] or "nothing"
+            wanted = f" instead of {' or '.join(result.codes)}" if result.codes else ""
+            lines.append(f"{result.case.name} [{result.half or '-'}]: {shown}{wanted}")
+    return "\n".join(sorted(lines))
+
+
+def comparison(before: Sequence[Result], after: Sequence[Result]) -> str:
+    """Both tables, and the cases of both whose outcome differs."""
+    lines = ["before", table(before), "", "after", table(after), ""]
+    earlier = {result.case: result for result in before}
+    for result in after:
+        other = earlier.get(result.case)
+        if other is not None and _outcome(other) != _outcome(result):
+            lines.append(f"{result.case.name}: {_outcome(other)} → {_outcome(result)}")
+    return "\n".join(lines)
+
+
+def _outcome(result: Result) -> str:
+    if result.case.healthy:
+        return "accused" if result.accused or result.error or result.refused else "silent"
+    return "refused" if result.refused else "first" if result.first else "listed" if result.listed else "missed"
+
+
+def read(path: str) -> list[Result]:
+    """The results of a file; a last line that was not written to its end is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
+    return [Result.of(line) for line in lines if line.endswith("}")]
+
+
+def listing(operators: Sequence[Operator]) -> str:
+    """Every operator with its half and codes, then how many there are of each kind."""
+    lines = [f"{o.name:<40} {half_of(o):<5} {', '.join(o.codes)}  {o.breaks}" for o in operators]
+    for kind in KINDS:
+        members = [operator for operator in operators if operator.kind == kind]
+        if members:
+            lines.append(f"{kind}: {len(members)}, of which {sum(o.held_back for o in members)} held back")
+    return "\n".join([*lines, f"all: {len(operators)}, of which {sum(o.held_back for o in operators)} held back"])
+
+
+# ------------------------------------------------------------------------ the command
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=(SEEN, HELD, "all"), default="all", help="which half of the operators")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only operators of this kind")
+    parser.add_argument("--only", action="append", help="only the operator of this name")
+    parser.add_argument("--draws", type=int, default=1, help="subjects an operator is applied to")
+    parser.add_argument(
+        "--healthy", type=int, help="healthy runs, half of them logs, and the look-alikes; default 64, 0 of a part"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--processes", type=int, default=2, help="cases looked at beside each other")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a case may take")
+    parser.add_argument("--out", help="JSONL of results; cases that are in it already are not looked at again")
+    parser.add_argument("--from", dest="results", nargs="+", help="show results, or compare two files of them")
+    parser.add_argument("--list", action="store_true", help="the operators, and nothing else")
+    parser.add_argument("--verbose", action="store_true", help="also every miss and every accusation")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(arguments)
+    if given.list:
+        print(listing(chosen(given)))
+        return
+    if given.results:
+        several = [read(path) for path in given.results]
+        print(comparison(*several[:2]) if len(several) > 1 else table(several[0]))
+        if given.verbose:
+            print(misses(several[-1]))
+        return
+    _prepare()
+    todo = cases(given)
+    done = {result.case: result for result in (read(given.out) if given.out else [])}
+    results = [done[case] for case in todo if case in done]
+    todo = [case for case in todo if case not in done]
+    out = open(given.out, "a", encoding="utf-8") if given.out else contextlib.nullcontext()  # noqa: SIM115
+    with out as file, _progress(len(todo)) as advance:
+        for result in run(todo, given.processes, given.limit):
+            results.append(result)
+            if file is not None:
+                file.write(result.line() + "\n")
+                file.flush()
+            advance()
+    print(table(results))
+    if given.verbose:
+        print(misses(results))
+
+
+def _prepare() -> None:
+    """What every case needs is imported here once; one thread each, since cases run beside each other."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    importlib.import_module("keel.lab.doctor.preflight")
+    importlib.import_module("keel.lab.doctor.examine")
+    importlib.import_module("transformers")
+    importlib.import_module("peft")
+    register()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # No thread that refreshes it: a fork would inherit the locks that such a thread holds, and wait for them for ever.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        bar = progress.add_task("cases", total=total)
+        yield lambda: progress.update(bar, advance=1, refresh=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Answers inside prompts: in a slot that all problems share and that is called the answer, not by chance."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.setup import ProbeSetup
+
+_CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|ground.?truth|####|boxed|key\b", re.I)
+_SLOT = 24  # characters before an answer in which it may be called one
+_TAIL = 6  # of them, as many as all problems must share
+
+
+def leak_findings(
+    setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds
+) -> Iterator[Finding]:
+    """An answer that stands among a problem's operands or choices is no leak: it comes after no fixed words.
+
+    A slot is the text right before an answer. Other problems' answers must not stand in it as often (one-sided exact
+    binomial test), and its words must call what follows an answer.
+    """
+    if setup.run.task.unanswered:
+        return
+    pairs = [(answer, text) for problem, text in prompts if (answer := _answer(setup, problem))]
+    slots = Counter(
+        slot for answer, text in pairs for slot in {s[-_TAIL:] for s in _before(answer, text) if _called(s)}
+    )
+    if len({answer for answer, _ in pairs}) < 2 or not slots:
+        return
+    slot, own = slots.most_common(1)[0]
+    others = [
+        (slot in {s[-_TAIL:] for s in _before(other, text)})
+        for i, (answer, text) in enumerate(pairs)
+        for j, (other, _) in enumerate(pairs)
+        if i != j and other != answer
+    ]
+    rate = (sum(others) + 1) / (len(others) + 2)
+    chance = _at_least(own, len(pairs), rate)
+    if own < thresholds["leak_share"] * len(pairs) or chance > thresholds["travel_chance"]:
+        return
+    shown = next(text for answer, text in pairs if slot in {s[-_TAIL:] for s in _before(answer, text)})
+    yield finding(
+        "prompt/answer-leak",
+        f"{own} of {len(pairs)} prompts hold their own answer right after {slot!r} (of others' answers "
+        f"{100 * rate:.0f} %; chance {chance:.1g}), such as {shown[-80:]!r}",
+        "the prompt is made of a row that holds the answer, so that copying earns the reward",
+        "leave the answer out of the prompt (task.sample, or the columns that the prompt is made of)",
+    )
+
+
+def _answer(setup: ProbeSetup, problem: Problem) -> str:
+    """What is compared, where the problem says it; else the gold text."""
+    if isinstance(problem.answer, str | int | float) and str(problem.answer).strip():
+        return str(problem.answer).strip()
+    return setup.run.task.gold(problem).strip()
+
+
+def _before(answer: str, text: str) -> list[str]:
+    """What stands right before each place where an answer stands as a word of its own."""
+    places = re.finditer(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\w)", text)
+    return [text[max(0, place.start() - _SLOT) : place.start()] for place in places]
+
+
+def _called(slot: str) -> bool:
+    return _CUES.search(slot) is not None
+
+
+def _at_least(count: int, total: int, rate: float) -> float:
+    """The chance of `count` or more of `total` at this rate."""
+    from scipy.special import bdtrc
+
+    return float(bdtrc(count - 1, total, rate)) if count else 1.0

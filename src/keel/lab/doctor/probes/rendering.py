@@ -1,0 +1,105 @@
+"""What a chat template does by itself: where it puts the user's text, and what opens the assistant's turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.types import Problem
+from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.render import Renderer
+from keel.run.build import build_renderer
+
+_QUESTION, _ANSWER = "keelquestionprobe", "keelanswerprobe"
+_WORDS = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class TurnMarks:
+    """Texts around turns as a template writes them: what opens the user's and the assistant's, what ends the latter."""
+
+    user: str
+    assistant: str
+    end: str
+
+
+def rendered(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+    """The tokens of prompts as training renders them, before any limit cuts them."""
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    return [renderer.prompt(problem) for problem in problems]
+
+
+def messages_of(problem: Problem) -> list[Mapping[str, str]]:
+    """A prompt as messages; a text is the user's."""
+    if isinstance(problem.prompt, str):
+        return [{"role": "user", "content": problem.prompt}]
+    return [dict(message) for message in problem.prompt]
+
+
+def in_template(renderer: Renderer, problem: Problem) -> bool:
+    """Whether this problem is put into the chat template."""
+    as_messages = not isinstance(problem.prompt, str) or renderer.system_prompt is not None
+    return renderer.template is not None and (renderer.named or as_messages)
+
+
+def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
+    """Learned by rendering a question with and without an answer; None where the template does not tell."""
+    question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
+
+    def fill(*messages: dict[str, str]) -> str:
+        options = {"tokenize": False, "add_generation_prompt": False, "chat_template": template}
+        return str(tokenizer.apply_chat_template(list(messages), **options))
+
+    if template is None:
+        return None
+    try:
+        before, asked, after = fill(question).partition(_QUESTION)
+        _, asked_too, rest = fill(question, answer).partition(_QUESTION)
+        between, answered, end = rest.partition(_ANSWER)
+    except Exception:  # templates raise what they like
+        return None
+    if not (asked and asked_too and answered):
+        return None
+    return TurnMarks(_last_mark(tokenizer, before), between.removeprefix(after).strip(), end)
+
+
+def own_template(tokenizer: Any) -> str | None:
+    """The tokenizer's default template, whatever the configuration uses."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template.get("default") if isinstance(template, Mapping) else template
+
+
+def _last_mark(tokenizer: Any, before: str) -> str:
+    """What stands right before the user's text, from its last special token on; empty where there is none."""
+    special = [t for t in getattr(tokenizer, "all_special_tokens", ()) if t and t != tokenizer.bos_token]
+    starts = [before.rfind(token) for token in special if token in before]
+    opening = before[max(starts) :].strip() if starts else ""
+    named = [t for t in special if before.endswith(t) or t in opening]
+    return opening if named else ""
+
+
+def words(text: str) -> list[str]:
+    """Its words and numbers in lower case; escaped line breaks, as JSON has them, part words too."""
+    return _WORDS.findall(text.replace("\\n", " ").replace("\\t", " ").casefold())
+
+
+def survives(text: str, decoded: str) -> bool:
+    """Whether a text still stands in a decoded prompt, whatever became of spaces, case and punctuation.
+
+    The whole of it in one piece, or all of its words in their order.
+    """
+    squashed, whole = "".join(words(text)), "".join(words(decoded))
+    if squashed in whole:
+        return True
+    remaining = iter(words(decoded))
+    return all(word in remaining for word in words(text))
+
+
+def word_by_word(tokenizer: Any, text: str) -> str:
+    """A text as the tokenizer writes its words back, one at a time: without what it has no token for."""
+    return " ".join(
+        str(tokenizer.decode(tokenizer.encode(word, add_special_tokens=False), skip_special_tokens=False))
+        for word in text.split()
+    )

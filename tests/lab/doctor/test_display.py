@@ -1,0 +1,98 @@
+"""What a person reads: verdict and findings first, in ten lines, and nothing lost of what to change."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from keel.lab.doctor import Diagnosis, Finding
+from keel.lab.doctor.causes import explain
+from keel.lab.doctor.diagnosis import Hypothesis
+from keel.lab.doctor.display import show_diagnosis
+
+EVIDENCE = (
+    "one update at optim.learning_rate=0.1 takes the policy 2.09 nats per token from where it was (over 0.05); " * 3
+)
+ADVICE = "set optim.learning_rate=0.0007, or a warm-up, optim.warmup_steps=10, and keep loss.scale_rewards as it is"
+ERROR = Finding("optim/lr-too-high", "error", EVIDENCE, "the step is too long for what was measured; " * 4, ADVICE)
+PROBES = ("collection", "masks", "scoring", "sampler", "weight sync", "reference", "advantage", "objective", "kl_term")
+HYPOTHESIS = Hypothesis("H01", "advantage scaling", "ruled out", "at most 5.06", "high", "amplifies H03", "leave it")
+ONE = Diagnosis((ERROR,), (HYPOTHESIS,), ("kl/negative: not recorded",), ("a figure of 0.123",), sound=PROBES)
+
+
+def shown(diagnosis: Diagnosis, width: int = 80, *, verbose: bool = False, colours: bool = False) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=colours, color_system="standard" if colours else None)
+    show_diagnosis(diagnosis, console, "preflight of x", verbose=verbose)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_one_finding_is_ten_lines_within_the_terminal(width):
+    lines = shown(ONE, width).splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "preflight of x: 1 error; first: optim/lr-too-high"
+    assert lines[1] == "error optim/lr-too-high"
+    assert "2.09 nats" in " ".join(lines[2:4])
+    assert ADVICE in " ".join(" ".join(lines).split())
+    assert lines[-2].startswith("tried and found sound: collection, masks")
+    assert lines[-1] == "1 could not be checked; more: --verbose"
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_only_evidence_and_cause_are_cut_and_only_in_the_short_form():
+    assert "…" in shown(ONE)
+    longer = " ".join(shown(ONE, 2000, verbose=True).split())
+    assert "…" not in longer
+    for text in (EVIDENCE, ERROR.cause, ADVICE, "H01 advantage scaling", "kl/negative: not recorded", "of 0.123"):
+        assert text.strip() in longer
+    short = shown(ONE, 2000)
+    for text in ("H01", "kl/negative", "0.123"):
+        assert text not in short
+
+
+def test_the_findings_come_before_everything_else_in_the_long_form_too():
+    text = shown(ONE, verbose=True)
+    places = [text.index(part) for part in ("1 error", "optim/lr-too-high", "Hypotheses", "not checked", "0.123")]
+    assert places == sorted(places)
+
+
+def test_a_cause_names_what_it_explains_in_one_line():
+    symptoms = [Finding(code, "error", "e", "c", "a") for code in ("reward/constant", "reward/weak")]
+    findings = explain([*symptoms, Finding("output/truncated", "error", "e", "c", "a")], log=False)
+    text = shown(Diagnosis(findings))
+    assert text.splitlines()[0] == "preflight of x: 1 error, 2 notes; first: output/truncated"
+    assert "explains reward/constant, reward/weak" in text
+    assert "notes:" not in text
+
+
+def test_a_healthy_diagnosis_names_its_notes_and_what_was_raised():
+    note = Finding("kl/unneeded", "note", "e", "c", "a")
+    text = shown(Diagnosis((note,), raised_thresholds=("threshold a raised from 1 to 2",), sound=("reward",)))
+    assert text.splitlines() == [
+        "preflight of x: healthy (1 note)",
+        "! threshold a raised from 1 to 2",
+        "tried and found sound: reward",
+        "notes: kl/unneeded; more: --verbose",
+    ]
+
+
+def test_many_findings_are_counted():
+    codes = ["mask/end", "loss/sign", "loss/scale", "kl/reversed", "reward/gold", "reward/cliff", "kl/at-start"]
+    text = shown(Diagnosis(tuple(Finding(code, "error", "e", "c", "a") for code in codes)))
+    assert text.count("→") == 5
+    assert "and reward/cliff, kl/at-start" in text
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_colours_are_for_terminals(verbose):
+    coloured = Diagnosis((ERROR,), notes=("\x1b[32mgreen\x1b[0m",))
+    assert "\x1b" not in shown(coloured, verbose=verbose)
+    assert "\x1b" in shown(coloured, verbose=verbose, colours=True)
+
+
+def test_the_data_has_the_fields_it_had():
+    assert set(ONE.as_dict()) == {"findings", "hypotheses", "unchecked", "notes", "raised_thresholds"}

@@ -1,0 +1,141 @@
+"""What travels is compared with what it should be: prompts, texts, what an engine continues, weights, tokenizers."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from keel.base.thresholds import load_thresholds
+from keel.lab.doctor.findings import Finding, ranked
+from keel.lab.doctor.probes.model import probe_model
+from keel.lab.doctor.probes.prompts import probe_prompts
+from keel.lab.doctor.probes.travel import probe_travel
+from keel.lab.doctor.setup import build_setup
+from lab.doctor.followed import check_named_first
+from lab.doctor.schooled import schooled_config, schooled_model
+
+HERE = "lab.doctor.faults_travel"
+FILLED = "data.chat_template=default"  # plain prompts go into the tokenizer's template too
+TALK = ["task={name: 'lab.doctor.faults:talking'}", "rollout.max_turns=2", "rollout.max_completion_length=40"]
+
+
+def model(name: str) -> str:
+    return f"model.name={HERE}:{name}"
+
+
+def task(name: str) -> str:
+    return f"task={{name: '{HERE}:{name}'}}"
+
+
+def engine(name: str) -> str:
+    return f"rollout.engine={HERE}:{name}"
+
+
+FAULTS = {
+    "a layer that was not loaded": ("model/missing-weights", [model("forgotten_layer")]),
+    "a tokenizer with other ids": ("model/tokenizer", [model("other_ids")]),
+    "an end that nobody stops at": ("model/end-token", [model("another_end")]),
+    "a template without the question": ("prompt/no-question", [FILLED, model("loses_the_question")]),
+    "a template that cuts the question": ("prompt/no-question", [FILLED, model("cuts_the_question")]),
+    "a template without the system prompt": (
+        "prompt/no-question",
+        [model("loses_the_system_prompt"), "data.system_prompt=Answer with one digit."],
+    ),
+    "a template without the header": ("prompt/no-header", [FILLED, model("loses_the_header")]),
+    "marks written by hand, without the header": ("prompt/no-header", [task("marks_without_header")]),
+    "a tokenizer that cuts": ("prompt/no-question", [model("cutting_tokenizer")]),
+    "the answer in the prompt": ("prompt/answer-leak", [task("leaking_answers")]),
+    "prompts cut in the engine": ("sampler/other-prompt", [engine("CutReported")]),
+    "texts of neighbours": ("output/text", [engine("OthersText")]),
+    "texts with special tokens": ("output/text", [engine("SpecialTokens")]),
+    "texts with special tokens, several turns": ("output/text", [*TALK, engine("SpecialTokens")]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named_first(fault: str) -> None:
+    check_named_first(*FAULTS[fault])
+
+
+def probed(*overrides: str) -> list[Finding]:
+    """What the probes of prompts and of travel find, without the others."""
+    thresholds = load_thresholds()
+    setup = build_setup(schooled_config(*overrides))
+    with closing(setup.run):
+        return [
+            finding
+            for probe in (probe_model, probe_prompts, probe_travel)
+            for finding in probe(setup, thresholds).findings
+        ]
+
+
+FOUND = {
+    "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
+    "ordinary tokens as ends": ("model/end-token", [model("ends_at_digits")]),
+    "a model that misses BOS": ("prompt/no-bos", [model("on_bos")]),
+    "prompts cut in silence": ("sampler/other-prompt", [engine("CutSilent")]),
+    "prompts cut, reported whole": ("sampler/other-prompt", [engine("RescoredCut")]),
+    "a second BOS in the engine": ("sampler/other-prompt", [engine("SecondBosReported")]),
+    "prompts without their end": ("sampler/other-prompt", [engine("WithoutEndReported")]),
+    "prompts without their end, in silence": ("sampler/other-prompt", [engine("WithoutEndSilent")]),
+    "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
+    "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
+    "completions rotated": ("sampler/swapped", [engine("Rotated")]),
+    "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
+    "completions transposed": ("sampler/swapped", [engine("Transposed")]),
+    "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
+    "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_the_fault_is_found(fault: str) -> None:
+    code, overrides = FOUND[fault]
+    assert ranked(probed(*overrides))[0].code == code
+
+
+def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    policy, tokenizer = schooled_model()
+    policy.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    folder = f"model.name={tmp_path}"
+    assert probed(folder) == []
+    others = {name.replace("layers.1.mlp", "layers.1.feed_forward"): tensor for name, tensor in whole.items()}
+    save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
+    (first, *_) = probed(folder)
+    assert first.code == "model/missing-weights"
+    assert first.evidence.startswith("3 of 21 weights are not in the checkpoint, such as model.layers.1.mlp.down_proj")
+    assert "3 of the checkpoint's are not the model's" in first.evidence
+
+
+HEALTHY = {
+    "plain text": [],
+    "another seed": ["run.seed=2"],
+    "the template of the tiny model": [FILLED],
+    "a system prompt": ["data.system_prompt=Answer with one digit."],
+    "brackets around the user": [FILLED, model("inst")],
+    "a thought after the header": [FILLED, model("thinking")],
+    "a thought after the header, with a system prompt": [model("thinking"), "data.system_prompt=Write\n\na digit."],
+    "questions as JSON": [FILLED, model("always_opened")],
+    "markers that are ordinary text": ["data.chat_template=chatml"],
+    "examples before the question": [task("few_shots")],
+    "marks written by hand": [task("marks_with_header")],
+    "the answer among its operands": [task("choices")],
+    "a tokenizer without BOS": [model("without_bos")],
+    "spaces around texts": [engine("Stripped")],
+    "several turns": TALK,
+    "several turns in a template": [*TALK, FILLED],
+    "LoRA": ["model.lora={r: 4}"],
+    "a stop string": ["rollout.stop=['5']"],
+    "a repeated digit": ["task={name: arithmetic, skill: copy, digits: 2}"],
+    "a question in words": ["task={name: arithmetic, skill: max, style: words, low: 0, high: 9}"],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_on_what_travels_well(name: str) -> None:
+    assert [finding for finding in probed(*HEALTHY[name]) if finding.severity != "note"] == []
