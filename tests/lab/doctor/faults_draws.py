@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,15 +67,15 @@ class InEightBits(Copied):
 
 
 class ForgetsPositions(Copied):
-    """Every token after the tenth of the text is at position 9."""
+    """Every token after the eighth of the text is at position 7."""
 
     reports = "own"
 
     def alter(self, model: Any) -> None:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if "position_ids" in kwargs:
-                return args, {**kwargs, "position_ids": kwargs["position_ids"].clamp_max(9)}
-            return (args[0], args[1].clamp_max(9), *args[2:]), kwargs
+                return args, {**kwargs, "position_ids": kwargs["position_ids"].clamp_max(7)}
+            return (args[0], args[1].clamp_max(7), *args[2:]), kwargs
 
         model.model.rotary_emb.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -87,10 +88,6 @@ class OtherWeights(Copied):
         return tensor + 0.25 * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
-class GoesOn(Wrapped):
-    """Lets no completion end at its first token."""
-
-
 class Replaces(Copied):
     """Now and then writes another token than the one it drew."""
 
@@ -100,13 +97,7 @@ class Replaces(Copied):
             tokens = list(completion.tokens)
             if number % 3 == 0:
                 tokens[0] = self.token
-            out.append(completion if number % 3 else _with(completion, tokens))
+            out.append(replace(completion, tokens=tuple(tokens)))
         return self.rescored(self.model, request, out, sampling.temperature)
 
     token = tiny_tokenizer().encode("x")[-1]
-
-
-def _with(completion: Any, tokens: list[int]) -> Any:
-    from dataclasses import replace
-
-    return replace(completion, tokens=tuple(tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from keel.base.types import Problem, Reward
 from keel.envs import Task, TaskWrapper, build_task
@@ -87,8 +87,3 @@ class GradedByNextRow(NextRow):
 
     def gold(self, problem: Problem) -> str:
         return str(max(int(n) for n in re.findall(r"\d+", str(problem.prompt))))
-
-
-@dataclass(frozen=True)
-class HalfDone:
-    """A turn that asks on."""

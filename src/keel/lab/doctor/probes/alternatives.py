@@ -23,6 +23,7 @@ _PENALTIES = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)  # presence and frequency
 _NGRAMS = (2, 3, 4)
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _BIASES = (-3.0, -1.0, 1.0, 3.0)
+_FITTED = 1000  # tokens that a value is fitted to
 _COLUMNS = 256  # tokens whose bias is looked at
 
 Edit = Callable[[Sequence[int], int, Any], dict[int, float]]
@@ -36,6 +37,8 @@ class Alternative:
     cause: str
     edit: Edit  # text before the token, how many tokens of that the prompt has, logits → new logits of some tokens
     gain: float  # nats over the policy
+    value: float = math.nan  # of its parameter, where it has one that can be fitted
+    at: Callable[[float], tuple[str, Edit]] | None = None  # the same with another value
 
 
 def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> tuple[list[Alternative], float]:
@@ -49,6 +52,23 @@ def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> t
     prior = [alternative.gain - math.log(len(kinds) * len(kind)) for kind in kinds for alternative in kind]
     every = sorted((a for kind in kinds for a in kind), key=lambda a: -a.gain)
     return [a for a in every if a.gain > 0], float(torch.tensor(prior, dtype=torch.float64).logsumexp(0))
+
+
+def fitted(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Alternative:
+    """The alternative with the value of its parameter that fits best, by a search between its neighbours."""
+    if alternative.at is None:
+        return alternative
+    drawn = drawn.where(torch.arange(len(drawn), device=drawn.tokens.device) < _FITTED)
+    best, step = replace(alternative, gain=-math.inf), abs(alternative.value) / 4
+    plain = drawn.logp(params).sum()
+    for _ in range(3):
+        for value in (best.value - 2 * step, best.value - step, best.value, best.value + step, best.value + 2 * step):
+            name, edit = alternative.at(value)
+            tried = replace(best, name=name, edit=edit, value=value)
+            gain = float((applied(drawn, tried, params).logp(params).sum() - plain).nan_to_num(-math.inf))
+            best = replace(tried, gain=gain) if gain > best.gain else best
+        step /= 3
+    return best
 
 
 def applied(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Draws:
@@ -76,17 +96,34 @@ def _seen_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
         "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples are "
         "not the policy's"
     )
-    named: list[tuple[str, Edit]] = [(f"a repetition penalty of {p:g}", _repetition(p)) for p in _REPETITION]
-    named += [(f"a presence penalty of {p:g}", _presence(p)) for p in _PENALTIES]
-    named += [(f"a frequency penalty of {p:g}", _frequency(p)) for p in _PENALTIES]
-    named += [(f"no repeated {n}-gram", _no_ngram(n)) for n in _NGRAMS]
+    families = (
+        ("a repetition penalty", _repetition),
+        ("a presence penalty", _presence),
+        ("a frequency penalty", _frequency),
+    )
+    named = [
+        (value, _with_value(name, make))
+        for (name, make), values in zip(families, (_REPETITION, _PENALTIES, _PENALTIES), strict=True)
+        for value in values
+    ]
     logits = (drawn.logits / (params.temperature or 1.0)).cpu()
     totals, rows, tokens = logits.logsumexp(-1).tolist(), logits.numpy(), drawn.tokens.tolist()
-    gains = np.zeros(len(named))
+    gains = np.zeros(len(named) + len(_NGRAMS))
     for i, (before, prompt) in enumerate(_contexts(drawn)):
         gains += _gains(np.asarray(before), prompt, rows[i] - totals[i], totals[i], tokens[i])
-    for (name, edit), gain in zip(named, gains, strict=True):
-        yield Alternative(name, cause, edit, gain)
+    for (value, at), gain in zip(named, gains, strict=False):
+        yield Alternative(*_named(at, value, cause), float(gain), value, at)
+    for n, gain in zip(_NGRAMS, gains[len(named) :], strict=True):
+        yield Alternative(f"no repeated {n}-gram", cause, _no_ngram(n), float(gain))
+
+
+def _with_value(name: str, make: Callable[[float], Edit]) -> Callable[[float], tuple[str, Edit]]:
+    return lambda value: (f"{name} of {value:.3g}", make(value))
+
+
+def _named(at: Callable[[float], tuple[str, Edit]], value: float, cause: str) -> tuple[str, str, Edit]:
+    name, edit = at(value)
+    return name, cause, edit
 
 
 def _gains(before: Any, prompt: int, logp: Any, total: float, own: int) -> Any:
@@ -162,18 +199,19 @@ def _token_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
         for token, gain, count, often in zip(
             columns.tolist(), gains.tolist(), counts.tolist(), expected.tolist(), strict=True
         ):
-            figures = f"drawn {count:.0f} times where {often:.3g} are expected"
-            name = f"a ban of token {token}" if bias == -math.inf else f"a bias of {bias:+g} on token {token}"
-            yield Alternative(
-                f"{name} ({figures})",
-                "the engine bans tokens or adds a bias to their logits",
-                _biased(token, bias),
-                gain,
-            )
+            at = _on_token(token, f"drawn {count:.0f} times where {often:.3g} are expected")
+            cause = "the engine bans tokens or adds a bias to their logits"
+            yield Alternative(*_named(at, bias, cause), gain, bias, None if bias == -math.inf else at)
 
 
-def _biased(token: int, bias: float) -> Edit:
-    return lambda before, prompt, logits: {token: float(logits[token]) + bias}
+def _on_token(token: int, figures: str) -> Callable[[float], tuple[str, Edit]]:
+    def at(bias: float) -> tuple[str, Edit]:
+        what = "a ban" if bias == -math.inf else f"a bias of {bias:+.3g}"
+        return f"{what} on token {token} ({figures})", lambda before, prompt, logits: {
+            token: float(logits[token]) + bias
+        }
+
+    return at
 
 
 def _lengths(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> Iterator[Alternative]:

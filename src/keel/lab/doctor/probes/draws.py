@@ -61,16 +61,11 @@ class Draws:
 
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
+    groups = _first(groups, min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary)))
     completions = [c for group in groups for c in group.completions]
-    limit = min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
     chosen: list[tuple[int, Tensor, Tensor]] = []
     for b, logits in setup.each_logits(groups, at_once=32):
-        if limit <= 0:
-            break
-        positions = torch.tensor(
-            [t for t, action in enumerate(completions[b].action) if action][:limit], dtype=torch.long
-        )
-        limit -= len(positions)
+        positions = torch.tensor([t for t, action in enumerate(completions[b].action) if action], dtype=torch.long)
         chosen.append((b, positions, logits[positions.to(logits.device)].double()))
     chosen.sort(key=lambda entry: entry[0])
     device = setup.policy.device
@@ -91,6 +86,20 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
         texts=tuple((*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)),
         prompts=tuple(map(len, prompts)),
     )
+
+
+def _first(groups: Sequence[Group], limit: int) -> list[Group]:
+    """The first completions with about `limit` tokens, at least one: short ones alone would be no fair draws."""
+    chosen, count = [], 0
+    for group in groups:
+        members = []
+        for completion in group.completions:
+            if count < limit:
+                members.append(completion)
+                count += sum(completion.action)
+        if members:
+            chosen.append(replace(group, completions=tuple(members), rewards=group.rewards[: len(members)]))
+    return chosen
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:

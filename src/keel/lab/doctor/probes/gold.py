@@ -25,6 +25,7 @@ FEWEST = 4
 SECONDS = 2.0  # after which no further problem is judged, nor attacked
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
 CHOOSING = 2
+ATTACKS = 60  # judgements that the attacks on a problem take, about
 ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
 FORMS = {  # what a reward may want around an answer
     "{}": "as it is",
@@ -89,15 +90,17 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
         batch = _batch(setup, task)
     except (KeelError, NotImplementedError):
         return []
-    rows, began = [], time.monotonic()
+    rows, judgements, began = [], 0, time.monotonic()
     for index, (problem, turns) in enumerate(zip(batch.problems, batch.golds, strict=True)):
         if index >= FEWEST and time.monotonic() - began > SECONDS:
             break
         rewards = judge.judge(problem, [turns, ("",), *batch.neighbours(index)])
+        judgements += len(rewards or ())
         if rewards and not judge.drain():
             gold, empty, *others = (reward.total for reward in rewards)
             rows.append(JudgedGold(problem, turns, gold, empty, tuple(others)))
     judge.drain()
+    setup.shared["seconds a judgement"] = (time.monotonic() - began) / max(judgements, 1)
     return rows
 
 
@@ -295,7 +298,9 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
         yield _paid("an empty answer", "silence", silent, "", thresholds)
         return
     shares: dict[str, list[tuple[Attack, Payoff]]] = {}
-    for attack, payoff in payoffs(setup.run.task, setup.built.judge, 2 * EXPLAINED, setup.config.run.seed, SECONDS):
+    count = _affordable(setup)
+    attacked = payoffs(setup.run.task, setup.built.judge, count, setup.config.run.seed, None) if count else ()
+    for attack, payoff in attacked:
         if payoff.failure is None and not attack.is_gold:
             shares.setdefault(attack.name, []).append((attack, payoff))
     full = thresholds["exploit_share"]
@@ -308,6 +313,12 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
         _, share, name, values, (attack, payoff) = max(rows, key=lambda row: row[:2])
         example = f" ({payoff.text[:60]!r}, {share:.2f} times the gold answer's reward on average)"
         yield _paid(f"the attack {name!r}", attack.family, values, example, thresholds)
+
+
+def _affordable(setup: ProbeSetup) -> int:
+    """How many problems can be attacked in the time: enough to tell from luck, or none."""
+    each = ATTACKS * setup.shared.get("seconds a judgement", 0.0)
+    return 2 * EXPLAINED if 2 * EXPLAINED * each < 2 * SECONDS else EXPLAINED if EXPLAINED * each < 4 * SECONDS else 0
 
 
 def _mostly(values: Sequence[float], thresholds: Thresholds) -> bool:

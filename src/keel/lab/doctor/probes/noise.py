@@ -16,6 +16,7 @@ from keel.rollout.sampling import SamplingParams
 
 NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
 _DOUBT = 3.0  # nats: copies by chance once in twenty
+_LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, and few of them must not decide
 _SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups of copies would not tell
 
 
@@ -91,7 +92,7 @@ def _logp(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) ->
     """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
     drawn = draws(setup, groups)
     sums = [0.0] * sum(len(group.completions) for group in groups)
-    for row, value in zip(drawn.row.tolist(), drawn.logp(params).clamp_min(-1e3).tolist(), strict=True):
+    for row, value in zip(drawn.row.tolist(), drawn.logp(params).clamp_min(_LEAST).tolist(), strict=True):
         sums[row] += value
     totals = iter(sums)
     return [[next(totals) for _ in group.completions] for group in groups]

@@ -15,6 +15,7 @@ from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, Severity, finding
 from keel.lab.doctor.probes.alternatives import Alternative, alternatives, applied
+from keel.lab.doctor.probes.alternatives import fitted as fitted_alternative
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
@@ -45,9 +46,9 @@ _TARGET_TOKENS = 1500  # tokens
 _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
 _TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter
-_OTHERS = 4  # other ways to draw that are tried
+_OTHERS = 2  # other ways to draw that are tried
 _PRICE = 5.0  # nats: what a further parameter has to be worth
-_ELEMENTS = 20_000_000  # tokens × vocabulary that explanations are tried on
+_TRIED, _ELEMENTS = 2000, 20_000_000  # tokens, and tokens × vocabulary, that explanations are tried on
 _FEW = 20  # tokens that tell whether draws are sound
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
@@ -260,7 +261,8 @@ def _pattern(reported: Draws, plain: SamplingParams) -> str:
     if bool((reported.sample_logp == 0).all()):
         return "; all of them are 0"
     factor = float((reported.sample_logp * true).sum() / true.square().sum().clamp_min(1e-12))
-    if float((reported.sample_logp - factor * true).abs().mean()) <= 0.01 * float(true.abs().mean()):
+    off = float((reported.sample_logp - factor * true).abs().mean())
+    if abs(factor - 1) > 0.01 and off <= 0.01 * float(true.abs().mean()):
         return f"; they are {factor:.3g} times the right ones"
     for shift, where in ((1, "next"), (-1, "previous")):
         neighbour = true.roll(-shift)
@@ -285,12 +287,21 @@ class _Explanation:
     cause: str
     logp: float  # of all tokens, in nats
     chance: float
+    drawn: Draws
+    params: SamplingParams
+
+    def explains(self, thresholds: Thresholds, ends: Iterable[int]) -> bool:
+        """Whether the tokens let it stand, and so leave nothing for another way to draw."""
+        if self.chance <= thresholds["sampler_explained"]:
+            return False
+        left = replace(self.drawn, logits=self.drawn.distribution(self.params))
+        return alternatives(left, SamplingParams(), ends)[1] < -math.log(thresholds["sampler_explained"])
 
 
 def _explanation(code: str, name: str, cause: str, drawn: Draws, params: SamplingParams, free: int = 1) -> _Explanation:
     """One explanation; a parameter that is `free` beyond the first has to be worth its price."""
     logp = -_unlikelihood(drawn, params) - _PRICE * (free - 1)
-    return _Explanation(code, name, cause, logp, uniform_p_value(tail_masses(drawn, params)))
+    return _Explanation(code, name, cause, logp, uniform_p_value(tail_masses(drawn, params)), drawn, params)
 
 
 def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Alternative]) -> Iterator[_Explanation]:
@@ -305,9 +316,10 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
         for name, params in tightest(more, replace(plain, temperature=temperature)):
             both = f"temperature {temperature:g} with {name}"
             yield _explanation("sampler/filter", both, told, more, params, free=2)
-    for other in others[:_OTHERS]:
-        penalized = applied(more, other, plain)
-        yield _explanation("sampler/filter", other.name, other.cause, penalized, plain)
+    kinds = {other.name.partition(" of ")[0].partition(" (")[0]: other for other in reversed(others)}
+    likely = sorted(kinds.values(), key=lambda other: -other.gain)[:_OTHERS]
+    for other in (fitted_alternative(more, other, plain) for other in likely):
+        yield _explanation("sampler/filter", other.name, other.cause, applied(more, other, plain), plain)
 
 
 def _drawn(
@@ -318,12 +330,11 @@ def _drawn(
     size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
     if chance >= thresholds["sampler_draws"] and others:
         size = f"{len(more)} drawn tokens are e^{others[0].gain:.3g} times likelier under another way to draw"
-    small = more.where(torch.arange(len(more), device=more.tokens.device) < max(300, _ELEMENTS // setup.vocabulary))
+    small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
-    fitting = [entry for entry in tried if entry.chance > thresholds["sampler_explained"]]
-    better = [entry for entry in fitting if entry.logp > -_unlikelihood(small, sampling)]
-    if better:
-        best = better[0]
+    better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
+    best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
+    if best is not None:
         configured = (
             f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
         )

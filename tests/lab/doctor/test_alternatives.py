@@ -1,0 +1,99 @@
+"""Other ways to draw: each is found again on tokens drawn that way, and none on the policy's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keel.lab.doctor.probes.alternatives import Edit, alternatives, applied, fitted
+from keel.lab.doctor.probes.alternatives import _frequency as frequency
+from keel.lab.doctor.probes.alternatives import _no_end as no_end
+from keel.lab.doctor.probes.alternatives import _no_ngram as no_ngram
+from keel.lab.doctor.probes.alternatives import _on_token as on_token
+from keel.lab.doctor.probes.alternatives import _presence as presence
+from keel.lab.doctor.probes.alternatives import _repetition as repetition
+from keel.lab.doctor.probes.draws import Draws, tail_masses, tightest, uniform_p_value
+from keel.rollout.sampling import SamplingParams
+
+PLAIN, END = SamplingParams(), 0
+
+
+def written(edit: Edit | None = None, texts: int = 120, length: int = 20, vocabulary: int = 24, seed: int = 0) -> Draws:
+    """Texts of a first-order chain after prompts of five tokens, drawn as `edit` changes the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    chain = 1.2 * torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+    chain[:, END] += 0.3
+    rows, logits, tokens, positions = [], [], [], []
+    lines = []
+    for row in range(texts):
+        line = torch.randint(1, vocabulary, (5,), generator=generator).tolist()
+        for position in range(length):
+            own = chain[line[-1]]
+            changed = own.clone()
+            for token, value in (edit(line, 5, own) if edit else {}).items():
+                changed[token] = value
+            token = int(torch.multinomial(changed.softmax(-1), 1, generator=generator))
+            rows.append(row)
+            logits.append(own)
+            tokens.append(token)
+            positions.append(position)
+            line.append(token)
+            if token == END:
+                break
+        lines.append(tuple(line))
+    return Draws(
+        torch.stack(logits),
+        torch.tensor(tokens),
+        torch.zeros(len(tokens)),
+        torch.tensor(rows),
+        position=torch.tensor(positions),
+        texts=tuple(lines),
+        prompts=(5,) * texts,
+    )
+
+
+def test_none_is_found_on_the_policys_own_draws() -> None:
+    for seed in range(12):
+        assert alternatives(written(seed=seed), PLAIN, [END])[1] < -math.log(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("a repetition penalty of 1.5", repetition(1.5)),
+        ("a presence penalty of 1", presence(1.0)),
+        ("a frequency penalty of 1", frequency(1.0)),
+        ("no repeated 2-gram", no_ngram(2)),
+        ("no end before 6 tokens", no_end([END], 6)),
+        ("a ban on token 3", on_token(3, "")(-math.inf)[1]),
+        ("a bias of +3 on token 3", on_token(3, "")(3.0)[1]),
+    ],
+)
+def test_each_is_found_again_and_is_the_likeliest(name: str, edit: Edit) -> None:
+    drawn = written(edit)
+    others, odds = alternatives(drawn, PLAIN, [END])
+    assert odds > -math.log(1e-6)
+    assert others[0].name.startswith(name)
+    gain = float((applied(drawn, others[0], PLAIN).logp(PLAIN) - drawn.logp(PLAIN)).sum())
+    assert others[0].gain == pytest.approx(gain, rel=1e-9)  # found by the tokens that it touches, checked on all
+    assert uniform_p_value(tail_masses(applied(drawn, others[0], PLAIN), PLAIN)) > 0.01
+
+
+def test_a_value_between_those_of_the_list_is_fitted() -> None:
+    drawn = written(on_token(3, "")(2.0)[1])
+    (first, *_), _ = alternatives(drawn, PLAIN, [END])
+    assert fitted(drawn, first, PLAIN).value == pytest.approx(2.0, abs=0.4)
+
+
+def test_the_tightest_filter_is_the_one_that_was_on() -> None:
+    drawn = written()
+    for params in (replace(PLAIN, top_p=0.83), replace(PLAIN, top_k=5), replace(PLAIN, min_p=0.07)):
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.multinomial(drawn.distribution(params).exp(), 1, generator=generator).squeeze(-1)
+        filtered = replace(drawn, tokens=tokens)
+        explained = [p for _, p in tightest(filtered, PLAIN) if uniform_p_value(tail_masses(filtered, p)) > 0.01]
+        changed = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(PLAIN, name)]
+        assert any(getattr(p, changed[0]) == pytest.approx(getattr(params, changed[0]), rel=0.1) for p in explained)

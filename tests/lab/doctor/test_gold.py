@@ -1,0 +1,139 @@
+"""Gold answers that earn nothing, answers of other rows, rewards that pay for nothing: named, with what would earn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Group, Problem, Reward
+from keel.envs import build_task
+from keel.envs.judge import Judge
+from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.alignment import association
+from keel.lab.doctor.probes.collection import _spread, probe_collection
+from keel.lab.doctor.probes.gold import gold_findings, judged_golds
+from keel.lab.doctor.setup import build_setup
+from lab.doctor.followed import check_named_first
+from lab.doctor.schooled import schooled_config
+
+HERE = "lab.doctor.faults_gold"
+OWN = "rewards=[{name: task}]"
+
+
+def reward(name: str) -> str:
+    return f"rewards=[{{name: '{HERE}:{name}'}}]"
+
+
+def task(name: str) -> list[str]:
+    return [f"task={{name: '{HERE}:{name}'}}", OWN]
+
+
+def collected(*overrides: str):
+    setup = build_setup(schooled_config(*overrides))
+    try:
+        return probe_collection(setup, load_thresholds())
+    finally:
+        setup.run.close()
+
+
+FAULTS = {
+    "a box that nobody asked for": ("reward/gold", [reward("boxed")], "in the form \\boxed{…} earns on 8 of 8"),
+    "a tag": ("reward/gold", [reward("tagged")], "in the form <answer>…</answer> earns on 8 of 8"),
+    "a mark": ("reward/gold", [reward("marked")], "in the form #### … earns on 8 of 8"),
+    "a sentence": ("reward/gold", [reward("spoken")], "in the form The answer is … earns on 8 of 8"),
+    "a worked solution where a value is compared": ("reward/gold", task("WorkedSolutions"), "last number earns on 8"),
+    "a reward that never pays": ("reward/gold", [reward("nothing_earns")], "gold answers earn 0 on average"),
+    "graded by the next row": ("reward/gold", task("GradedByNextRow"), "another problem's gold answer, 1 after it"),
+    "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
+    "pay for length": ("reward/exploit", [reward("counts_characters")], "endless"),
+    "pay for the answer anywhere": ("reward/exploit", [reward("anywhere")], "every answer"),
+    "pay for any number": ("reward/exploit", [reward("any_digit")], "on 16 of 16 problems"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_collection_names_it_and_what_would_have_earned(fault: str) -> None:
+    code, overrides, evidence = FAULTS[fault]
+    findings = {finding.code: finding for finding in collected(*overrides).findings}
+    assert code in findings
+    assert evidence in findings[code].evidence
+
+
+@pytest.mark.parametrize("fault", ["a box that nobody asked for", "answers of the next row"])
+def test_it_is_the_first_finding_of_a_preflight_though_completions_earn_nothing_too(fault: str) -> None:
+    code, overrides, _ = FAULTS[fault]
+    check_named_first(code, overrides)
+
+
+def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:
+    assert not collected(reward("form_and_answer")).findings
+
+
+def spread(values: list[float], gold: float | None):
+    """What 64 groups of four completions come to that earn these in turn."""
+    rewards = [tuple(Reward(value) for value in values)] * 64
+    groups = [Group(Problem(str(i), ""), (), (), earned) for i, earned in enumerate(rewards)]
+    config = schooled_config()
+    setup = SimpleNamespace(
+        failures=(),
+        groups=groups[:4],
+        shared={"groups": groups},
+        config=config,
+        built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4)),
+    )
+    return [(f.code, f.severity, f.cause) for f in _spread(setup, 1.0, gold, load_thresholds())]
+
+
+def test_what_is_constant_because_all_is_solved_is_told_from_what_always_fails() -> None:
+    ((code, severity, cause),) = spread([1.0] * 4, 1.0)
+    assert (code, severity) == ("reward/constant", "warning")
+    assert "solves these problems already" in cause
+    ((code, severity, _),) = spread([0.0] * 4, 1.0)
+    assert (code, severity) == ("reward/constant", "error")
+    ((code, severity, _),) = spread([0.5, 0.5, 0.5, 0.52], 1.0)
+    assert (code, severity) == ("reward/weak", "warning")
+    assert not spread([0.0, 0.0, 0.0, 1.0], 1.0)
+
+
+TASKS = [
+    {"name": "arithmetic"},
+    {"name": "arithmetic", "skill": "add"},
+    {"name": "capitals"},
+    {"name": "countdown"},
+]
+
+
+@pytest.mark.parametrize("options", TASKS, ids=lambda options: " ".join(map(str, options.values())))
+def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schooled setup with another task's problems: no model is asked, so that none has to know them."""
+    setup = build_setup(schooled_config(OWN))
+    try:
+        other = build_task(**options)
+        monkeypatch.setattr(setup.run, "task", other)
+        object.__setattr__(setup.built, "judge", Judge.of(other, on_error="zero"))
+        object.__setattr__(setup.batch, "groups", ())  # problems of another task
+        judged = judged_golds(setup)
+        assert len(judged) > 16
+        assert not list(gold_findings(setup, judged, load_thresholds()))
+    finally:
+        setup.run.close()
+
+
+def test_a_shift_of_answers_is_a_diagonal_and_no_skill_is_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(16, 16, generator=generator, dtype=torch.float64)
+    knows = noise + 4 * torch.eye(16, dtype=torch.float64) + 10 * torch.randn(16, 1, generator=generator).double()
+    assert association(knows, 0) > 8
+    assert association(knows.roll(1, dims=1), 1) == pytest.approx(association(knows, 0))
+    assert all(abs(association(noise, shift)) < 4 for shift in range(-3, 4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_groups_of_a_healthy_run_are_no_alarm(seed: int, size: int) -> None:
+    config = schooled_config(f"run.seed={seed}", f"rollout.num_generations={size}", OWN, "rollout.prompts_per_step=4")
+    diagnosis = preflight(config)
+    assert diagnosis.healthy, diagnosis.findings
