@@ -163,9 +163,9 @@ def look(case: Case) -> Result:
     findings: tuple[tuple[str, str], ...] = ()
     refused = error = ""
     try:
-        subject = subject_of(case, operator.fits) if operator else subject_of(case)
-        apply = operator.apply if operator else LOOKALIKES.get(case.operator or "", lambda subject, random: subject)
-        broken = apply(subject, Random(case.name))
+        change = operator or LOOKALIKES.get(case.operator or "")
+        subject = subject_of(case, change.fits) if change else subject_of(case)
+        broken = change.apply(subject, Random(case.name)) if change else subject
         began = time.monotonic()
         findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
@@ -466,9 +466,10 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # No thread that refreshes it: a fork would inherit the locks that such a thread holds, and wait for them for ever.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         bar = progress.add_task("cases", total=total)
-        yield lambda: progress.advance(bar)
+        yield lambda: progress.update(bar, advance=1, refresh=True)
 
 
 if __name__ == "__main__":

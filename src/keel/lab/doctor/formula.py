@@ -13,6 +13,7 @@ from keel.base.errors import KeelError
 from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
 from keel.kl.nearest import RIGHT, nearest_right
 from keel.lab.doctor.findings import Advice, propose
+from keel.lab.runs import number
 from keel.losses import LOSSES
 from keel.verify.own import estimator_facts
 
@@ -77,8 +78,10 @@ _DEFAULTS = {"estimator": "k3", "placement": "loss", "gradient": "auto", "level"
 
 
 def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> Any:
-    value = tree.get(section)
-    return (value.get(name) or default) if isinstance(value, Mapping) else default
+    inner = tree.get(section)
+    value = inner.get(name) if isinstance(inner, Mapping) else None
+    usable = isinstance(value, str) if isinstance(default, str) else number(value) is not None
+    return value if value and usable else default
 
 
 def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:

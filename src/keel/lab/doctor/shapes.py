@@ -61,9 +61,9 @@ def noise(series: Series) -> tuple[float, float]:
 
 
 def _course(values: np.ndarray, window: int) -> np.ndarray:
-    """Running medians; beyond the ends the last values are mirrored."""
-    half = window // 2
-    padded = np.pad(values, half, mode="reflect" if half < len(values) else "edge")
+    """Running medians; beyond the ends the series goes on as it came, mirrored at its last value."""
+    half = min(window // 2, len(values) - 1)
+    padded = np.pad(values, half, mode="reflect", reflect_type="odd")
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=-1))
 
 
@@ -111,7 +111,7 @@ def fall(series: Series) -> Change | None:
     change = float(levels[-1] - levels[peak])
     below = np.nonzero(values < (levels[-1] + levels[peak]) / 2)[0]
     since = next((int(i) for i in below if i >= peak + window // 2), len(values) - 1)
-    chance = _chance(change, deviation, time, window, window) * len(values) / window
+    chance = 3 * _chance(change, deviation, time, window, window) * len(values) / window  # the best of many windows
     return Change(float(levels[peak]), float(levels[-1]), int(finite.steps[since]), min(1.0, chance))
 
 

@@ -11,7 +11,7 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import option_name
-from keel.lab.doctor.shapes import Change, median, trend
+from keel.lab.doctor.shapes import Change, median, noise, trend
 
 RECENT = 10  # steps that "now" is the mean of
 SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
@@ -53,9 +53,10 @@ def reward_trend(history: History) -> Trend | None:
     third = max(3, len(values) // 3)
     first, last = values[:third], values[-third:]
     gain = statistics.fmean(last) - statistics.fmean(first)
-    noise = math.sqrt(statistics.variance(first) / third + statistics.variance(last) / third)
-    z_score = gain / noise if noise > 0 else math.copysign(math.inf, gain) if gain else 0.0
-    return Trend(statistics.fmean(first), statistics.fmean(last), z_score, noise)
+    _, memory = noise(rewards)
+    error = math.sqrt(memory * (statistics.variance(first) + statistics.variance(last)) / third)
+    z_score = gain / error if error > 0 else math.copysign(math.inf, gain) if gain else 0.0
+    return Trend(statistics.fmean(first), statistics.fmean(last), z_score, error)
 
 
 def no_trend(code: str, history: History) -> Unchecked:

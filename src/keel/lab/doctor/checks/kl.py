@@ -21,6 +21,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
     level,
     movement,
     no_trend,
@@ -37,7 +38,8 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.shapes import LEAST, median, negative
+from keel.lab.doctor.shapes import LEAST, median, negative, noise
+from keel.lab.doctor.shapes import trend as trend_of
 from keel.lab.judge import kl_limit
 
 KL = "KL(policy‖reference)"
@@ -205,7 +207,11 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     now, flat = series.tail(RECENT), reward_flat(history, thresholds)
     if solved(history, thresholds) or saturated(history, thresholds) or now.mean < -thresholds["kl_no_move"]:
         return
-    if now.mean < thresholds["kl_not_learning"] and flat is None:
+    course = trend_of(series)
+    rising = clear(course, thresholds) and course is not None and course.size > thresholds["kl_at_start"]
+    if now.mean < thresholds["kl_not_learning"] and flat and rising:
+        yield Unchecked("kl/not-learning", f"the reward is flat, but {name} is rising: the policy moves")
+    elif now.mean < thresholds["kl_not_learning"] and flat is None:
         yield undecided("kl/not-learning", history, thresholds)
     elif now.mean < thresholds["kl_not_learning"] and flat:
         evidence, beta = f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}", history.beta
@@ -307,14 +313,11 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     name, series = history.kl
     finite = series.finite
     drops = []
+    least = max(thresholds["kl_at_start"], (6 if name.endswith("k1") else 3) * noise(series)[0])
     for index in range(5, len(finite) - 2):
         before, after = finite.values[index - 5 : index], finite.values[index : index + 3]
         usual = sorted(before)[2]
-        if (
-            usual > thresholds["kl_at_start"]
-            and after[0] <= thresholds["reference_follows"] * usual
-            and max(after) < 0.5 * min(before)
-        ):
+        if usual > least and after[0] <= thresholds["reference_follows"] * usual and max(after) < 0.5 * min(before):
             drops.append((int(finite.steps[index]), usual, after[0]))
     if not drops:
         return

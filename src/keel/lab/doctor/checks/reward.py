@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 
@@ -152,7 +151,7 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
         clear(change, thresholds)
         and lost > thresholds["reward_collapse"] * (change.before - floor)
         and lost > thresholds["gap_reward"] * reward_size(history)
-        and not any(abs(change.step - step) <= 1 for step in shift_steps(history, thresholds))  # that is run/shift
+        and not any(abs(change.step - step) <= 0.05 * history.steps for step in shift_steps(history, thresholds))
     ):
         yield finding(
             code,
@@ -287,8 +286,9 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
     typical = [
         value / (1 - live.get(step, 0.0))
         for step, value in zip(spread.steps, spread.values, strict=True)
-        if math.isfinite(value) and value > 0 and live.get(step, 0.0) < 1
+        if value > 0 and 0 <= live.get(step, 0.0) < 1
     ]
+    typical = [value for value in typical if value > 0]
     if not typical:
         return  # no group has any spread: reward/constant
     middle = statistics.median(typical)

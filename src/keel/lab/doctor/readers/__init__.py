@@ -7,11 +7,13 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.doctor.history import History
+from keel.lab.doctor.names import TRAINERS
 from keel.lab.doctor.readers.keel_run import is_keel_run, read_keel_run
 from keel.lab.doctor.readers.table import SUFFIXES, parse_map, read_table
 from keel.lab.doctor.readers.tensorboard import EVENTS, event_folders, read_tensorboard
 from keel.lab.doctor.readers.trl import STATE, read_trl, state_files
 from keel.lab.doctor.readers.wandb_run import is_wandb_run, read_wandb
+from keel.loggers import rundir
 
 __all__ = ["is_run", "parse_map", "read_history", "runs_below"]
 
@@ -27,7 +29,7 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
     if not path.is_dir():
         raise KeelError(f"nothing at {path}: give a run's folder, a log, or a configuration")
     if is_keel_run(path) and not mapping:
-        return read_keel_run(path)
+        return _other_metrics(path) or read_keel_run(path)
     if state_files(path) and not mapping:
         return read_trl(path)
     if is_wandb_run(path):
@@ -38,6 +40,18 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
         f"{path} holds no run: none of Keel's metrics.jsonl, TRL's {STATE}, W&B's run folders or TensorBoard's event "
         "files is in it"
     )
+
+
+def _other_metrics(path: Path) -> History | None:
+    """Of a folder whose metrics.jsonl another trainer wrote, as prime-rl does; None where it is Keel's."""
+    file = path / rundir.METRICS
+    if not file.is_file() or (path / rundir.ENV).is_file():
+        return None
+    try:
+        history = read_table(file)
+    except KeelError:
+        return None
+    return history if history.source in TRAINERS else None
 
 
 def is_run(path: Path) -> bool:

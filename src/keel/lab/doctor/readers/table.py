@@ -158,7 +158,8 @@ class _Spelled(tuple[str, ...]):
 _NOT_FINITE = _Spelled(("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"))
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity)"
-_PAIR = re.compile(rf"([A-Za-z_][\w/.@()\-]*)\s*[:=]\s*(?:np\.\w+\(|tensor\()?({_NUMBER})(?![\w.])")
+_NAME = r"(?<![\w/.@()\-])(?!pid=)([A-Za-z_][\w/.@()\-]{0,200})"  # bounded: a line may be one long word
+_PAIR = re.compile(rf"{_NAME}\s{{0,9}}[:=]\s{{0,9}}(?:np\.\w+\(|tensor\()?({_NUMBER})(?![\w.])")
 
 
 def printed_rows(lines: Iterable[str]) -> list[Row]:

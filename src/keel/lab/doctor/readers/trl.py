@@ -76,7 +76,7 @@ def _state(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KeelError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise KeelError(f"{path} is not a trainer's state: an object with log_history is wanted")

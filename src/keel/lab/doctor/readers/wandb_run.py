@@ -56,9 +56,10 @@ def _options(path: Path) -> dict[str, Any]:
 def _history(path: Path) -> list[dict[str, Any]]:
     """Rows of the binary file; none where W&B is not installed or the file is another."""
     try:
-        from wandb.proto import wandb_internal_pb2 as records
+        from wandb.proto import wandb_internal_pb2
     except ImportError:
         return []
+    records: Any = wandb_internal_pb2  # whose names are made as it is loaded
     rows = []
     for data in _log_records(path.read_bytes()):
         record = records.Record()
