@@ -84,7 +84,7 @@ def doctor(
     from keel.lab.doctor.display import show_diagnosis, verdict
 
     if html is not None:
-        from keel.lab.report import write_diagnosis
+        from keel.lab.doctor.page import write_diagnosis
 
         typer.echo(f"wrote {write_diagnosis(diagnosis, verdict(diagnosis, name), html)}", err=True)
     if as_json:

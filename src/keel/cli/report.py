@@ -24,7 +24,8 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
     out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the first run.")] = None,
 ) -> int:
+    from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report
 
-    typer.echo(f"wrote {write_report(runs, out)}")
+    typer.echo(f"wrote {write_report(runs, out, looked_at)}")
     return 0

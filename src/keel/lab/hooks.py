@@ -17,9 +17,10 @@ def findings(run: Path) -> list[dict[str, Any]]:
 
 def report(run: Path) -> None:
     """report.html of a finished run."""
+    from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report
 
-    write_report([run], run / "report.html")
+    write_report([run], run / "report.html", looked_at)
 
 
 AT_END = EndHooks(findings=findings, report=report)

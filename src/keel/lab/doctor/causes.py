@@ -32,8 +32,7 @@ class Cause:
 def _causes() -> dict[str, Cause]:
     rows = yaml.safe_load(files("keel.lab.doctor").joinpath("causes.yaml").read_text(encoding="utf-8"))
     return {
-        code: Cause(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-        for code, row in rows.items()
+        code: Cause(row.pop("why"), **{key: tuple(codes) for key, codes in row.items()}) for code, row in rows.items()
     }
 
 

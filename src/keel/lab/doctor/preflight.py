@@ -93,7 +93,10 @@ def preflight(
 
 
 # Experiments that run pass after pass over the batch: a large model has less of it.
-PASSES = ("masks", "scoring", "sampler", "weight sync", "reference", "kl_term", "update")
+PASSES = (
+    *("masks", "scoring", "sampler", "weight sync", "reference", "kl_term"),
+    *("update", "reach", "balance", "limits"),  # which share the first update
+)
 # What --quick does without, and what is not known then.
 LEFT_OUT = {
     "weight sync": "sampler/stale",

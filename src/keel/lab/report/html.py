@@ -9,18 +9,16 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
-from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.judge import state
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
 from keel.lab.report import samples, sections
-from keel.lab.report.diagnosis import looked_at, summary
 from keel.lab.report.panels import panels
 from keel.lab.report.verdict import STATE_TONES, sentences
 from keel.lab.runs import RunRecord
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The report of one run, or of several over each other."""
+def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None = None) -> str:
+    """The report of one run, or of several over each other; `looked_at` gives what is folded below the findings."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))]
     body = [f"<header><p class='muted'>Keel run report</p><h1>{escape(title)}</h1></header>"]
@@ -30,7 +28,8 @@ def page(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
-    body.append(block("What the doctor looked at", per_run(runs, looked_at, opened=False)))
+    if looked_at is not None:
+        body.append(block("What the doctor looked at", per_run(runs, looked_at, opened=False)))
     body.append(block("Curves", curves(drawn, len(runs) > 1)))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
@@ -43,12 +42,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
 
 
-def diagnosis_page(diagnosis: Diagnosis, verdict: str) -> str:
-    """What the doctor says of anything, and all that it looked at."""
-    return document(verdict, summary(diagnosis, verdict), chart_data([]))
-
-
-def document(title: str, body: str, data: str) -> str:
+def document(title: str, body: str, data: str = '{"charts":[]}') -> str:
     """The frame. The policy lets only this very script run and nothing be loaded, whatever a completion contains."""
     style, script = resource("page.css"), resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

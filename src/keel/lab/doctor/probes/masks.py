@@ -77,9 +77,9 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         tokens[position] = _other(setup, tokens[position])
         changed = replace(group, prompt_tokens=tuple(tokens))
         where = _after_the_first(group).to(setup.mask.device) if position == last else None
-        answer, own_answer = _answer(setup, group, changed, where), _forward_answer(setup, group, changed, where)
+        answer = _answer(setup, group, changed, where)
         answers.append(answer)
-        if answer <= seen and own_answer > 100 * seen:
+        if answer <= seen and _forward_answer(setup, group, changed, where) > 100 * seen:
             hidden.append(position)
     if not hidden:
         return
@@ -120,8 +120,8 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             after[0, [i for i in later if i > position + 1]] = True
             if not bool(after.any()):
                 continue
-            answer, own_answer = _answer(setup, single, changed, after), _forward_answer(setup, single, changed, after)
-            if answer > seen or own_answer <= 100 * seen:
+            answer = _answer(setup, single, changed, after)
+            if answer > seen or _forward_answer(setup, single, changed, after) <= 100 * seen:
                 return
             yield finding(
                 "mask/attention",

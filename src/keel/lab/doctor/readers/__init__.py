@@ -15,7 +15,7 @@ from keel.lab.doctor.readers.trl import STATE, read_trl, state_files
 from keel.lab.doctor.readers.wandb_run import is_wandb_run, read_wandb
 from keel.loggers import rundir
 
-__all__ = ["parse_map", "read_history", "runs_below"]
+__all__ = ["is_run", "parse_map", "read_history", "runs_below"]
 
 
 def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:

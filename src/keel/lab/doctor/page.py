@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.examine import examine
+from keel.lab.report import write_page
+from keel.lab.report.html import document
 from keel.lab.report.sections import finding_articles, table
 from keel.lab.runs import RunRecord
 
 _TONES = {"confirmed": "bad", "ruled out": "good"}
+
+
+def write_diagnosis(diagnosis: Diagnosis, verdict: str, out: Path) -> Path:
+    """A diagnosis as a page of its own, under its verdict; returns its path."""
+    return write_page(out, document(verdict, summary(diagnosis, verdict)))
 
 
 def summary(diagnosis: Diagnosis, verdict: str) -> str:
