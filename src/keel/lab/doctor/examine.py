@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ from keel.base.files import encode, write_atomic
 from keel.base.thresholds import thresholds_of
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
-from keel.lab.doctor.readers import read_history
+from keel.lab.doctor.readers import is_run, read_history, runs_below
 from keel.lab.doctor.readers.keel_run import is_keel_run
-from keel.lab.doctor.readers.tensorboard import EVENTS
-from keel.lab.doctor.readers.trl import state_files
 from keel.loggers.rundir import FINDINGS
 
 LISTED = 10  # runs that a refusal names
-DEPTH = 5  # folders below the named one that are searched for runs
 
 
 def examine(
@@ -35,31 +31,14 @@ def examine(
 
 def _refuse_folder_of_runs(path: Path) -> None:
     """A folder that holds no run itself names those below it: which one is meant is not for the doctor to guess."""
-    if _is_run(path):
+    if is_run(path):
         return
-    runs = sorted(_runs_below(path), key=lambda run: (-_changed(run), str(run)))
+    runs = sorted(runs_below(path), key=lambda run: (-_changed(run), str(run)))
     if not runs:
         return  # the readers say what they look for
     names = ", ".join(map(str, runs[:LISTED])) + (f" and {len(runs) - LISTED} older" if len(runs) > LISTED else "")
     holds = "one" if len(runs) == 1 else f"{len(runs)}, newest first"
     raise KeelError(f"{path} is no run itself but holds {holds}: name the one that is meant: {names}")
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a folder itself is a run of Keel's or TRL's, or holds TensorBoard's event files."""
-    return is_keel_run(path) or bool(state_files(path)) or any(path.glob(EVENTS))
-
-
-def _runs_below(path: Path) -> Iterator[Path]:
-    """The uppermost runs below a folder, not too deep; what lies inside a run is part of it."""
-    for folder, names, _ in os.walk(path):
-        here = Path(folder)
-        if here != path and _is_run(here):
-            yield here
-            names.clear()
-        elif len(here.relative_to(path).parts) >= DEPTH:
-            names.clear()
-        names[:] = [name for name in names if not name.startswith(".")]
 
 
 def _changed(run: Path) -> float:

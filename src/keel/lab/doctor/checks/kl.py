@@ -357,8 +357,8 @@ def penalty(history: History, thresholds: Thresholds) -> CheckResults:
 
 def unneeded(history: History, thresholds: Thresholds) -> CheckResults:
     """A penalty that the recipe means to be without."""
-    loss_type, beta = history.option("loss.loss_type"), history.option("kl.beta")
-    if not isinstance(loss_type, str) or not isinstance(beta, int | float):
+    loss_type, beta = history.option("loss.loss_type"), history.figure("kl.beta")
+    if not isinstance(loss_type, str) or beta is None:
         yield Unchecked("kl/unneeded", "the loss type and β are not in the log")
         return
     if loss_type == "dr_grpo" and beta > 0:
