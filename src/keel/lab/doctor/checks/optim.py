@@ -90,6 +90,10 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
     if (moving := movement(history, thresholds)) is not None:
         yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
         return
+    silent = history.get("reward/zero_variance_fraction")
+    if silent is not None and silent.mean > thresholds["zero_variance_groups"]:
+        yield Unchecked(code, f"{still}, and no group's rewards differ: there is nothing to move it")
+        return
     if rates is not None and rates.finite.values[-1] == max(rates.finite.values) > rates.finite.values[0]:
         still += f"; the learning rate is still rising at the last step ({rates.finite.values[-1]:.3g})"
         if history.steps < thresholds["steps_to_judge"]:
