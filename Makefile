@@ -8,9 +8,10 @@ VLLM_STAMP := $(VLLM_VENV)/.keel-installed
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
 SEED   ?= 0
 NPROC  ?= 1
+OUT    ?= doctor-results.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic soak lint verify clean
+.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic bench-doctor soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -50,6 +51,9 @@ test-vllm: setup-vllm  ## run the engines' tests on vLLM, in the process and beh
 
 test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instead of a few fixed ones: SEED=7 for others
 	KEEL_METAMORPHIC_EXAMPLES=60 $(BIN)/python -m pytest -n 2 tests/metamorphic --hypothesis-seed=$(SEED)
+
+bench-doctor: setup  ## break healthy runs in every known way and count what the doctor names: recall by kind (an hour; OUT=file goes on)
+	$(BIN)/python bench/doctor.py --verbose --out $(OUT)
 
 soak: setup  ## kill a run 20 times at random, and 10 times a rank of two, and compare each with one left alone (some minutes)
 	$(BIN)/python scripts/soak_resume.py --kills 20

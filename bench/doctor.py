@@ -32,24 +32,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run beside each other
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than matrices this small
 
 import faults
-from faults.base import KINDS, OPERATORS, Operator
+from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
 
-HEALTHY_KINDS = ("healthy", "healthy log")
+HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
 SEEN, HELD = "seen", "held"
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator on the subject of a seed; without an operator, that subject as it is."""
+    """An operator, or a look-alike of a fault, on the subject of a seed; without one, that subject as it is."""
 
     kind: str
     operator: str | None
     seed: int
+
+    @property
+    def healthy(self) -> bool:
+        return self.kind in HEALTHY_KINDS
 
     @property
     def name(self) -> str:
@@ -121,24 +128,24 @@ def chosen(given: argparse.Namespace) -> list[Operator]:
 
 
 def cases(given: argparse.Namespace) -> list[Case]:
-    """Draws of each operator, in rounds so that a run that is stopped has seen all kinds, then the healthy."""
-    operators = chosen(given)
+    """Draws of each operator and of the healthy, in no order, so that what is stopped early has seen all kinds."""
     drawn = [
         Case(operator.kind, operator.name, seed_of(given.seed, operator.name, draw))
         for draw in range(given.draws)
-        for operator in operators
+        for operator in chosen(given)
     ]
-    partial = given.kind or given.only or given.half != "all"
-    count = given.healthy if given.healthy is not None else 0 if partial else 64
-    kinds = HEALTHY_KINDS if importlib.util.find_spec("faults.logs") else HEALTHY_KINDS[:1]
-    for kind in kinds:
-        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // len(kinds))]
-    return drawn
+    is_part = given.kind or given.only or given.half != "all"
+    count = given.healthy if given.healthy is not None else 0 if is_part else 64
+    for kind in HEALTHY_KINDS[:2]:
+        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // 2)]
+    if count:
+        drawn += [Case("look-alike", name, seed_of(given.seed, name)) for name in LOOKALIKES]
+    return sorted(drawn, key=lambda case: case.seed)
 
 
 def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -> Any:
     """A healthy configuration or, for logs, a healthy log."""
-    if case.kind not in ("log", "healthy log"):
+    if not case.kind.endswith("log"):
         return importlib.import_module("faults.healthy").healthy(case.seed, fits)
     logs = importlib.import_module("faults.logs")
     for attempt in range(100):
@@ -156,19 +163,14 @@ def look(case: Case) -> Result:
     findings: tuple[tuple[str, str], ...] = ()
     refused = error = ""
     try:
-        subject = subject_of(case, operator.fits) if operator else subject_of(case)
-        broken = operator.apply(subject, _random(case)) if operator else subject
+        change = operator or LOOKALIKES.get(case.operator or "")
+        subject = subject_of(case, change.fits) if change else subject_of(case)
+        broken = change.apply(subject, Random(case.name)) if change else subject
         began = time.monotonic()
         findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
         error = traceback.format_exc()
     return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2))
-
-
-def _random(case: Case) -> Any:
-    from random import Random
-
-    return Random(f"{case.operator} {case.seed}")
 
 
 def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
@@ -295,7 +297,7 @@ class Row:
 
 def recall(results: Iterable[Result]) -> list[Row]:
     """The faults by kind, and all of them in the last row."""
-    faulty = [result for result in results if result.case.operator]
+    faulty = [result for result in results if not result.case.healthy]
     kinds = [kind for kind in KINDS if any(result.case.kind == kind for result in faulty)]
     return [
         Row(
@@ -313,7 +315,7 @@ def recall(results: Iterable[Result]) -> list[Row]:
 
 def accusations(results: Iterable[Result]) -> list[tuple[str, int, int]]:
     """The healthy by kind: how many, and how many got an error, a warning, or no diagnosis at all."""
-    whole = [result for result in results if not result.case.operator]
+    whole = [result for result in results if result.case.healthy]
     return [
         (kind, len(rows), sum(bool(result.accused or result.error or result.refused) for result in rows))
         for kind in HEALTHY_KINDS
@@ -352,7 +354,7 @@ def misses(results: Sequence[Result]) -> str:
     """One line for each fault that was not named first and for each healthy one that was accused."""
     lines = []
     for result in results:
-        failed = not result.first if result.case.operator else bool(result.accused or result.error or result.refused)
+        failed = not result.first if not result.case.healthy else bool(result.accused or result.error or result.refused)
         if failed:
             last = result.error.strip().splitlines()[-1][:160] if result.error else ""
             shown = ", ".join(result.accused[:4]) or last or result.refused[:160] or "nothing"
@@ -373,7 +375,7 @@ def comparison(before: Sequence[Result], after: Sequence[Result]) -> str:
 
 
 def _outcome(result: Result) -> str:
-    if not result.case.operator:
+    if result.case.healthy:
         return "accused" if result.accused or result.error or result.refused else "silent"
     return "refused" if result.refused else "first" if result.first else "listed" if result.listed else "missed"
 
@@ -403,7 +405,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, action="append", help="only operators of this kind")
     parser.add_argument("--only", action="append", help="only the operator of this name")
     parser.add_argument("--draws", type=int, default=1, help="subjects an operator is applied to")
-    parser.add_argument("--healthy", type=int, help="healthy runs, half of them logs; default 64, 0 of a part")
+    parser.add_argument(
+        "--healthy", type=int, help="healthy runs, half of them logs, and the look-alikes; default 64, 0 of a part"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--processes", type=int, default=2, help="cases looked at beside each other")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a case may take")
@@ -462,9 +466,10 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # No thread that refreshes it: a fork would inherit the locks that such a thread holds, and wait for them for ever.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         bar = progress.add_task("cases", total=total)
-        yield lambda: progress.advance(bar)
+        yield lambda: progress.update(bar, advance=1, refresh=True)
 
 
 if __name__ == "__main__":

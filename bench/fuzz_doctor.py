@@ -74,11 +74,12 @@ class Outcome:
 
 def try_case(case: Case, folder: Path) -> Outcome:
     """Runs one case with its files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     random = Random(case.name)
     try:
         with _limited(LIMIT_S[case.kind]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = _KINDS[case.kind](random, folder)
+            result = KINDS[case.kind](random, folder)
     except KeelError as error:
         line = str(error)
         if line.strip() and len(line.splitlines()) == 1:
@@ -271,7 +272,7 @@ def _preflight(random: Random, folder: Path) -> str:
     return "diagnosis with a failed probe" if failed else "diagnosis"
 
 
-_KINDS = {"log": _log, "config": _config, "preflight": _preflight}
+KINDS = {"log": _log, "config": _config, "preflight": _preflight}
 
 
 def _tried(case: Case, out: Path) -> Outcome:

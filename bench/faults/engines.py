@@ -40,6 +40,11 @@ def is_one_turn(config: Config) -> bool:
     return is_native(config) and option(config, "rollout.max_turns", 1) == 1 and short
 
 
+def has_short_answers(config: Config) -> bool:
+    """Whether an answer is a token or two: one turn, without tags around it."""
+    return is_one_turn(config) and option(config, "task.format") != "answer_tag"
+
+
 def is_synced(config: Config) -> bool:
     """Whether every rollout is meant to be of the newest weights."""
     return is_native(config) and option(config, "rollout.max_staleness", 0) == 0
@@ -400,17 +405,16 @@ class PresencePenalty(Decoded):
 
 @fault(
     "engine/logit-bias",
-    "the end token's logit is raised or lowered before tokens are drawn",
+    "the logits of every third token of the vocabulary are raised or lowered before tokens are drawn",
     "sampler/filter",
     "sampler/mismatch",
-    strengths=(-2.5, 2.0, 3.0),
+    strengths=(-3.0, 2.0, 3.0),
     fits=is_unfiltered,
 )
 class LogitBias(Decoded):
     def shaped(self, logits, contexts, prompt):
-        biased = logits.clone()
-        biased[:, sorted(self.inner.eos_ids)] += self.strength
-        return biased
+        biased = torch.arange(logits.shape[-1], device=logits.device) % 3 == 1
+        return logits + self.strength * biased
 
 
 @fault(
@@ -433,8 +437,8 @@ class BannedTokens(Decoded):
     "the end token may not be drawn before the completion has some tokens",
     "sampler/filter",
     "sampler/mismatch",
-    strengths=(2, 3),
-    fits=is_unfiltered,
+    strengths=(3, 4),
+    fits=lambda config: is_unfiltered(config) and has_short_answers(config),
 )
 class MinTokens(Decoded):
     def shaped(self, logits, contexts, prompt):

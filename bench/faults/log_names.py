@@ -149,6 +149,7 @@ def _trl(row: Row) -> Metrics:
         ended = row.get("truncated", 0.0) < 1  # the mean over no completion is not a number, which TRL logs as null
         out["completions/mean_terminated_length"] = row["length"] * 0.97 if ended else None
         out["completions/min_terminated_length"] = max(1.0, row["length"] // 3) if ended else None
+        out["completions/max_terminated_length"] = row["length"] * 1.9 // 1 if ended else None
     if "clip_fraction" in row:
         out["clip_ratio/low_mean"] = row["clip_fraction"] * 0.4
         out["clip_ratio/low_min"] = row["clip_fraction"] * 0.1

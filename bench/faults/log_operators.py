@@ -102,7 +102,7 @@ def _(log: Log, random: Random) -> Log:
     fits=has("kl", "beta"),
 )
 def _(log: Log, random: Random) -> Log:
-    phase = np.arange(len(log.steps)) * 2 * np.pi / random.uniform(12, 40)
+    phase = np.arange(len(log.steps)) * 2 * np.pi / random.uniform(30, 80)
     kl = ramp_of(log, 0, 0.1) * 0.15 * np.exp(random.uniform(1.2, 1.8) * np.sin(phase)) * noise(log, random, 0.1)
     beta = max(0.01, log.options["beta"]) * np.exp(random.uniform(1.2, 2.0) * np.sin(phase - 1.5))
     return changed(with_kl(log, kl), beta=beta)
@@ -254,7 +254,8 @@ def _(log: Log, random: Random) -> Log:
     "log/reward-huge",
     "Rewards are in the thousands and are not scaled: the KL term weighs nothing beside them.",
     "reward/scale",
-    fits=lambda log: has("kl", "reward_std")(log) and log.options["beta"] > 0,
+    # whether rewards are scaled is an option: a log without them cannot show that this is wrong
+    fits=lambda log: options_kept_with("kl", "reward_std")(log) and log.options["beta"] > 0,
 )
 def _(log: Log, random: Random) -> Log:
     size = 10 ** random.uniform(3.3, 5)

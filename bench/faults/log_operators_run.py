@@ -26,7 +26,12 @@ _SAMPLER = ("sampler/mismatch", "sampler/precision")  # a constant gap: a log ca
 _STALE = ("sampler/stale", "sampler/too-old", "sampler/mismatch")
 
 
-@operator("log/all-clipped", "Nearly all ratios are clipped.", "ratio/all-clipped", fits=has("clip_fraction"))
+@operator(
+    "log/all-clipped",
+    "Nearly all ratios are clipped.",
+    "ratio/all-clipped",
+    fits=lambda log: has("clip_fraction")(log) and log.trainer != "nemo-rl",  # which logs ratios, and not how many
+)
 def _(log: Log, random: Random) -> Log:
     clipped = np.clip(random.uniform(0.8, 0.99) * noise(log, random, 0.02), 0, 1)
     return changed(log, clip_fraction=clipped, old_kl=random.uniform(0.5, 3) * noise(log, random, 0.1))

@@ -52,6 +52,7 @@ class Log:
 
 def write_log(log: Log, folder: Path) -> Path:
     """Writes the log's files below `folder`; returns the path that a user would give to the doctor."""
+    folder.mkdir(parents=True, exist_ok=True)
     return _WRITERS[log.format](log, folder)
 
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import operator
+from faults.base import edited, operator
 from faults.healthy import school_of
-from faults.options import with_options
 from faults.school import CACHE, cached, digest, rows_file
 from keel.base.types import Problem
 from keel.envs.arithmetic import Arithmetic, arithmetic
@@ -47,7 +46,7 @@ def with_folder(config: Config, change: Callable[[Path], None], *key: object) ->
         shutil.copytree(source, folder)
         change(folder)
 
-    return with_options(config, model__name=str(cached(f"broken-{digest(source.name, *key)}", write)))
+    return edited(config, {"model.name": str(cached(f"broken-{digest(source.name, *key)}", write))})
 
 
 def with_tensors(config: Config, change: Callable[[Tensors], Tensors], *key: object) -> Config:
@@ -89,7 +88,7 @@ def with_template(config: Config, old: str, new: str, *key: object) -> Config:
 
 def with_rows(config: Config, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Config:
     """The configuration with other rows in its file."""
-    return with_options(config, data__path=rows_file(change(rows_of(config))))
+    return edited(config, {"data.path": rows_file(change(rows_of(config)))})
 
 
 def reads_file(config: Config) -> bool:
@@ -346,7 +345,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _with_loader(config: Config, loader: str) -> Config:
-    return with_options(config, model__name=f"faults.models:{loader}__{folder_of(config).name.replace('-', '_')}")
+    return edited(config, {"model.name": f"faults.models:{loader}__{folder_of(config).name.replace('-', '_')}"})
 
 
 def all_float(config: Config) -> bool:
@@ -378,7 +377,7 @@ def noisy_forward(config: Config, random: Random) -> Config:
 @operator("model/own-dropout", "The model's own dropout is left on.", "scoring/dropout")
 def own_dropout(config: Config, random: Random) -> Config:
     changed = with_json(config, "config.json", lambda c: c.update(attention_dropout=0.3), "dropout")
-    return with_options(changed, model__dropout=True)
+    return edited(changed, {"model.dropout": True})
 
 
 # ------------------------------------------------------------------------ templates
@@ -435,7 +434,7 @@ def header_of_user(config: Config, random: Random) -> Config:
     "template/none", "A chat model is prompted without its template.", "prompt/no-header", "prompt/format", fits=is_chat
 )
 def template_none(config: Config, random: Random) -> Config:
-    return with_options(config, data__chat_template="none")
+    return edited(config, {"data.chat_template": "none"})
 
 
 @operator(
@@ -446,7 +445,7 @@ def template_none(config: Config, random: Random) -> Config:
     fits=is_chat,
 )
 def template_foreign(config: Config, random: Random) -> Config:
-    return with_options(config, data__chat_template="chatml")
+    return edited(config, {"data.chat_template": "chatml"})
 
 
 @operator("template/double-bos", "The template writes BOS twice.", "prompt/double-bos", fits=is_chat)
@@ -483,7 +482,7 @@ def trailing_space(config: Config, random: Random) -> Config:
 
 @operator("template/prompt-cut", "Prompts are cut to their last few tokens.", "prompt/truncated", "prompt/no-question")
 def prompt_cut(config: Config, random: Random) -> Config:
-    return with_options(config, data__max_prompt_length=3, data__truncation="left")
+    return edited(config, {"data.max_prompt_length": 3, "data.truncation": "left"})
 
 
 # ------------------------------------------------------------------------ data
@@ -515,12 +514,12 @@ def answers_sorted(config: Config, random: Random) -> Config:
 @operator("data/wrong-column", "The column of answers is the rows' number.", "data/misaligned", fits=reads_file)
 def wrong_column(config: Config, random: Random) -> Config:
     changed = with_rows(config, lambda rows: [{**row, "id": str(1000 + i)} for i, row in enumerate(rows)])
-    return with_options(changed, data__columns={"prompt": "question", "answer": "id"})
+    return edited(changed, {"data.columns": {"prompt": "question", "answer": "id"}})
 
 
 @operator("data/missing-column", "The column of answers has another name.", "data/misaligned", fits=reads_file)
 def missing_column(config: Config, random: Random) -> Config:
-    return with_options(config, data__columns={"prompt": "question", "answer": "solution"})
+    return edited(config, {"data.columns": {"prompt": "question", "answer": "solution"}})
 
 
 @operator(
@@ -533,9 +532,8 @@ def worked_solution(config: Config, random: Random) -> Config:
     def solved(answers: list[Any]) -> list[Any]:
         return [f"We compare both. {answer} is it.\n#### {answer} (done)" for answer in answers]
 
-    changed = with_options(_with_answers(config, solved), task__answer="exact")
-    changed["rewards"] = [{"name": "faults.models:equal_value"}]
-    return changed
+    changed = edited(_with_answers(config, solved), {"task.answer": "exact"})
+    return edited(changed, {"rewards": [{"name": "faults.models:equal_value"}]})
 
 
 def equal_value(problem: Problem, text: str) -> float:
@@ -554,9 +552,7 @@ def equal_value(problem: Problem, text: str) -> float:
     fits=reads_file,
 )
 def tags_not_asked(config: Config, random: Random) -> Config:
-    changed = with_options(config)
-    changed["rewards"] = [{"name": "numeric", "tag": "answer"}]
-    return changed
+    return edited(config, {"rewards": [{"name": "numeric", "tag": "answer"}]})
 
 
 @operator("data/answers-empty", "Answers are empty.", "reward/gold", fits=reads_file, refusal="is empty")
@@ -567,8 +563,7 @@ def answers_empty(config: Config, random: Random) -> Config:
 @operator("data/answers-all-right", "Every answer is accepted.", "reward/exploit", "reward/constant", fits=reads_file)
 def answers_all_right(config: Config, random: Random) -> Config:
     changed = _with_answers(config, lambda answers: [[str(digit) for digit in range(10)]] * len(answers))
-    changed["rewards"] = [{"name": "task"}]
-    return changed
+    return edited(changed, {"rewards": [{"name": "task"}]})
 
 
 @operator("data/one-problem", "One problem fills the whole file.", "task/repeats", fits=reads_file)
@@ -607,9 +602,9 @@ def rendered_alike(config: Config, random: Random) -> Config:
     fits=lambda c: is_plain(c) and not reads_file(c),
 )
 def too_hard(config: Config, random: Random) -> Config:
-    changed = with_options(config, task={"name": "arithmetic", "skill": "multiply", "low": 1000, "high": 9999})
+    changed = edited(config, {"task": {"name": "arithmetic", "skill": "multiply", "low": 1000, "high": 9999}})
     changed["rewards"] = [{"name": "task"}]
-    return with_options(changed, rollout__max_completion_length=16)
+    return edited(changed, {"rollout.max_completion_length": 16})
 
 
 @dataclass(frozen=True)
@@ -631,7 +626,7 @@ def leaky(skill: str, low: int, high: int) -> Leaky:
     fits=lambda c: is_plain(c) and not reads_file(c),
 )
 def held_out_leak(config: Config, random: Random) -> Config:
-    return with_options(config, task__name="faults.models:leaky")
+    return edited(config, {"task.name": "faults.models:leaky"})
 
 
 @operator(
@@ -643,4 +638,4 @@ def held_out_leak(config: Config, random: Random) -> Config:
 def eval_asks_otherwise(config: Config, random: Random) -> Config:
     held = [{**row, "question": f"Question: {row['question'][:-1]}\nAnswer: "} for row in rows_of(config)]
     changed = with_rows(config, lambda rows: rows[:80])
-    return with_options(changed, task__eval_path=rows_file(held[80:]))
+    return edited(changed, {"task.eval_path": rows_file(held[80:])})

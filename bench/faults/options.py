@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from random import Random
 from typing import Any
 
-from faults.base import operator
+from faults.base import edited, operator
 
 Config = dict[str, Any]
-
-
-def with_options(config: Config, /, **options: Any) -> Config:
-    """The configuration with options set, each by its path with two underscores for a dot."""
-    changed = deepcopy(config)
-    for path, value in options.items():
-        *sections, name = path.split("__")
-        section = changed
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return changed
 
 
 def full(config: Config) -> bool:
@@ -49,50 +36,52 @@ def one_reward(config: Config) -> bool:
 
 @operator("option/rate-tiny", "The learning rate is 1e-12.", "optim/no-update")
 def rate_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, optim__learning_rate=1e-12)
+    return edited(config, {"optim.learning_rate": 1e-12})
 
 
 @operator("option/rate-of-large-model", "The learning rate of a 70B model's recipe.", "optim/no-update")
 def rate_of_large_model(config: Config, random: Random) -> Config:
-    return with_options(config, optim__learning_rate=config["optim"]["learning_rate"] * 1e-5)
+    return edited(config, {"optim.learning_rate": config["optim"]["learning_rate"] * 1e-5})
 
 
 @operator("option/rate-zero", "The learning rate is 0, as where a sweep's value was lost.", "optim/no-update")
 def rate_zero(config: Config, random: Random) -> Config:
-    return with_options(config, optim__learning_rate=0.0)
+    return edited(config, {"optim.learning_rate": 0.0})
 
 
 @operator("option/warmup-longer-than-run", "The warm-up is far longer than the run.", "optim/no-update")
 def warmup_longer_than_run(config: Config, random: Random) -> Config:
-    return with_options(
+    return edited(
         config,
-        optim__schedule="constant",
-        optim__warmup_steps=random.choice((100, 1000)) * config["run"]["max_steps"],
-        optim__decay_steps=None,
+        {
+            "optim.schedule": "constant",
+            "optim.warmup_steps": random.choice((100, 1000)) * config["run"]["max_steps"],
+            "optim.decay_steps": None,
+        },
     )
 
 
 @operator("option/decay-at-once", "The schedule ends after its first step at a rate of 0.", "optim/no-update")
 def decay_at_once(config: Config, random: Random) -> Config:
     schedule = random.choice(("linear", "cosine"))
-    return with_options(
-        config, optim__schedule=schedule, optim__warmup_steps=0, optim__decay_steps=1, optim__final_ratio=0.0
+    return edited(
+        config, {"optim.schedule": schedule, "optim.warmup_steps": 0, "optim.decay_steps": 1, "optim.final_ratio": 0.0}
     )
 
 
 @operator("option/clip-norm-with-eps", "Gradients are clipped to next to nothing, below Adam's eps.", "optim/no-update")
 def clip_norm_with_eps(config: Config, random: Random) -> Config:
-    return with_options(config, optim__max_grad_norm=1e-9)
+    return edited(config, {"optim.max_grad_norm": 1e-9})
 
 
 @operator("option/adam-eps", "Adam's eps is larger than any gradient.", "optim/no-update")
 def adam_eps(config: Config, random: Random) -> Config:
-    return with_options(config, optim__eps=random.choice((1e3, 1e5)))
+    return edited(config, {"optim.eps": random.choice((1e3, 1e5))})
 
 
 @operator("option/lora-alpha-tiny", "The adapter's scale is next to nothing.", "optim/no-update", fits=lora)
 def lora_alpha_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, model__lora__alpha=1e-6)
+    return edited(config, {"model.lora.alpha": 1e-6})
 
 
 @operator(
@@ -103,12 +92,12 @@ def lora_alpha_tiny(config: Config, random: Random) -> Config:
 )
 def weights_swallow_update(config: Config, random: Random) -> Config:
     rate = config["optim"]["learning_rate"] * 1e-2
-    return with_options(config, model__dtype="bfloat16", optim__learning_rate=rate, optim__precision="auto")
+    return edited(config, {"model.dtype": "bfloat16", "optim.learning_rate": rate, "optim.precision": "auto"})
 
 
 @operator("option/reward-warmup-endless", "The advantages' weight rises over a million steps.", "optim/no-update")
 def reward_warmup_endless(config: Config, random: Random) -> Config:
-    return with_options(config, reward__warmup_steps=10_000_000, kl={"beta": 0.0}, loss__entropy_coef=0.0)
+    return edited(config, {"reward.warmup_steps": 10_000_000, "kl": {"beta": 0.0}, "loss.entropy_coef": 0.0})
 
 
 # ------------------------------------------------------------------------ the update is too much
@@ -116,17 +105,17 @@ def reward_warmup_endless(config: Config, random: Random) -> Config:
 
 @operator("option/rate-huge", "The learning rate is a thousand times too large.", "optim/lr-too-high")
 def rate_huge(config: Config, random: Random) -> Config:
-    return with_options(config, optim__learning_rate=config["optim"]["learning_rate"] * 1000)
+    return edited(config, {"optim.learning_rate": config["optim"]["learning_rate"] * 1000})
 
 
 @operator("option/rate-of-pretraining", "The learning rate of a pretraining run.", "optim/lr-too-high", fits=full)
 def rate_of_pretraining(config: Config, random: Random) -> Config:
-    return with_options(config, optim__learning_rate=0.02, optim__warmup_steps=0)
+    return edited(config, {"optim.learning_rate": 0.02, "optim.warmup_steps": 0})
 
 
 @operator("option/lora-scale-huge", "alpha / r of the adapter is in the thousands.", "optim/lr-too-high", fits=lora)
 def lora_scale_huge(config: Config, random: Random) -> Config:
-    return with_options(config, model__lora__alpha=4096.0 * config["model"]["lora"]["r"])
+    return edited(config, {"model.lora.alpha": 4096.0 * config["model"]["lora"]["r"]})
 
 
 @operator(
@@ -134,27 +123,29 @@ def lora_scale_huge(config: Config, random: Random) -> Config:
 )
 def many_passes(config: Config, random: Random) -> Config:
     rate = config["optim"]["learning_rate"] * 5
-    return with_options(
+    return edited(
         config,
-        loss__loss_type="grpo",
-        loss__num_iterations=16,
-        loss__epsilon=50.0,
-        loss__epsilon_high=50.0,
-        optim__learning_rate=rate,
-        optim__warmup_steps=0,
+        {
+            "loss.loss_type": "grpo",
+            "loss.num_iterations": 16,
+            "loss.epsilon": 50.0,
+            "loss.epsilon_high": 50.0,
+            "optim.learning_rate": rate,
+            "optim.warmup_steps": 0,
+        },
     )
 
 
 @operator("option/weight-decay", "Weight decay pulls harder than the gradient.", "optim/weight-decay", fits=full)
 def weight_decay(config: Config, random: Random) -> Config:
-    return with_options(config, optim__weight_decay=random.choice((100.0, 300.0, 1000.0)))
+    return edited(config, {"optim.weight_decay": random.choice((100.0, 300.0, 1000.0))})
 
 
 @operator(
     "option/momentum-endless", "The first moment never forgets what it began with: beta1 is 1.", "optim/no-update"
 )
 def momentum_endless(config: Config, random: Random) -> Config:
-    return with_options(config, optim__betas=[1.0, 0.999])
+    return edited(config, {"optim.betas": [1.0, 0.999]})
 
 
 # ------------------------------------------------------------------------ another term rules
@@ -162,36 +153,38 @@ def momentum_endless(config: Config, random: Random) -> Config:
 
 @operator("option/beta-huge", "The KL coefficient of another unit: 50 and more.", "kl/too-strong", fits=penalty)
 def beta_huge(config: Config, random: Random) -> Config:
-    return with_options(config, kl__beta=random.choice((50.0, 1000.0)))
+    return edited(config, {"kl.beta": random.choice((50.0, 1000.0))})
 
 
 @operator("option/beta-per-token-in-reward", "A huge penalty in the reward.", "kl/too-strong", fits=penalty)
 def beta_in_reward(config: Config, random: Random) -> Config:
-    return with_options(
+    return edited(
         config,
-        kl__placement="reward",
-        kl__estimator="k1",
-        kl__level="token",
-        kl__beta=300.0,
-        loss__scale_rewards="none",
+        {
+            "kl.placement": "reward",
+            "kl.estimator": "k1",
+            "kl.level": "token",
+            "kl.beta": 300.0,
+            "loss.scale_rewards": "none",
+        },
     )
 
 
 @operator("option/controller-floor", "The controller's floor is far above any useful β.", "kl/too-strong", fits=penalty)
 def controller_floor(config: Config, random: Random) -> Config:
-    return with_options(config, kl__controller={"name": "fixed", "low": 500.0})
+    return edited(config, {"kl.controller": {"name": "fixed", "low": 500.0}})
 
 
 @operator(
     "option/controller-zero", "The controller's ceiling is 0: the penalty never acts.", "kl/controller", fits=penalty
 )
 def controller_zero(config: Config, random: Random) -> Config:
-    return with_options(config, kl__controller={"name": "fixed", "high": 0.0})
+    return edited(config, {"kl.controller": {"name": "fixed", "high": 0.0}})
 
 
 @operator("option/kl-warmup-endless", "β rises over ten million steps.", "kl/controller", fits=penalty)
 def kl_warmup_endless(config: Config, random: Random) -> Config:
-    return with_options(config, kl__controller={"name": "warmup", "steps": 10_000_000})
+    return edited(config, {"kl.controller": {"name": "warmup", "steps": 10_000_000}})
 
 
 @operator(
@@ -201,7 +194,7 @@ def kl_warmup_endless(config: Config, random: Random) -> Config:
     fits=penalty,
 )
 def target_unit(config: Config, random: Random) -> Config:
-    return with_options(config, kl__controller={"name": "step", "target": 600.0, "preset": "ppo", "low": 0.0})
+    return edited(config, {"kl.controller": {"name": "step", "target": 600.0, "preset": "ppo", "low": 0.0}})
 
 
 @operator(
@@ -211,23 +204,23 @@ def target_unit(config: Config, random: Random) -> Config:
     "kl/scale",
 )
 def log_ratio_clamp(config: Config, random: Random) -> Config:
-    return with_options(config, kl={"beta": 0.1, "estimator": "k3", "log_ratio_clamp": 1e-7})
+    return edited(config, {"kl": {"beta": 0.1, "estimator": "k3", "log_ratio_clamp": 1e-7}})
 
 
 @operator("option/entropy-huge", "The entropy bonus is a hundred times the policy term.", "entropy/too-strong")
 def entropy_huge(config: Config, random: Random) -> Config:
-    return with_options(config, loss__entropy_coef=random.choice((20.0, 100.0)))
+    return edited(config, {"loss.entropy_coef": random.choice((20.0, 100.0))})
 
 
 @operator("option/entropy-negative", "The entropy bonus has the wrong sign.", "entropy/too-strong")
 def entropy_negative(config: Config, random: Random) -> Config:
-    return with_options(config, loss__entropy_coef=-1.0)
+    return edited(config, {"loss.entropy_coef": -1.0})
 
 
 @operator("option/epsilon-zero", "The clip range is 0: every second update sees nothing.", "loss/clip")
 def epsilon_zero(config: Config, random: Random) -> Config:
-    return with_options(
-        config, loss__loss_type="grpo", loss__epsilon=0.0, loss__epsilon_high=0.0, loss__num_iterations=4
+    return edited(
+        config, {"loss.loss_type": "grpo", "loss.epsilon": 0.0, "loss.epsilon_high": 0.0, "loss.num_iterations": 4}
     )
 
 
@@ -239,12 +232,12 @@ def epsilon_zero(config: Config, random: Random) -> Config:
     "loss/scale",
 )
 def delta_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, loss__loss_type="grpo", loss__delta=1e-4)
+    return edited(config, {"loss.loss_type": "grpo", "loss.delta": 1e-4})
 
 
 @operator("option/cispo-cap", "The cap of cispo's weight is next to 0.", "loss/clip", "loss/scale", "loss/no-gradient")
 def cispo_cap(config: Config, random: Random) -> Config:
-    changed = with_options(config, loss__loss_type="cispo", loss__epsilon_high=1e-5)
+    changed = edited(config, {"loss.loss_type": "cispo", "loss.epsilon_high": 1e-5})
     changed["loss"].pop("epsilon", None)
     return changed
 
@@ -256,12 +249,12 @@ def cispo_cap(config: Config, random: Random) -> Config:
     "loss/clip",
 )
 def mismatch_masks_all(config: Config, random: Random) -> Config:
-    return with_options(config, loss__mismatch={"kind": "icepop", "cap": 1.0, "floor": 1.0})
+    return edited(config, {"loss.mismatch": {"kind": "icepop", "cap": 1.0, "floor": 1.0}})
 
 
 @operator("option/controller-multiplies-zero", "A controller that multiplies β begins at 0.", "kl/controller")
 def controller_multiplies_zero(config: Config, random: Random) -> Config:
-    return with_options(config, kl={"beta": 0.0, "controller": {"name": "step", "target": 0.05, "low": 0.0}})
+    return edited(config, {"kl": {"beta": 0.0, "controller": {"name": "step", "target": 0.05, "low": 0.0}}})
 
 
 # ------------------------------------------------------------------------ sampling
@@ -269,29 +262,29 @@ def controller_multiplies_zero(config: Config, random: Random) -> Config:
 
 @operator("option/temperature-cold", "The temperature is next to 0.", "rollout/temperature")
 def temperature_cold(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__temperature=random.choice((0.01, 0.02)))
+    return edited(config, {"rollout.temperature": random.choice((0.01, 0.02))})
 
 
 @operator("option/greedy", "The temperature is 0: all completions of a group are the same.", "rollout/temperature")
 def greedy(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__temperature=0.0, eval__k=[1])
+    return edited(config, {"rollout.temperature": 0.0, "eval.k": [1]})
 
 
 @operator("option/temperature-hot", "The temperature is far too high: completions are noise.", "rollout/temperature")
 def temperature_hot(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__temperature=random.choice((5.0, 10.0)))
+    return edited(config, {"rollout.temperature": random.choice((5.0, 10.0))})
 
 
 @operator("option/top-k-one", "Only the most probable token is drawn.", "rollout/temperature", "sampler/filter")
 def top_k_one(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__top_k=1)
+    return edited(config, {"rollout.top_k": 1})
 
 
 @operator(
     "option/top-p-tiny", "The nucleus holds a twentieth of the probability.", "rollout/temperature", "sampler/filter"
 )
 def top_p_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__top_p=0.05)
+    return edited(config, {"rollout.top_p": 0.05})
 
 
 @operator(
@@ -301,18 +294,18 @@ def top_p_tiny(config: Config, random: Random) -> Config:
     "sampler/filter",
 )
 def min_p_high(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__min_p=0.95)
+    return edited(config, {"rollout.min_p": 0.95})
 
 
 @operator("option/length-short", "Completions are cut before they can end.", "output/truncated")
 def length_short(config: Config, random: Random) -> Config:
-    short = {"rollout__max_completion_length": 1} if one_turn(config) else {"rollout__max_turn_length": 4}
-    return with_options(config, **short)
+    short = {"rollout.max_completion_length": 1} if one_turn(config) else {"rollout.max_turn_length": 4}
+    return edited(config, short)
 
 
 @operator("option/mask-truncated-all", "Every completion is cut, and cut ones are masked.", "output/truncated")
 def mask_truncated_all(config: Config, random: Random) -> Config:
-    return with_options(length_short(config, random), loss__mask_truncated_completions=True)
+    return edited(length_short(config, random), {"loss.mask_truncated_completions": True})
 
 
 @operator(
@@ -324,7 +317,7 @@ def mask_truncated_all(config: Config, random: Random) -> Config:
     fits=lambda config: not one_turn(config),
 )
 def turns_too_few(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__max_turns=1)
+    return edited(config, {"rollout.max_turns": 1})
 
 
 @operator(
@@ -335,8 +328,8 @@ def turns_too_few(config: Config, random: Random) -> Config:
     fits=one_turn,
 )
 def stop_in_answer(config: Config, random: Random) -> Config:
-    return with_options(
-        config, rollout__stop=["<"] if config["task"].get("format") == "answer_tag" else [str(d) for d in range(10)]
+    return edited(
+        config, {"rollout.stop": ["<"] if config["task"].get("format") == "answer_tag" else [str(d) for d in range(10)]}
     )
 
 
@@ -344,7 +337,7 @@ def stop_in_answer(config: Config, random: Random) -> Config:
     "option/staleness-deep", "Sampling runs many steps ahead of large updates.", "sampler/too-old", "optim/lr-too-high"
 )
 def staleness_deep(config: Config, random: Random) -> Config:
-    return with_options(config, rollout__max_staleness=64, optim__learning_rate=config["optim"]["learning_rate"] * 10)
+    return edited(config, {"rollout.max_staleness": 64, "optim.learning_rate": config["optim"]["learning_rate"] * 10})
 
 
 # ------------------------------------------------------------------------ what is left out
@@ -352,26 +345,24 @@ def staleness_deep(config: Config, random: Random) -> Config:
 
 @operator("option/collect-max-tiny", "Every completion's KL is above the limit for the policy term.", "kl/rejects-all")
 def collect_max_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, kl__collect_max=1e-12, kl__measure_every=1, reference={"kind": "frozen"})
+    return edited(config, {"kl.collect_max": 1e-12, "kl.measure_every": 1, "reference": {"kind": "frozen"}})
 
 
 @operator("option/budget-tiny", "The budget is spent by the first update.", "guard/skips-all", "kl/over-budget")
 def budget_tiny(config: Config, random: Random) -> Config:
-    return with_options(config, kl__budget={"max": 1e-9, "action": "stop"})
+    return edited(config, {"kl.budget": {"max": 1e-9, "action": "stop"}})
 
 
 @operator("option/guard-tight", "Every gradient norm above a hair over the median is skipped.", "guard/skips-all")
 def guard_tight(config: Config, random: Random) -> Config:
-    return with_options(config, guards__grad_spike=1.0000001, guards__on_spike="skip")
+    return edited(config, {"guards.grad_spike": 1.0000001, "guards.on_spike": "skip"})
 
 
 # ------------------------------------------------------------------------ rewards' options
 
 
 def _with_rewards(config: Config, **options: Any) -> Config:
-    changed = deepcopy(config)
-    changed["rewards"] = [{**part, **options} for part in changed["rewards"]]
-    return changed
+    return edited(config, {"rewards": [{**part, **options} for part in config["rewards"]]})
 
 
 @operator("option/reward-weight-zero", "The weight of every reward is 0.", "reward/gold")
@@ -391,16 +382,15 @@ def reward_weight_negative(config: Config, random: Random) -> Config:
     fits=penalty,
 )
 def reward_weight_huge(config: Config, random: Random) -> Config:
-    return with_options(_with_rewards(config, weight=1e6), loss__scale_rewards="none")
+    return edited(_with_rewards(config, weight=1e6), {"loss.scale_rewards": "none"})
 
 
 @operator(
     "option/length-rules", "A part for brevity outweighs being right.", "reward/gold", "reward/exploit", fits=one_turn
 )
 def length_rules(config: Config, random: Random) -> Config:
-    changed = deepcopy(config)
-    changed["rewards"] = [{"name": "task"}, {"name": "length", "weight": 50.0, "target": 0, "scale": 4}]
-    return changed
+    length = {"name": "length", "weight": 50.0, "target": 0, "scale": 4}
+    return edited(config, {"rewards": [{"name": "task"}, length]})
 
 
 @operator(
@@ -410,12 +400,12 @@ def length_rules(config: Config, random: Random) -> Config:
     "reward/fickle",
 )
 def rewards_shuffled(config: Config, random: Random) -> Config:
-    return with_options(config, reward__shuffle=random.randrange(100))
+    return edited(config, {"reward.shuffle": random.randrange(100)})
 
 
 @operator("option/reward-timeout", "Rewards have no time to answer.", "reward/failed")
 def reward_timeout(config: Config, random: Random) -> Config:
-    changed = with_options(config, reward__timeout_s=0.005, reward__on_error="zero")
+    changed = edited(config, {"reward.timeout_s": 0.005, "reward.on_error": "zero"})
     changed["rewards"] = [{"name": "faults.options:slow_reward"}]
     return changed
 
@@ -434,7 +424,7 @@ def slow_reward(problem: Any, text: str) -> float:
     "option/reference-follows", "The reference takes the policy over at every step.", "reference/follows", fits=penalty
 )
 def reference_follows(config: Config, random: Random) -> Config:
-    return with_options(config, reference={"kind": "ema", "alpha": 1.0, "every": 1})
+    return edited(config, {"reference": {"kind": "ema", "alpha": 1.0, "every": 1}})
 
 
 @operator(
@@ -444,12 +434,12 @@ def reference_follows(config: Config, random: Random) -> Config:
     fits=penalty,
 )
 def snapshot_each_step(config: Config, random: Random) -> Config:
-    return with_options(config, reference={"kind": "snapshot", "every": 1})
+    return edited(config, {"reference": {"kind": "snapshot", "every": 1}})
 
 
 @operator("option/adapter-dropout", "The adapter's dropout is on.", "scoring/dropout", fits=lora)
 def adapter_dropout(config: Config, random: Random) -> Config:
-    return with_options(config, model__lora__dropout=0.3)
+    return edited(config, {"model.lora.dropout": 0.3})
 
 
 @operator(
@@ -459,4 +449,4 @@ def adapter_dropout(config: Config, random: Random) -> Config:
     fits=lora,
 )
 def adapter_misses_model(config: Config, random: Random) -> Config:
-    return with_options(config, model__lora__targets=["not_a_layer"])
+    return edited(config, {"model.lora.targets": ["not_a_layer"]})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +38,19 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
-Loaded = tuple[Any, Any, tuple[str, ...]]  # model, tokenizer, notes
-Loader = Callable[..., Loaded]
+
+
+class Loaded(NamedTuple):
+    """What a loader gives; `missing` are weights that the checkpoint lacks, `unexpected` those that only it has."""
+
+    model: Any
+    tokenizer: Any
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+Loader = Callable[..., tuple[Any, ...]]  # the fields of Loaded, as many as it knows
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class LoadedModel:
     `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
     is None where the config names no limit. `notes` say what was decided on the user's behalf. `shared_prefix` says
     whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why it may not.
+    `missing` are weights that the checkpoint lacks and that start at random, `unexpected` those that only it has.
     """
 
     model: nn.Module
@@ -63,6 +75,8 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     shared_prefix: bool = False
     packing_note: str | None = None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def load_model(
@@ -94,7 +108,8 @@ def load_model(
     dtype, dtype_notes = resolve_dtype(options.dtype, device)
     loader = loader or _loader(name)
     quantization = _quantization_kwargs(options.quantization, loader, lora, device)
-    policy, tokenizer, notes = loader(options, dtype=dtype, seed=seed, quantization=quantization)
+    read = Loaded(*loader(options, dtype=dtype, seed=seed, quantization=quantization))
+    policy, tokenizer, notes = read.model, read.tokenizer, read.notes
     notes += (*dtype_notes, *check_tokenizer(tokenizer, policy, name))
     if not options.dropout:
         disable_dropout(policy)
@@ -138,6 +153,8 @@ def load_model(
         notes=notes,
         shared_prefix=shared_prefix,
         packing_note=packing_note,
+        missing=read.missing,
+        unexpected=read.unexpected,
     )
 
 
@@ -277,7 +294,7 @@ def _loader(name: str) -> Loader:
 
 
 def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> Loaded:
-    return (*tiny_model(seed, model.attn_implementation), ())
+    return Loaded(*tiny_model(seed, model.attn_implementation))
 
 
 def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Loaded:
@@ -287,7 +304,7 @@ def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Lo
         loaded = load_gguf(Path(model.name).expanduser(), dtype=dtype, attn_implementation=model.attn_implementation)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise error if isinstance(error, KeelError) else _cannot_load(model.name, error) from error
-    return (*loaded, ())
+    return Loaded(*loaded)
 
 
 def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loaded:
@@ -297,7 +314,7 @@ def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loade
     result = loader(**part_arguments(f"model loader {name}", loader, {}, **offered))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
-    return (*result, ())
+    return Loaded(*result)
 
 
 def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantization: Any, **_: Any) -> Loaded:
@@ -311,18 +328,26 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
         options = {"config": config, "dtype": dtype, "trust_remote_code": trust, **(quantization or {})}
+        options["output_loading_info"] = True
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, **options)
-            return loaded, tokenizer, ()
+            loaded, info = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, **options)
+            return Loaded(loaded, tokenizer, (), *_differences(info))
         except ValueError as error:
             if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 raise
-        loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
-        return loaded, tokenizer, (f"{name!r} has no sdpa attention: attn_implementation=eager is used",)
+        loaded, info = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        note = f"{name!r} has no sdpa attention: attn_implementation=eager is used"
+        return Loaded(loaded, tokenizer, (note,), *_differences(info))
     except KeelError:
         raise
     except Exception as error:  # what transformers raises here has no common base
         raise _cannot_load(name, error) from error
+
+
+def _differences(info: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of weights that the checkpoint lacks, and of those that only it has, from transformers' loading info."""
+    missing, unexpected = (tuple(sorted(map(str, info.get(f"{kind}_keys", ())))) for kind in ("missing", "unexpected"))
+    return missing, unexpected
 
 
 def describe_source(name: str) -> str:

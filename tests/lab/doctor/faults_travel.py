@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from keel.base.types import Problem
-from keel.models.tiny import CHAT_TEMPLATE
-from lab.doctor.faults import Odd, Wrapped
-from lab.doctor.schooled import schooled_model
+from keel.models.tiny import CHARACTERS, CHAT_TEMPLATE, character_tokenizer
+from keel.rollout import Request
+from lab.doctor.faults import NoLogp, Odd, Wrapped
+from lab.doctor.schooled import fresh_model, schooled_model
 
 # Templates
 
@@ -55,6 +60,66 @@ def cutting_tokenizer() -> tuple[Any, Any]:
     whole = tokenizer.encode
     tokenizer.encode = lambda text, **options: whole(text, **options)[:6]
     return model, tokenizer
+
+
+# Models
+
+
+def forgotten_layer() -> tuple[Any, Any]:
+    """The second layer as it is before anything is loaded into it."""
+    model, tokenizer = _schooled()
+    model.model.layers[1].load_state_dict(fresh_model(seed=5)[0].model.layers[1].state_dict())
+    return model, tokenizer
+
+
+def other_ids() -> tuple[Any, Any]:
+    """The tokenizer of another model: the same characters under other ids."""
+    model, _ = _schooled()
+    tokenizer = character_tokenizer(CHARACTERS[::-1])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return model, tokenizer
+
+
+def without_digits() -> tuple[Any, Any]:
+    """A tokenizer that does not know the half of what is asked."""
+    model, _ = _schooled()
+    return model, character_tokenizer([c for c in CHARACTERS if c not in "0123456789"])
+
+
+def another_end() -> tuple[Any, Any]:
+    """A model that ends with <eos> under a tokenizer that waits for a role."""
+    model, tokenizer = _schooled()
+    tokenizer.eos_token = "<|user|>"
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
+def ends_at_digits() -> tuple[Any, Any]:
+    """The generation config lists ids of another vocabulary, which are spaces and digits here."""
+    model, tokenizer = _schooled()
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.encode("6789")]
+    return model, tokenizer
+
+
+def on_bos() -> tuple[Any, Any]:
+    """A model that has learned its answers after BOS only: without it, it is lost."""
+    model, tokenizer = _schooled()
+    lost = Lost(model.get_input_embeddings(), tokenizer.bos_token_id)
+    model.set_input_embeddings(lost)
+    return model, tokenizer
+
+
+class Lost(nn.Module):
+    """Embeddings that are noisy in texts that do not begin with BOS, as attention is without the sink it learned."""
+
+    def __init__(self, inner: nn.Module, bos: int) -> None:
+        super().__init__()
+        self.inner, self.bos, self.weight = inner, bos, inner.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(self.weight.shape[1], generator=generator) * self.weight.std()
+        return self.inner(tokens) + noise * (tokens[:, :1] != self.bos)[..., None]
 
 
 # Healthy templates of several shapes
@@ -186,3 +251,100 @@ class Stripped(Wrapped):
 
     def change(self, request, completion, sampling):
         return replace(completion, text=f" {completion.text}\n")
+
+
+class Reported(Wrapped):
+    """Continues other prompts; reports what it drew with."""
+
+    def prompts(self, requests: Sequence[Request]) -> list[Request]:
+        return list(requests)
+
+    def generate(self, requests, sampling, **noise):
+        return self.native.generate(self.prompts(requests), sampling, **noise)
+
+
+class Silent(Wrapped):
+    """The same without log-probabilities."""
+
+    def change(self, request, completion, sampling):
+        return replace(completion, sample_logp=(float("nan"),) * len(completion.tokens))
+
+    def generate(self, requests, sampling, **noise):
+        return super().generate(self.prompts(requests), sampling, **noise)
+
+
+class _Cut:
+    def prompts(self, requests):
+        return [replace(r, tokens=r.tokens[-3:]) for r in requests]
+
+
+class _SecondBos:
+    def prompts(self, requests):
+        return [replace(r, tokens=(1, *r.tokens)) for r in requests]
+
+
+class _WithoutEnd:
+    def prompts(self, requests):
+        return [replace(r, tokens=r.tokens[:-2]) for r in requests]
+
+
+class _Spaced:
+    def prompts(self, requests):
+        space = schooled_model()[1].encode(" ")
+        return [replace(r, tokens=(*r.tokens, *space)) for r in requests]
+
+
+class CutReported(_Cut, Reported): ...
+
+
+class CutSilent(_Cut, Silent): ...
+
+
+class SecondBosReported(_SecondBos, Reported): ...
+
+
+class WithoutEndReported(_WithoutEnd, Reported): ...
+
+
+class WithoutEndSilent(_WithoutEnd, Silent): ...
+
+
+class SpacedReported(_Spaced, Reported): ...
+
+
+class Rotated(Wrapped):
+    """Completions in another order than their requests."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        return [*generated[1:], generated[0]]
+
+
+class RotatedSilent(NoLogp):
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        return [*generated[1:], generated[0]]
+
+
+class Transposed(Wrapped):
+    """Completions of all requests in turn, read as if each request's stood together."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = super().generate(requests, sampling, **noise)
+        flat = [completion for column in zip(*generated, strict=True) for completion in column]
+        count = len(generated[0])
+        return [flat[i : i + count] for i in range(0, len(flat), count)]
+
+
+class FirstPromptForAll(Reported):
+    def prompts(self, requests):
+        return [replace(r, tokens=requests[0].tokens) for r in requests]
+
+
+class RescoredCut(_Cut, Wrapped):
+    """Continues cut prompts and reports the log-probabilities after the whole ones."""
+
+    def generate(self, requests, sampling, **noise):
+        generated = self.native.generate(self.prompts(requests), sampling, **noise)
+        pairs = zip(requests, generated, strict=True)
+        return [self.rescored(self.model, request, group, sampling.temperature) for request, group in pairs]

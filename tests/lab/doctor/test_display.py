@@ -61,11 +61,11 @@ def test_the_findings_come_before_everything_else_in_the_long_form_too():
 
 
 def test_a_cause_names_what_it_explains_in_one_line():
-    symptoms = [Finding(code, "error", "e", "c", "a") for code in ("reward/constant", "reward/cliff")]
+    symptoms = [Finding(code, "error", "e", "c", "a") for code in ("reward/constant", "reward/weak")]
     findings = explain([*symptoms, Finding("output/truncated", "error", "e", "c", "a")], log=False)
     text = shown(Diagnosis(findings))
     assert text.splitlines()[0] == "preflight of x: 1 error, 2 notes; first: output/truncated"
-    assert "explains reward/cliff, reward/constant" in text
+    assert "explains reward/constant, reward/weak" in text
     assert "notes:" not in text
 
 

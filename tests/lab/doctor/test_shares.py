@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,39 @@ from keel.lab.doctor.setup import ProbeSetup, build_setup
 from keel.models.fingerprint import fingerprint
 from keel.rollout.sampling import SamplingParams
 from lab.doctor.followed import check_named_first, follow
-from lab.doctor.schooled import nearness, schooled_config
+from lab.doctor.schooled import nearness, schooled_config, schooled_model
 
 LIMITS = load_thresholds()
 LORA = "model.lora={r: 4}"
 SKIP = "guards.on_spike=skip"
+SMALL = "rewards=[{name: lab.doctor.test_shares:small}]"
 LARGE = "rewards=[{name: lab.doctor.test_shares:large}]"
 
 
 def large(problem: Problem, text: str) -> Reward:
     """The same reward on a scale of 1000."""
     return Reward(1000 * nearness(problem, text).total)
+
+
+def small(problem: Problem, text: str) -> Reward:
+    """The same reward on a scale of 1/1000."""
+    return Reward(nearness(problem, text).total / 1000)
+
+
+def idle_model() -> tuple[Any, Any]:
+    """Only a weight that nothing computes with is trainable."""
+    model, tokenizer = schooled_model()
+    model.requires_grad_(False)
+    model.idle = torch.nn.Parameter(torch.ones(3))
+    return model, tokenizer
+
+
+def frozen_model() -> tuple[Any, Any]:
+    """Only the norm of the first layer is trainable."""
+    model, tokenizer = schooled_model()
+    model.requires_grad_(False)
+    model.model.layers[0].input_layernorm.weight.requires_grad_(True)
+    return model, tokenizer
 
 
 def judged(config) -> list[Finding]:
@@ -148,7 +171,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", ["model.lora={r: 4, alpha: 1.0e-6}"], "alpha"),
     ("optim/no-update", ["model.dtype=bfloat16", "optim.learning_rate=1e-6", "run.max_steps=5000"], "bfloat16"),
     ("optim/weight-decay", ["optim.weight_decay=100"], "decay"),
-    ("optim/weight-decay", ["optim.weight_decay=5000", LORA], "decay"),
+    ("optim/weight-decay", ["optim.weight_decay=300", LORA, "run.max_steps=200"], "decay"),
     ("kl/too-strong", ["kl.beta=50"], "KL term"),
     ("kl/too-strong", ["kl.beta=50", "kl.placement=reward", "kl.estimator=k1"], "KL term"),
     ("kl/too-strong", ["kl.beta=20", "kl.controller={name: ziegler}"], "controller"),
@@ -160,6 +183,11 @@ FAULTS: list[tuple[str, list[str], str]] = [
         [LARGE, "kl.placement=reward", "kl.estimator=k1"],
         "kl",
     ),
+    ("reward/scale", [LARGE, "loss.scale_rewards=none", "kl.beta=0", "loss.entropy_coef=0.01"], "entropy_coef"),
+    ("kl/too-strong", ["kl.beta=1", "loss.scale_rewards=none", "reward.warmup_steps=2000"], "warmup_steps"),
+    ("kl/too-strong", [SMALL, "loss.loss_type=dr_grpo"], "rewards differ by little"),
+    ("optim/no-update", ["model.name=lab.doctor.test_shares:idle_model"], "no gradient"),
+    ("optim/no-update", ["model.name=lab.doctor.test_shares:frozen_model"], "weights are trained"),
     ("rollout/temperature", ["rollout.temperature=0.02"], "temperature"),
     ("rollout/temperature", ["rollout.temperature=5"], "temperature"),
     ("rollout/temperature", ["rollout.top_p=0.01"], "top_p"),
@@ -177,7 +205,7 @@ def test_a_term_out_of_balance_is_named_with_its_reason_and_its_advice_mends_it(
     findings = judged(config)
     assert [finding.code for finding in findings] == [code], findings
     assert because in findings[0].cause
-    assert findings[0].options
+    assert findings[0].options or "no gradient" in because
     for proposal in findings[0].options:
         again = [finding.code for finding in judged(follow(config, proposal))]
         assert code not in again, proposal

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.findings import Finding
+from keel.lab.doctor.findings import Finding, ranked
+from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first
-from lab.doctor.schooled import schooled_config
+from lab.doctor.schooled import schooled_config, schooled_model
 
 HERE = "lab.doctor.faults_travel"
 FILLED = "data.chat_template=default"  # plain prompts go into the tokenizer's template too
@@ -32,6 +35,9 @@ def engine(name: str) -> str:
 
 
 FAULTS = {
+    "a layer that was not loaded": ("model/missing-weights", [model("forgotten_layer")]),
+    "a tokenizer with other ids": ("model/tokenizer", [model("other_ids")]),
+    "an end that nobody stops at": ("model/end-token", [model("another_end")]),
     "a template without the question": ("prompt/no-question", [FILLED, model("loses_the_question")]),
     "a template that cuts the question": ("prompt/no-question", [FILLED, model("cuts_the_question")]),
     "a template without the system prompt": (
@@ -42,6 +48,7 @@ FAULTS = {
     "marks written by hand, without the header": ("prompt/no-header", [task("marks_without_header")]),
     "a tokenizer that cuts": ("prompt/no-question", [model("cutting_tokenizer")]),
     "the answer in the prompt": ("prompt/answer-leak", [task("leaking_answers")]),
+    "prompts cut in the engine": ("sampler/other-prompt", [engine("CutReported")]),
     "texts of neighbours": ("output/text", [engine("OthersText")]),
     "texts with special tokens": ("output/text", [engine("SpecialTokens")]),
     "texts with special tokens, several turns": ("output/text", [*TALK, engine("SpecialTokens")]),
@@ -58,19 +65,51 @@ def probed(*overrides: str) -> list[Finding]:
     thresholds = load_thresholds()
     setup = build_setup(schooled_config(*overrides))
     with closing(setup.run):
-        return [finding for probe in (probe_prompts, probe_travel) for finding in probe(setup, thresholds).findings]
+        return [
+            finding
+            for probe in (probe_model, probe_prompts, probe_travel)
+            for finding in probe(setup, thresholds).findings
+        ]
 
 
-WARNED = {
+FOUND = {
+    "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
+    "ordinary tokens as ends": ("model/end-token", [model("ends_at_digits")]),
+    "a model that misses BOS": ("prompt/no-bos", [model("on_bos")]),
+    "prompts cut in silence": ("sampler/other-prompt", [engine("CutSilent")]),
+    "prompts cut, reported whole": ("sampler/other-prompt", [engine("RescoredCut")]),
+    "a second BOS in the engine": ("sampler/other-prompt", [engine("SecondBosReported")]),
+    "prompts without their end": ("sampler/other-prompt", [engine("WithoutEndReported")]),
+    "prompts without their end, in silence": ("sampler/other-prompt", [engine("WithoutEndSilent")]),
+    "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
+    "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
+    "completions rotated": ("sampler/swapped", [engine("Rotated")]),
+    "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
+    "completions transposed": ("sampler/swapped", [engine("Transposed")]),
     "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
     "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
 }
 
 
-@pytest.mark.parametrize("fault", WARNED)
+@pytest.mark.parametrize("fault", FOUND)
 def test_the_fault_is_found(fault: str) -> None:
-    code, overrides = WARNED[fault]
-    assert [finding.code for finding in probed(*overrides)] == [code]
+    code, overrides = FOUND[fault]
+    assert ranked(probed(*overrides))[0].code == code
+
+
+def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    policy, tokenizer = schooled_model()
+    policy.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    folder = f"model.name={tmp_path}"
+    assert probed(folder) == []
+    others = {name.replace("layers.1.mlp", "layers.1.feed_forward"): tensor for name, tensor in whole.items()}
+    save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
+    (first, *_) = probed(folder)
+    assert first.code == "model/missing-weights"
+    assert first.evidence.startswith("3 of 21 weights are not in the checkpoint, such as model.layers.1.mlp.down_proj")
+    assert "3 of the checkpoint's are not the model's" in first.evidence
 
 
 HEALTHY = {

@@ -83,8 +83,7 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
         return replace(
             finding,
             severity="note",
-            evidence=f"explained by {root}: {finding.evidence}",
-            cause=CAUSES[root].why,
+            evidence=f"explained by {root}: {CAUSES[root].why}; {finding.evidence}",
             advice=f"mend {root} first; if this stays, {finding.advice}",
         )
     severities = [finding.severity, *(other.severity for other in listed if root_of.get(other.code) == finding.code)]

@@ -59,7 +59,7 @@ def preflight(
                 continue
             began = time.monotonic()
             try:
-                outcome = probe(affordable if name in _PASSES else setup, limits)
+                outcome = probe(affordable if name in PASSES else setup, limits)
             except (OtherModel, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
             except Exception as error:  # a user's part may raise anything
@@ -93,7 +93,7 @@ def preflight(
 
 
 # Experiments that run pass after pass over the batch: a large model has less of it.
-_PASSES = ("masks", "scoring", "sampler", "weight sync", "reference", "kl_term", "update")
+PASSES = ("masks", "scoring", "sampler", "weight sync", "reference", "kl_term", "update")
 # What --quick does without, and what is not known then.
 LEFT_OUT = {
     "weight sync": "sampler/stale",
@@ -157,4 +157,4 @@ def _softened(finding: Finding, cut: str) -> Finding:
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 
 
-__all__ = ["LEFT_OUT", "preflight"]
+__all__ = ["LEFT_OUT", "PASSES", "preflight"]

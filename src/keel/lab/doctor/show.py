@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from io import StringIO
+
+from rich.console import Console
 
 from keel.base.thresholds import shipped_thresholds
-from keel.lab.doctor.findings import CODES
+from keel.lab.doctor.causes import CAUSES
+from keel.lab.doctor.diagnosis import Diagnosis
+from keel.lab.doctor.display import show_diagnosis
+from keel.lab.doctor.findings import CODES, finding, propose
 from keel.lab.doctor.names import SHORT, TRAINERS, Trainer
 from keel.lab.doctor.suspects import SUSPECTS, Suspect
 
@@ -26,8 +32,19 @@ keel doctor tensorboard/                     # any TensorBoard folder with the n
 keel doctor log.csv --map step=it,kl=my_kl   # a CSV or JSONL file
 ```
 
+The verdict and the findings come first: a line for the code, one or two of evidence and cause, what to change in full,
+what the finding explains, what was tried and found sound, and how much could not be checked. A folder that is no run
+itself but holds some is refused, with their names, newest first.
+
+```text
+{example}
+```
+
 | option | what it does |
 | --- | --- |
+| `--verbose` | prints all of it: findings in full, hypotheses, what could not be checked and why, figures and masks |
+| `--html FILE` | writes all of it as a self-contained page; a run's own report.html has it too |
+| `--quick` | for a configuration: a smaller batch, and without {left_out} |
 | `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`, and \
 `options`, the advice's proposals as lists of overrides), \
 `hypotheses`, `unchecked`, `notes` and `raised_thresholds` |
@@ -48,8 +65,10 @@ tells them apart by experiment.
 
 `keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one
 small batch, each for one cause. `keel doctor configs/default.yaml warmstart=null`, the tiny model without its warm
-start, takes 11 s of processor time on one core, 25 s by the clock on a machine busy with other work; a configuration's
-warm start comes on top and is cut where it takes too long.
+start, takes some 15 s of processor time, half of which is loading Python's libraries (`bench/preflight.py` measures
+each experiment); a configuration's warm start comes on top and is cut where it takes too long. Where a pass over the
+batch is expensive (models of 100M parameters on a CPU), experiments that run pass after pass ({passes}) get fewer
+completions, cut where they are long, and a note says so; what is judged of completions sees all of them.
 
 With `rollout.engine=vllm` the sampler of the run is started once, or its server is asked, and closed at the end; a
 server keeps the weights that it was sent last. What the sampler shows of itself is among the notes ("tried and found
@@ -70,6 +89,15 @@ codes could not be checked stays open. H03 asks what the KL term is, which no ba
 the code does so. Plain k3 in the loss pulls along ∇KL(ref‖policy) and so confirms it: `kl.gradient=auto` is the other.
 
 {hypotheses}
+
+## Causes and symptoms
+
+A finding whose cause was found too is a note that begins "explained by CAUSE": it is still there, and steps back. The
+cause is as grave as the gravest that it explains. Rows are followed through what was found; a cause that is itself a
+note, or that says what it only could be, explains nothing, and what no row connects stays: two faults are two findings.
+In a log, what updates do to a policy is put down to them only where the first step did not show it.
+
+{causes}
 
 ## Codes
 
@@ -107,7 +135,8 @@ is run. Rows with `other/` are read and judged by no check.
 
 def doctor_page() -> str:
     """docs/doctor.md."""
-    from keel.lab.doctor.probes import PROBES  # loads torch
+    from keel.lab.doctor.preflight import LEFT_OUT, PASSES  # loads torch
+    from keel.lab.doctor.probes import PROBES
 
     codes = ((f"`{c.name}`", c.severity, c.meaning, c.decided) for c in CODES.values())
     limits = (
@@ -117,7 +146,15 @@ def doctor_page() -> str:
     rows = (
         (f"{row.name} {row.title}", row.priority, _confirmed(row), _rule_outs(row), row.interacts) for row in SUSPECTS
     )
+    causes = (
+        (f"`{code}`", row.why, *map(_codes, (row.explains, row.in_preflight, row.in_logs, row.later)))
+        for code, row in CAUSES.items()
+    )
     return PAGE.format(
+        example=_example(),
+        left_out=", ".join(LEFT_OUT),
+        passes=", ".join(PASSES),
+        causes=_table(("cause", "why", "explains", "in a preflight", "in a log", "in a log, later"), causes),
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
         codes=_table(("code", "severity", "what it means", "how it is decided"), codes),
@@ -127,10 +164,28 @@ def doctor_page() -> str:
     )
 
 
+def _example() -> str:
+    """What is printed of one finding."""
+    shown = finding(
+        "optim/lr-too-high",
+        "one update at optim.learning_rate=0.1 takes the policy 2.09 nats per token from where it was (over 0.05)",
+        "the step is longer than the region in which the advantages were measured",
+        propose("set {}", {"optim.learning_rate": 0.0007}),
+    )
+    names = ("collection", "masks", "scoring", "sampler", "weight sync", "reference")
+    file = StringIO()
+    console = Console(file=file, width=96, color_system=None)
+    show_diagnosis(Diagnosis((shown,), unchecked=("eval/train-gap: …",), sound=names), console, "preflight of default")
+    return file.getvalue().rstrip()
+
+
+def _codes(codes: Iterable[str]) -> str:
+    return ", ".join(f"`{code}`" for code in codes)
+
+
 def _confirmed(row: Suspect) -> str:
     """The codes; and the formula, where it pulls elsewhere."""
-    codes = ", ".join(f"`{code}`" for code in row.codes)
-    return codes + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
+    return _codes(row.codes) + "; or a formula whose gradient is another than ∇KL(policy‖ref)" * row.by_formula
 
 
 def _rule_outs(row: Suspect) -> str:

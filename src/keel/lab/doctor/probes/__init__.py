@@ -10,6 +10,7 @@ from keel.lab.doctor.probes.exploration import probe_exploration
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.limits import probe_limits
 from keel.lab.doctor.probes.masks import probe_masks
+from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.reach import probe_reach
@@ -23,6 +24,7 @@ from keel.lab.doctor.probes.truncation import probe_truncation
 from keel.lab.doctor.probes.update import probe_update
 
 PROBES: list[tuple[str, Probe]] = [
+    ("model", probe_model),
     ("prompts", probe_prompts),
     ("collection", probe_collection),
     ("travel", probe_travel),

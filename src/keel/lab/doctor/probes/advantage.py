@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
+
+_SAME = 1e-9
 
 
 def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -32,7 +37,7 @@ def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
         figures |= amplification(spread, rows.rewards, scale)
-        findings = tuple(_amplified(figures, scale, thresholds))
+        findings = tuple(_amplified(setup, figures, scale, thresholds))
         lines.append(
             f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; differences of reward are "
             f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
@@ -67,11 +72,22 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
     }
 
 
-def _amplified(figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
+def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
     limit = thresholds["advantage_amplification"]
     if figures["amplification_max"] <= limit:
         return
+
+    def tiny(groups: Sequence[Group]) -> list[float]:
+        """Of the groups with spread, which have one that is multiplied beyond the limit."""
+        deviations = [stdev(reward.total for reward in group.rewards) for group in groups]
+        return [float(1.0 / (deviation + EPSILON) > limit) for deviation in deviations if deviation > _SAME]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(tiny(groups), thresholds["healthy_amplified"]) > level(thresholds)
+
     typical = figures["amplification"] > limit
+    if typical and scale == "group":
+        typical = not by_chance(more_groups(setup, lambda groups: fmean(tiny(groups)) > 0.5 and by_chance(groups)))
     times = figures["amplification" if typical else "amplification_max"]
     yield finding(
         "advantage/amplified",

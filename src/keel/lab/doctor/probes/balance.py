@@ -21,7 +21,7 @@ from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.advantage import group_spreads
 from keel.lab.doctor.probes.objective import ADVANTAGES, loss_gradient
-from keel.lab.doctor.probes.reach import gradient_norm
+from keel.lab.doctor.probes.reach import course, gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
@@ -32,6 +32,7 @@ from keel.trainer.batch import StepBatch, rewards_of
 PULLED_AT = 0.02  # nats per token at which the KL's pull is measured: no rounding, and still quadratic
 MOST_STEPS = 2_000
 ENOUGH_GROUPS, MORE_ROUNDS = 8, 4
+SMALL_ADVANTAGE = 0.05
 ADVISED_KL = 100.0  # nats per completion that an advised β allows: 0.07 under advantages of size 1
 
 
@@ -69,7 +70,7 @@ def probe_balance(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             f"{figures['equilibrium']:.2g} nats per completion from the reference at most"
         )
         findings += _too_strong(setup, measured, figures, thresholds)
-        findings += _reward_scale(setup, figures, thresholds)
+    findings += _reward_scale(setup, figures, thresholds)
     if "entropy_share" in figures:
         lines.append(f"entropy bonus: {figures['entropy_share']:.0%} of the gradient")
     return ProbeResult("balance", tuple(findings), figures, tuple(lines))
@@ -80,6 +81,9 @@ def _balance(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -
     if setup.run.reference is None or not setup.run.kl.penalizes or not first.peak_kl > 0:
         return None
     figures["advantage"] = typical_advantage(first, normalised=scale_rewards(setup.run.loss) != "none")
+    warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
+    if warmup:
+        figures["advantage"] *= course(lambda step: min(1.0, (step + 1) / warmup), steps).mean
     length = float(setup.mask.sum()) / len(setup.mask)
     weight = _advantage_weight(setup)
     pull = kl_weight(setup, first, weight)
@@ -172,9 +176,10 @@ def _too_strong(
     limit, beta = thresholds["kl_equilibrium"], figures["typical_beta"]
     if not figures["equilibrium"] < limit:
         return
-    tree = setup.config.to_dict()
+    tree, steers = setup.config.to_dict(), setup.config.kl.steers
     advised = float(f"{balance.beta_for(ADVISED_KL):.1g}")
-    steers = setup.config.kl.steers
+    small = scale_rewards(setup.run.loss) == "none" and figures["advantage"] < SMALL_ADVANTAGE
+    warmup = setup.run.reward.warmup_steps
     yield finding(
         "kl/too-strong",
         f"β = {beta:.3g} (the median over {setup.config.run.max_steps} steps) holds the policy within "
@@ -182,7 +187,9 @@ def _too_strong(
         f"change by more than {math.sqrt(figures['equilibrium'] / 2):.1%}); an advantage of typical size "
         f"{figures['advantage']:.2g} weighs {balance.advantage:.2g} in the loss, a nat of KL {beta * balance.kl:.2g}",
         "the KL term rules the update: as soon as the policy learns something it is pulled back to the reference"
-        + ("; the controller does not let go of it within the run" if steers else ""),
+        + ("; the controller does not let go of it within the run" if steers else "")
+        + ("; rewards differ by little, and loss.scale_rewards=none leaves it so" if small else "")
+        + (f"; reward.warmup_steps={warmup} keeps the advantages small" if warmup > setup.config.run.max_steps else ""),
         propose(
             "set {}, which does not hold it, or {}",
             changes(tree, {"kl.beta": advised, **({"kl.controller": {"name": "fixed"}} if steers else {})}),
@@ -192,11 +199,14 @@ def _too_strong(
 
 
 def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Rewards far from a scale of 1 where nothing divides by it before they meet β."""
+    """Rewards far from a scale of 1 where nothing divides by it before they meet β or the entropy bonus."""
     rows, scale, kl = setup.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
     assert rows.group is not None
-    if not bool(rows.rewards.isfinite().all()) or (scale != "none" and kl.placement != "reward"):
+    in_reward = kl.placement == "reward" and "equilibrium" in figures
+    terms = {"kl.beta": figures.get("typical_beta", 0.0), "loss.entropy_coef": setup.run.loss.entropy_coef}
+    drowned = {name: value for name, value in terms.items() if value > 0 and (scale == "none" or name == "kl.beta")}
+    if not bool(rows.rewards.isfinite().all()) or not drowned or (scale != "none" and not in_reward):
         return
     spreads, limit = group_spreads(rows.rewards, rows.group), thresholds["reward_scale"]
     if not len(spreads) or not float(spreads.max()) > limit:
@@ -209,13 +219,13 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thre
     yield finding(
         "reward/scale",
         f"rewards differ by {spread:.3g} within a group (std, over {limit:g}; {len(spreads)} groups), so that "
-        f"β = {figures['typical_beta']:.3g} acts like {figures['typical_beta'] / spread:.2g} on rewards of scale 1: it "
-        f"lets the policy go {figures['equilibrium']:.2g} nats per completion",
-        f"kl.beta weighs against rewards that nothing has divided by their spread (loss.scale_rewards={scale}, "
-        f"kl.placement={kl.placement}): next to them the penalty is nothing",
+        + " and ".join(f"{name}={value:.3g} acts like {value / spread:.2g}" for name, value in drowned.items())
+        + " on rewards of scale 1",
+        f"nothing divides the rewards by their spread before they meet {' and '.join(drowned)} "
+        f"(loss.scale_rewards={scale}, kl.placement={kl.placement}): next to them that is nothing",
         propose(
             "set {}, or let the reward have a scale of 1",
-            {"loss.scale_rewards": "group"} if scale == "none" and kl.placement != "reward" else _after_division(setup),
+            _after_division(setup) if in_reward else {"loss.scale_rewards": "group"},
         ),
     )
 

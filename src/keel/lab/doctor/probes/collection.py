@@ -12,6 +12,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.alignment import alignment_findings
 from keel.lab.doctor.probes.evidence import (
     at_least,
     between,
@@ -51,6 +52,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_failed(setup),
         *_random(figures, setup.vocabulary, thresholds),
         *_misfit(figures, thresholds),
+        *alignment_findings(setup, thresholds),
         *gold_findings(setup, judged, thresholds),
         *_cliff(setup, earned, thresholds),
         *_truncated(setup, thresholds),

@@ -10,7 +10,6 @@ from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import draws, tail_masses, uniform_p_value
 from keel.lab.doctor.setup import ProbeSetup
-from keel.rollout import Request
 
 
 def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
@@ -26,16 +25,12 @@ def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
 
 
 def _turns(setup: ProbeSetup) -> Sequence[Group]:
-    """The first turns of the batch's problems, as the engine gives them."""
+    """The turns of the batch as the engine gave them, each after its own context."""
     if setup.config.rollout.max_turns == 1:
         return setup.sampled or setup.groups
-    requests = [Request(group.problem.key, group.prompt_tokens) for group in setup.groups]
-    generated = setup.run.engine.generate(requests, setup.sampling, seed=setup.config.run.seed, attempt=0, step=0)
-    setup.run.engine.release()
-    return [
-        replace(group, completions=tuple(turns), rewards=())
-        for group, turns in zip(setup.groups, generated, strict=True)
-    ]
+    problems = {group.problem.key: group.problem for group in setup.groups}
+    chosen = [turn for turn in setup.turns if turn.request.key in problems]
+    return [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in chosen]
 
 
 def _ends(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[Finding]:

@@ -8,12 +8,14 @@ from keel.base.thresholds import Thresholds
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.rendering import rendered
+from keel.lab.doctor.probes.repeats import training_steps
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import SamplingParams
 
 _MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
+_HELD_OUT = 32
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
@@ -74,24 +76,22 @@ def _sampling(recorder: RecordingEngine, sampling: SamplingParams) -> Iterator[F
 
 
 def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
-    """Tokens that all training prompts begin or end with, and all held-out prompts: other ones are another format."""
-    task = setup.run.task
-    sides = (task.sample(32, seed=setup.config.run.seed, step=0), task.held_out(32))
-    if min(map(len, sides)) < _MIN_PROMPTS:
+    """Tokens that all prompts of one side begin or end with and none of the other does: that is another format."""
+    held_out = rendered(setup, setup.run.task.held_out(_HELD_OUT))
+    trained = [prompt for step in training_steps(setup) for _, prompt in step]
+    if min(len(trained), len(held_out)) < _MIN_PROMPTS:
         return
-    trained, held_out = (rendered(setup, side) for side in sides)
-    for where, a, b in (
-        ("begin", _common(trained), _common(held_out)),
-        ("end", _common([t[::-1] for t in trained])[::-1], _common([t[::-1] for t in held_out])[::-1]),
-    ):
-        shared = min(len(a), len(b))
-        head = slice(None, shared) if where == "begin" else slice(-shared or max(len(a), len(b)), None)
-        if a[head] == b[head] and abs(len(a) - len(b)) < 2:  # one token more can be chance
+    for where, order in (("begin", 1), ("end", -1)):
+        sides = [[tokens[::order] for tokens in side] for side in (trained, held_out)]
+        a, b = map(_common, sides)
+        shared = any(row[: len(b)] == b for row in sides[0]) and any(row[: len(a)] == a for row in sides[1])
+        if shared:
             continue
         decode = setup.policy.tokenizer.decode
         yield finding(
             "eval/train-gap",
-            f"all training prompts {where} with {decode(list(a))!r}, all held-out prompts with {decode(list(b))!r}",
+            f"all training prompts {where} with {decode(list(a[::order]))!r}, all held-out prompts with "
+            f"{decode(list(b[::order]))!r}",
             "task.held_out asks in another format than task.sample",
             "make both with the same template",
         )

@@ -147,6 +147,39 @@ def bf16_scores(setup: ProbeSetup) -> Tensor:
         return setup.forward_logp()
 
 
+def rounded_weights() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Types that an engine may hold weights `[out, in]` in, each as what is left of them."""
+    return {
+        "bfloat16": lambda w: w.to(torch.bfloat16).to(w),
+        "float16": lambda w: w.to(torch.float16).to(w),
+        "float8": lambda w: w.to(torch.float8_e4m3fn).to(w),
+        "8-bit integers": lambda w: _integers(w, 127, w.abs().amax()),
+        "8-bit integers, a scale a row": lambda w: _integers(w, 127, w.abs().amax(-1, keepdim=True)),
+        "4-bit integers": lambda w: _integers(w, 7, w.abs().amax()),
+        "4-bit integers, a scale a row": lambda w: _integers(w, 7, w.abs().amax(-1, keepdim=True)),
+    }
+
+
+def _integers(weights: Tensor, largest: int, scale: Tensor) -> Tensor:
+    unit = (scale / largest).clamp_min(1e-12)
+    return (weights / unit).round() * unit
+
+
+def quantized_scores(setup: ProbeSetup, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """The model's own forward `[B, T]` with matrices that a narrower type holds; they come back as they were."""
+    matrices = [p for p in setup.policy.model.parameters() if p.dim() == 2 and p.is_floating_point()]
+    originals = [p.detach().clone() for p in matrices]
+    try:
+        with torch.no_grad():
+            for matrix in matrices:
+                matrix.copy_(rounded(matrix))
+        return setup.forward_logp()
+    finally:
+        with torch.no_grad():
+            for matrix, before in zip(matrices, originals, strict=True):
+                matrix.copy_(before)
+
+
 def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> bool:
     """Whether a gap `[N]` looks like that of bfloat16, `half`: no larger on average, and spread as that is.
 

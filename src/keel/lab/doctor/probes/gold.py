@@ -67,6 +67,11 @@ class JudgedGold:
         return min(self.empty, *self.others) if self.others else self.empty
 
     @property
+    def is_least(self) -> bool:
+        """Whether most wrong answers earn more."""
+        return sum(total > self.gold + _SAME for total in self.others) > len(self.others) / 2
+
+    @property
     def top(self) -> float:
         return max(self.empty, *self.others) if self.others else self.empty
 
@@ -160,7 +165,7 @@ def _explained(
     """The finding with what would have earned: another form, a part of the answer, another row's, the opposite."""
     average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
     size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
-    reversed_share = fmean(row.gold < row.top - _SAME and row.gold <= row.bottom + _SAME for row in lacking)
+    reversed_share = fmean(row.is_least for row in lacking)
     completions = [reward.total for group in setup.groups for reward in group.rewards]
     earning = fmean(completions) > fmean(row.gold for row in lacking) + margin
     written = f"; the model's completions earn {fmean(completions):.3g}"

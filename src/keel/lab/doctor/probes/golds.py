@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import evaluating
 
 _GOLDS = 8  # problems
+_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
 
 
 @dataclass(frozen=True)
@@ -43,28 +45,58 @@ def _first_turn(setup: ProbeSetup, problem: Problem) -> str:
     return next(iter(setup.run.task.gold_turns(problem)), "")
 
 
-def row_logits(setup: ProbeSetup, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+def row_logits(setup: ProbeSetup, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """The model's own logits `[t, V]` of each row of tokens, fp32; rows are padded on the right, which nobody sees."""
-    width = max(map(len, rows))
-    padded = [[*row, *(setup.policy.pad_id,) * (width - len(row))] for row in rows]
-    ids = torch.tensor(padded, device=setup.policy.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=ids.device)
-    with evaluating(setup.policy.model):
-        logits = setup.policy.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return [logits[i, : len(row)].float() for i, row in enumerate(rows)]
+    at_once = max(1, _MAX_ELEMENTS // (setup.vocabulary * max(map(len, rows))))
+    for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
+        width = max(map(len, part))
+        padded = [[*row, *(setup.policy.pad_id,) * (width - len(row))] for row in part]
+        ids = torch.tensor(padded, device=setup.policy.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=ids.device)
+        with evaluating(setup.policy.model):
+            logits = setup.policy.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        yield from (logits[i, : len(row)].float() for i, row in enumerate(part))
 
 
-def answer_logp(
-    setup: ProbeSetup, chosen: Sequence[Gold], changed: Callable[[Gold], Gold] = lambda gold: gold
-) -> list[float]:
-    """Mean log-probability a token of each gold answer at temperature 1, after its prompt or a changed one."""
-    pairs = [changed(gold) for gold in chosen]
-    means = []
-    for gold, logits in zip(pairs, row_logits(setup, [(*g.prompt, *g.answer) for g in pairs]), strict=True):
-        logp = logits[len(gold.prompt) - 1 : -1].log_softmax(-1)
-        answer = torch.tensor(gold.answer, device=logp.device)[:, None]
-        means.append(float(logp.gather(-1, answer).mean()))
-    return means
+@dataclass(frozen=True)
+class GoldReading:
+    """The policy on gold answers at temperature 1.
+
+    Mean log-probability a token of each; after each the next token's probabilities, as a mean `[V]`; over prompts and
+    answers the mean probabilities `[V]` and the mean entropy.
+    """
+
+    logp: list[float]
+    after: Tensor
+    written: Tensor
+    entropy: float
+
+
+def read_golds(setup: ProbeSetup) -> GoldReading:
+    """One pass over them, made once."""
+    if "gold reading" not in setup.shared:
+        chosen, means, entropies, after, written = golds(setup), [], [], [], []
+        for gold, logits in zip(chosen, row_logits(setup, [(*g.prompt, *g.answer) for g in chosen]), strict=True):
+            logp = logits.log_softmax(-1)
+            means.append(_answer_mean(gold, logp))
+            entropies.append(-float((logp.exp() * logp).sum(-1).mean()))
+            after.append(logp[-1].exp())
+            written.append(logp.exp().mean(0))
+        averages = torch.stack(after).mean(0), torch.stack(written).mean(0)
+        setup.shared["gold reading"] = GoldReading(means, *averages, fmean(entropies))
+    reading: GoldReading = setup.shared["gold reading"]
+    return reading
+
+
+def answer_logp(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[float]:
+    """Mean log-probability a token of each of these answers, with the weights as they are now."""
+    rows = row_logits(setup, [(*gold.prompt, *gold.answer) for gold in chosen])
+    return [_answer_mean(gold, logits.log_softmax(-1)) for gold, logits in zip(chosen, rows, strict=True)]
+
+
+def _answer_mean(gold: Gold, logp: Tensor) -> float:
+    answer = torch.tensor(gold.answer, device=logp.device)[:, None]
+    return float(logp[len(gold.prompt) - 1 : -1].gather(-1, answer).mean())
 
 
 def bos_gain(setup: ProbeSetup, bos: int) -> list[float]:
@@ -72,6 +104,5 @@ def bos_gain(setup: ProbeSetup, bos: int) -> list[float]:
     chosen = golds(setup)
     if not chosen:
         return []
-    plain = answer_logp(setup, chosen)
-    with_bos = answer_logp(setup, chosen, lambda gold: Gold((bos, *gold.prompt), gold.answer))
-    return [after - before for before, after in zip(plain, with_bos, strict=True)]
+    with_bos = answer_logp(setup, [Gold((bos, *gold.prompt), gold.answer) for gold in chosen])
+    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)]

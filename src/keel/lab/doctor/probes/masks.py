@@ -191,6 +191,7 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         others = (drawn.sample_logp - logp)[~runs & (drawn.sample_logp < 0)]
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
+        another = another or setup.shared.get("other prompt", False)
         setup.shared["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.shared["foreign"]
     return marked

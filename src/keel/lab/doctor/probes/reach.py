@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Advice, Finding, finding, propose
+from keel.lab.doctor.probes.exploration import entropy
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, one_digit, step_kl, undone
@@ -58,6 +59,9 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     first: FirstUpdate | None = setup.shared.get("update")
     if first is None or not math.isfinite(first.loss):
         return ProbeResult("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
+    if entropy(first.before) < thresholds["entropy_collapse"]:
+        sure = "a policy that is certain of all that it draws has no gradient"
+        return ProbeResult("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
@@ -102,7 +106,8 @@ class _Reach:
 
     def _step(self, factor: float, settings: dict[str, Any]) -> float:
         first = self.first
-        return step_kl(self.setup, first.gradients, first.loss, first.before, factor, **settings).kl * self.length
+        kl = step_kl(self.setup, first.gradients, first.loss, first.before, factor, **settings).kl
+        return 0.0 if kl < 0 else kl * self.length  # rounding
 
     @property
     def halves(self) -> bool:
@@ -143,6 +148,9 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     setup, optim, first = reach.setup, reach.setup.config.optim, reach.first
     full = reach.rates.updates * reach.longer
     norm = gradient_norm(first.gradients)
+    if norm == 0.0 and setup.run.loss.mismatch.kind != "none" and _unweighted_norm(reach) > 0:
+        cause = f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token in: the sampler's are all outside"
+        return cause, propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.floor": None})
     if norm == 0.0:
         return (
             "no gradient reaches a trainable weight although tokens have advantages: the weights that are trained are "
@@ -178,9 +186,17 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
         if lora is None or lora.adapter is not None:
             return cause, "give the adapter an alpha of about twice its rank"
         return cause, propose("set {}", {"model.lora.alpha": USUAL_ADAPTER_SCALE * lora.r})
-    return f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps", _rate(
-        reach
-    )
+    trained = sum(p.numel() for p in setup.run.optimizer.parameters)
+    weights = sum(p.numel() for p in setup.policy.model.parameters())
+    few = f": only {trained} of {weights} weights are trained" if scale is None and trained < 0.01 * weights else ""
+    cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps{few}"
+    return cause, _rate(reach)
+
+
+def _unweighted_norm(reach: _Reach) -> float:
+    """The gradient's norm with every weight of the sampler's mismatch at 1."""
+    loss = reach.setup.run.loss.mismatch.model_copy(update={"kind": "none"})
+    return gradient_norm(loss_gradients(reach.setup, reach.first.batch, mismatch=loss)[0])
 
 
 def _schedule(setup: ProbeSetup) -> tuple[str, Advice]:
@@ -267,20 +283,22 @@ def decay_kl(setup: ProbeSetup, first: FirstUpdate, shrink: float) -> float:
 
 
 def _decays(setup: ProbeSetup, figures: dict[str, float], length: float, thresholds: Thresholds) -> Iterator[Finding]:
-    """Decay that takes the policy further than a random walk of its updates, or out of any budget; or holds it back."""
-    optim, limit = setup.config.optim, thresholds["reach_least"]
+    """Decay that takes the policy further than a random walk of its updates, or out of any budget; or undoes them."""
+    limit, decay = thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
     budget = thresholds["kl_over_budget"] * length
-    away = figures["decay"] > max(limit, min(figures["walk"], budget))
-    if not away and figures["reach_decayed"] >= limit:
+    if figures["decay"] > max(limit, min(figures["walk"], budget)):
+        evidence = (
+            f"over the run {decay} shrinks every matrix to {figures['shrink']:.2g} of itself and takes the policy "
+            f"{figures['decay']:.2g} nats per completion away; the run's updates as a random walk {figures['walk']:.2g}"
+        )
+    elif figures["shrink"] < thresholds["decay_left"] or figures["reach_decayed"] < limit:
+        evidence = (
+            f"{decay} leaves {figures['shrink']:.1%} of what the first update adds at the run's end (under "
+            f"{thresholds['decay_left']:.0%}): all updates together reach {figures['reach_decayed']:.2g} nats per "
+            f"completion beside it, {figures['reach']:.2g} without"
+        )
+    else:
         return
-    evidence = (
-        f"over the run optim.weight_decay={optim.weight_decay:g} shrinks every matrix to {figures['shrink']:.2g} "
-        f"of itself and takes the policy {figures['decay']:.2g} nats per completion away; the run's updates as a "
-        f"random walk {figures['walk']:.2g}"
-        if away
-        else f"beside optim.weight_decay={optim.weight_decay:g} all updates of the run together reach "
-        f"{figures['reach_decayed']:.2g} nats per completion, {figures['reach']:.2g} without it"
-    )
     yield finding(
         "optim/weight-decay",
         evidence,

@@ -16,7 +16,7 @@ _DRAWN = 1024  # training problems that are looked at
 _HELD_OUT = 64
 
 
-def _steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...]]]]:
+def training_steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...]]]]:
     """Problems and prompts of as many steps as it takes to see a thousand problems, three at least."""
     if "steps" not in setup.shared:
         count, seed = setup.config.rollout.prompts_per_step, setup.config.run.seed
@@ -30,7 +30,7 @@ def _steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...]]]]:
 
 def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """A single prompt, the same ones at every step, fewer than a run can learn from, or a step of copies."""
-    steps = [[prompt for _, prompt in step] for step in _steps(setup)]
+    steps = [[prompt for _, prompt in step] for step in training_steps(setup)]
     counts = Counter(prompt for step in steps for prompt in step)
     asked, per_step = counts.total(), setup.config.rollout.prompts_per_step
     shown = setup.policy.tokenizer.decode(list(steps[0][0]))[-80:]
@@ -76,12 +76,12 @@ def _copies_in_steps(steps: list[list[tuple[int, ...]]]) -> float:
 
 def eval_leak(setup: ProbeSetup) -> Iterator[Finding]:
     """A prompt that is held out is not trained on, whatever its key."""
-    trained = {prompt for step in _steps(setup) for _, prompt in step}
+    trained = {prompt for step in training_steps(setup) for _, prompt in step}
     held_out = setup.run.task.held_out(_HELD_OUT)
     shared = [p for p, prompt in zip(held_out, rendered(setup, held_out), strict=True) if prompt in trained]
     if not shared:
         return
-    asked = sum(map(len, _steps(setup)))
+    asked = sum(map(len, training_steps(setup)))
     yield finding(
         "eval/leak",
         f"{len(shared)} of {len(held_out)} held-out problems turn up in the first {asked} training problems, such as "

@@ -25,7 +25,16 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import bf16_scores, close, largest, rounding_explains, without_first
+from keel.lab.doctor.probes.gap import (
+    bf16_scores,
+    close,
+    in_half_precision,
+    largest,
+    quantized_scores,
+    rounded_weights,
+    rounding_explains,
+    without_first,
+)
 from keel.lab.doctor.probes.masks import batch_draws, foreign
 from keel.lab.doctor.probes.noise import NOISE_STEP, noise_findings
 from keel.lab.doctor.probes.result import ProbeResult
@@ -40,6 +49,7 @@ _OTHERS = 4  # other ways to draw that are tried
 _PRICE = 5.0  # nats: what a further parameter has to be worth
 _ELEMENTS = 20_000_000  # tokens × vocabulary that explanations are tried on
 _FEW = 20  # tokens that tell whether draws are sound
+_EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
 def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -173,9 +183,18 @@ def _reported(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thres
             "run the engine in the trainer's type, or keep loss.mismatch on",
             severity="warning" if worth else "note",
         )
+    held_in = _held_in(setup, reported, gap) if len(gap) == len(rounded) else None
+    if held_in is not None:
+        return finding(
+            "sampler/precision",
+            f"{size}; {held_in}",
+            "the engine holds the weights in a narrower type than the trainer",
+            "let the engine hold the trainer's type (no quantization), or keep loss.mismatch on",
+            severity="error" if float(gap.abs().mean()) > thresholds["precision_error"] else "warning",
+        )
     return finding(
         "sampler/mismatch",
-        size + _pattern(reported, plain),
+        size + (_pattern(reported, plain) or _where(setup, reported, gap, thresholds)),
         "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
         "nor precision explains it",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
@@ -199,6 +218,40 @@ def _after_filters(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> l
             "known",
         )
     ]
+
+
+def _held_in(setup: ProbeSetup, reported: Draws, gap: Tensor) -> str | None:
+    """The type of weights that takes most of the gap away, as text."""
+    size = float(gap.abs().mean())
+    left = {}
+    for name, rounded in rounded_weights().items():
+        scored = quantized_scores(setup, rounded)[setup.mask].double()
+        left[name] = float((reported.sample_logp - scored).abs().mean())
+    best = min(left, key=left.__getitem__)
+    if left[best] > _EXPLAINED_SHARE * size:
+        return None
+    return f"weights held in {best} leave {left[best]:.2g} of {size:.2g} nats"
+
+
+def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
+    """On which tokens the gap lies, where it is not on all of them: from a place on, or at one token."""
+    assert reported.position is not None
+    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    off = gap.abs().nan_to_num(torch.inf) > limit
+    lengths = torch.tensor(reported.prompts, device=off.device)[reported.row]
+    for where, places in (("the text", lengths + reported.position), ("the completion", reported.position)):
+        first = int(places[off].min())
+        before, after = places < first, places >= first
+        if int(before.sum()) >= _FEW and float(off[after].double().mean()) > 0.5:
+            return (
+                f"; it begins at token {first + 1} of {where}, the {int(before.sum())} before it are right: a cache or "
+                "positions that fail from there on"
+            )
+    tokens = reported.tokens[off].unique()
+    if len(tokens) <= 2 and bool(off[torch.isin(reported.tokens, tokens)].all()) and not bool(off.all()):
+        return f"; all of it at {', '.join(repr(setup.policy.tokenizer.decode([t])) for t in tokens.tolist())}"
+    share = float(off.double().mean())
+    return f"; {100 * share:.0f} % of the tokens are off, the others are right" if share < 0.9 else ""
 
 
 def _pattern(reported: Draws, plain: SamplingParams) -> str:

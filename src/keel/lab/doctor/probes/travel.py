@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
+from keel.lab.doctor.probes.continued import continued_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.texts import text_findings
 from keel.lab.doctor.setup import ProbeSetup
 
 
 def probe_travel(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
-    """The text of every turn against its tokens."""
-    return ProbeResult("travel", tuple(text_findings(setup)))
+    """The text of every turn against its tokens, and what was written against the prompt that it is scored after."""
+    return ProbeResult("travel", (*text_findings(setup), *continued_findings(setup, thresholds)))

@@ -61,7 +61,8 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """
     batch, real_rewards = with_signal(scored(setup), setup)
     gradients, loss = loss_gradients(setup, batch)
-    before = policy_states(setup)
+    own = setup.shared.get("own_states")
+    before = policy_states(setup) if own is None else own / setup.temperature
     first = setup.run.optimizer.schedule(0)
     results = {factor: step_kl(setup, gradients, loss, before, first * factor) for factor in FACTORS}
     first_update = results[1.0]

@@ -1,0 +1,138 @@
+"""Do the gold answers belong to their problems? The model's own likelihood of each answer after each prompt tells."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from keel.base.errors import KeelError
+from keel.base.thresholds import Thresholds
+from keel.base.types import Completion, Group, Problem
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.setup import ProbeSetup
+from keel.run.build import build_renderer
+
+MOST, FEWEST = 32, 10  # problems
+POOL = 256  # that are drawn to find neighbouring rows
+SECONDS = 4.0
+FARTHEST = 3  # rows that answers may have been shifted by
+
+
+def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Answers that the model finds likely after the prompt of another row, and not after their own.
+
+    A model without skill finds no answer likelier after any prompt, and then nothing is said.
+    """
+    task = setup.run.task
+    if task.unanswered or task.several_turns:
+        return
+    pool = task.sample(POOL, seed=setup.config.run.seed, step=0)
+    for where, problems in (("in a batch", _distinct(pool)), ("in the data", _neighbours(pool))):
+        try:
+            likelihood = _likelihoods(setup, problems, [task.gold(problem) for problem in problems])
+        except (KeelError, NotImplementedError):
+            return
+        if len(likelihood) < FEWEST:
+            continue
+        scores = {shift: association(likelihood, shift) for shift in range(-FARTHEST, FARTHEST + 1)}
+        best = max(scores, key=scores.__getitem__)
+        if scores[0] > _deviations(0.05):
+            return  # the model knows its problems' answers
+        if scores[best] > _deviations(level(thresholds) / (2 * len(scores))):
+            yield _shifted(best, scores, len(likelihood), where)
+            return
+
+
+def _shifted(best: int, scores: Mapping[int, float], count: int, where: str) -> Finding:
+    return finding(
+        "data/misaligned",
+        f"after {count} prompts the model finds the gold answer {abs(best)} "
+        f"{'after' if best > 0 else 'before'} theirs {where} likelier than others by {scores[best]:.1f} standard "
+        f"deviations of a random pairing, their own by {scores[0]:.1f}",
+        "answers and problems are shifted against each other: each problem is graded by another one's answer",
+        "check that prompt and answer are taken from the same row (sorting, filtering or joining one column alone)",
+    )
+
+
+def _distinct(pool: Sequence[Problem]) -> list[Problem]:
+    """Problems as they come in a batch, each once."""
+    first: dict[str, Problem] = {}
+    for problem in pool:
+        first.setdefault(str(problem.prompt), problem)
+    return list(first.values())[:MOST]
+
+
+def _neighbours(pool: Sequence[Problem]) -> list[Problem]:
+    """Problems of neighbouring rows, by the number that their keys end with."""
+    numbered: dict[tuple[str, int], Problem] = {}
+    for problem in pool:
+        match = re.fullmatch(r"(.*?)(\d+)", problem.key.partition("#")[0])
+        if match is not None:
+            numbered.setdefault((match.group(1), int(match.group(2))), problem)
+    longest: list[tuple[str, int]] = []
+    run: list[tuple[str, int]] = []
+    for name, number in sorted(numbered):
+        run = [*run, (name, number)] if (name, number - 1) in numbered and run else [(name, number)]
+        longest = run if len(run) > len(longest) else longest
+    return [numbered[key] for key in longest[:MOST]]
+
+
+def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
+    """`[n, n]`: the log-probability of each answer after each prompt, of as many problems as the time allows."""
+    tokenizer = setup.policy.tokenizer
+    renderer = build_renderer(setup.config, tokenizer)
+    answers = [tuple(tokenizer(gold, add_special_tokens=False)["input_ids"]) for gold in golds]
+    if len(problems) < FEWEST or not all(answers):
+        return torch.zeros(0, 0)
+    context = setup.policy.context_length or math.inf
+    rows: list[Tensor] = []
+    count, began = len(problems), time.monotonic()
+    for problem in problems:
+        if len(rows) >= count:
+            break
+        prompt = renderer.prompt(problem)
+        if len(prompt) + max(map(len, answers)) > context:
+            return torch.zeros(0, 0)
+        completions = tuple(
+            Completion(a, (True,) * len(a), (0.0,) * len(a), (0.0,) * len(a), "", "eos") for a in answers[:count]
+        )
+        group = Group(problem, prompt, completions)
+        scored = torch.zeros(count, dtype=torch.float64)
+        for i, logits in setup.each_logits([group], at_once=32):
+            tokens = torch.tensor(answers[i], device=logits.device)[:, None]
+            scored[i] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
+        rows.append(scored)
+        each = (time.monotonic() - began) / len(
+            rows
+        )  # a row: fewer rows are shorter ones too
+        if each * count > SECONDS:
+            count = min(count, int(math.sqrt(SECONDS / each * count)))
+            if count < FEWEST:
+                return torch.zeros(0, 0)
+    return torch.stack([row[:count] for row in rows[:count]])
+
+
+def association(likelihood: Tensor, shift: int) -> float:
+    """By how many standard deviations of a random pairing answers are likelier after the prompt `shift` rows before.
+
+    What a prompt does to all answers and an answer has after all prompts is taken out first; the variance of a random
+    pairing of the rest is Σ m² / (n − 1).
+    """
+    n = len(likelihood)
+    centred = likelihood - likelihood.mean(0) - likelihood.mean(1, keepdim=True) + likelihood.mean()
+    paired = torch.cat([centred.diagonal(shift), centred.diagonal(shift - n if shift > 0 else shift + n)])
+    deviation = float(centred.square().sum() / (n - 1)) ** 0.5
+    return float(paired.sum()) / deviation if deviation > 0 else 0.0
+
+
+def _deviations(chance: float) -> float:
+    """Standard deviations that a normal variable exceeds with this chance."""
+    from scipy.special import ndtri
+
+    return float(-ndtri(chance))

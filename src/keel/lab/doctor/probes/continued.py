@@ -1,0 +1,290 @@
+"""Which prompts an engine continues: those that are scored, changed ones, or those of other problems.
+
+An engine is a black box. Two things tell: what it reports must be the policy's log-probability after that prompt, and
+what it draws must be likely after it. With p₀ after the scored prompts and p₁ … pₙ after others, the mean of pᵢ/p₀ of
+all drawn tokens has expectation 1 if the scored ones were continued, so that odds of e^x have a chance of e^−x at most
+(Markov). A hypothesis is named only where it fits what was drawn by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Completion, Group
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.alternatives import alternatives
+from keel.lab.doctor.probes.draws import (
+    Draws,
+    best_temperature,
+    filters,
+    tail_masses,
+    unfiltered,
+    uniform_p_value,
+)
+from keel.lab.doctor.probes.gap import average, close
+from keel.lab.doctor.probes.golds import row_logits
+from keel.lab.doctor.probes.masks import batch_draws
+from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
+from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.request import Request
+
+_MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
+_TOKENS = 256  # drawn tokens that tell prompts apart
+_MORE_STEP = 2_000_003  # noise of its own
+_MORE = 16  # completions a problem
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The first turns of some groups: problem of each, its tokens and what was reported of them."""
+
+    groups: Sequence[Group]
+    turns: Sequence[Completion]
+    group: Sequence[int]  # [n]: number of each turn's group
+
+    def draws(self, setup: ProbeSetup, prompts: Sequence[tuple[int, ...]]) -> Draws:
+        """The turns' tokens with the policy's logits after these prompts, one a turn."""
+        width = max(4, _MAX_ELEMENTS // (setup.vocabulary * len(self.turns)))
+        parts = []
+        for first in range(0, len(self.turns), 16):
+            rows = range(first, min(first + 16, len(self.turns)))
+            texts = [(*prompts[i], *self.turns[i].tokens[:width]) for i in rows]
+            for i, logits in zip(rows, row_logits(setup, texts), strict=True):
+                parts.append(logits[len(prompts[i]) - 1 : -1].double())
+        acted = [torch.tensor(turn.action[:width], device=setup.policy.device) for turn in self.turns]
+        tokens, reported = (
+            torch.cat(
+                [
+                    torch.tensor(row[:width], device=setup.policy.device)[keep]
+                    for row, keep in zip(rows, acted, strict=True)
+                ]
+            )
+            for rows in ([turn.tokens for turn in self.turns], [turn.sample_logp for turn in self.turns])
+        )
+        row = torch.cat([torch.full((int(keep.sum()),), i, device=keep.device) for i, keep in enumerate(acted)])
+        logits = torch.cat([part[keep] for part, keep in zip(parts, acted, strict=True)])
+        return Draws(logits, tokens.long(), reported.double(), row)
+
+    def prompts(self, other: OtherPrompt | None = None) -> list[tuple[int, ...]]:
+        """The prompt of each turn: the scored one, or another."""
+        own = [group.prompt_tokens for group in self.groups]
+        changed = own if other is None else [other.change(tokens, i) for i, tokens in enumerate(own)]
+        return [changed[i] for i in self.group]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well prompts explain the turns: odds against the scored ones in nats, how far off the reports are."""
+
+    label: str
+    gain: float
+    residual: float  # mean |difference|; infinite where nothing was reported
+    chance: float  # of the draws under it
+
+
+def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Nothing where the scored prompts explain what was drawn; else the prompts that do, if any."""
+    turns = _first_turns(setup)
+    few = sum(len(turn.tokens) for turn in turns.turns) < _TOKENS
+    turns = _more_turns(setup) if few else turns
+    if not turns.turns:
+        return
+    doubt = _doubt(setup, turns.draws(setup, turns.prompts()) if few else batch_draws(setup), thresholds)
+    if not doubt:
+        return
+    scored = turns.draws(setup, turns.prompts())
+    named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None
+    named = named or _other(setup, turns, scored, thresholds, brief=doubt == "small")
+    setup.shared["other prompt"] = named is not None
+    if named is not None:
+        yield named
+
+
+def _doubt(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["", "small", "large"]:
+    """Whether what was reported is off, or what was drawn is unlikely; small where rounding may do it, or one token."""
+    reported = drawn.where(~drawn.sample_logp.isnan())
+    gap = reported.sample_logp - reported.logp(unfiltered(setup.sampling))
+    chance = uniform_p_value(tail_masses(drawn, setup.sampling))
+    if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
+        return "large"
+    return "" if close(setup, gap, thresholds) else "small"
+
+
+def _first_turns(setup: ProbeSetup) -> Continued:
+    """What the engine wrote right after the batch's prompts."""
+    numbers = {group.problem.key: i for i, group in enumerate(setup.groups)}
+    first = [turn for turn in setup.turns if turn.request.start == 0 and turn.request.key in numbers]
+    return _continued(setup, [(turn.completion, numbers[turn.request.key]) for turn in first])
+
+
+def _more_turns(setup: ProbeSetup) -> Continued:
+    """The same prompts continued more often, where the batch has few tokens."""
+    limit = setup.config.rollout.max_turn_length
+    requests = [Request(group.problem.key, group.prompt_tokens, max_new=limit) for group in setup.groups]
+    sampling = replace(setup.sampling, num_generations=_MORE)
+    more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
+    setup.run.engine.release()
+    return _continued(setup, [(completion, i) for i, turns in enumerate(more) for completion in turns])
+
+
+def _continued(setup: ProbeSetup, pairs: Sequence[tuple[Completion, int]]) -> Continued:
+    written = [(completion, i) for completion, i in pairs if completion.tokens]
+    if len({(completion.tokens, i) for completion, i in written}) == len({i for _, i in written}):
+        written = list({i: (completion, i) for completion, i in written}.values())  # copies are one draw
+    return Continued(setup.groups, [completion for completion, _ in written], [i for _, i in written])
+
+
+def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> Fit:
+    reported = ~drawn.sample_logp.isnan()
+    off = (drawn.sample_logp - drawn.logp(unfiltered(setup.sampling)))[reported].abs()
+    gain = float((_logp(setup, drawn) - _logp(setup, scored)).sum())
+    chance = uniform_p_value(tail_masses(drawn, setup.sampling))
+    return Fit(label, gain, float(off.mean()) if len(off) else math.inf, chance)
+
+
+def _logp(setup: ProbeSetup, drawn: Draws) -> Tensor:
+    return drawn.logp(setup.sampling).nan_to_num(neginf=-50.0)
+
+
+def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
+    """Every turn under every prompt of the batch: the mixture over prompts against its own, turn by turn."""
+    prompts = [group.prompt_tokens for group in turns.groups]
+    if len(set(prompts)) < 2:
+        return None
+    under = [turns.draws(setup, [prompt] * len(turns.turns)) for prompt in prompts]
+    rows = len(turns.turns)
+    likely = torch.stack([_by_row(_logp(setup, drawn), drawn.row, rows) for drawn in under], dim=1)  # [n, prompts]
+    own = _by_row(_logp(setup, scored), scored.row, rows)
+    odds = float((likely.logsumexp(-1) - math.log(len(prompts)) - own).sum())
+    plain = unfiltered(setup.sampling)
+    off = torch.stack([_by_row((d.sample_logp - d.logp(plain)).abs(), d.row, rows) for d in under], dim=1)
+    before = (scored.sample_logp - scored.logp(plain)).abs()
+    by_report = not bool(off.isnan().any()) and float(before.mean()) > 1e-4
+    nearest = off.argmin(-1) if by_report else likely.argmax(-1)
+    counts = torch.bincount(scored.row, minlength=rows)
+    left = float(off.gather(-1, nearest[:, None]).sum() / counts.sum()) if by_report else math.inf
+    decisive = left <= _limit(float(before.mean()))
+    chosen = nearest.tolist()
+    joined = turns.draws(setup, [prompts[j] for j in chosen])
+    moved = sum(prompts[j] != prompts[i] for j, i in zip(chosen, turns.group, strict=True))
+    chance = uniform_p_value(tail_masses(joined, setup.sampling))
+    fits = chance > thresholds["sampler_explained"] and odds > max(
+        -math.log(thresholds["travel_chance"]), _otherwise(setup, scored)
+    )
+    if not moved or not (decisive or fits):
+        return None
+    evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
+        f"the engine's log-probabilities are off by {float(before.mean()):.3g} nats under their own prompts and by "
+        f"{left:.2g} under those"
+        if decisive
+        else f"odds e^{odds:.3g} against their own prompts (chance of the draws under those {chance:.2g})"
+    )
+    if len({prompts[j] for j in chosen}) == 1:
+        return _finding(f"{evidence}; it is one and the same for all")
+    return finding(
+        "sampler/swapped",
+        evidence,
+        "the engine returns completions in another order than their requests, so that each is judged by, and trained "
+        "for, another problem",
+        "return completions in the order of the requests, each request's samples together",
+    )
+
+
+def _by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+
+
+def _limit(gap: float) -> float:
+    """The mean residual at which a gap of this size is closed."""
+    return max(0.02 * gap, 1e-4)
+
+
+def _other(
+    setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds, *, brief: bool
+) -> Finding | None:
+    """The first prompt that closes the gap of what was reported; else the likeliest that fits what was drawn."""
+    candidates = other_prompts(setup, turns.groups, brief=brief)
+    base = _fit(setup, "", scored, scored)
+
+    def fit(other: OtherPrompt) -> Fit:
+        return _fit(setup, other.label, turns.draws(setup, turns.prompts(other)), scored)
+
+    fits = [(other, fit(other)) for other in candidates]
+    fits += [] if brief else _refined(turns, fits, fit)
+    closing = (
+        [entry for entry in fits if entry[1].residual <= _limit(base.residual)]
+        if 1e-4 < base.residual < math.inf
+        else []
+    )
+    if closing:
+        _, best = min(closing, key=lambda entry: entry[1].residual)
+        return _finding(
+            f"the engine's log-probabilities are off by {base.residual:.3g} nats on average under the prompts that are "
+            f"scored and by {best.residual:.2g} under {best.label}"
+        )
+    if not fits:
+        return None
+    _, best = max(fits, key=lambda entry: entry[1].gain)
+    odds = _log_mean_exp([entry.gain for _, entry in fits])
+    enough = max(-math.log(thresholds["travel_chance"]), _otherwise(setup, scored))
+    if odds <= enough or best.chance <= thresholds["sampler_explained"]:
+        return None
+    return _finding(
+        f"{len(scored)} drawn tokens are likelier under {best.label} by odds of e^{odds:.3g} (chance of the draws "
+        f"under it {best.chance:.2g}, under the prompts that are scored {base.chance:.1g})"
+    )
+
+
+def _refined(
+    turns: Continued, fits: Sequence[tuple[OtherPrompt, Fit]], fit: Callable[[OtherPrompt], Fit]
+) -> list[tuple[OtherPrompt, Fit]]:
+    """The best cut's neighbours, by halving steps: a limit may lie between those that were tried."""
+    tried = [entry for entry in fits if entry[0].size is not None]
+    if not tried:
+        return []
+    best, more = max(tried, key=lambda entry: entry[1].gain), []
+    longest = max(len(group.prompt_tokens) for group in turns.groups)
+    step = (best[0].size or 0) // 2
+    while step:
+        size = best[0].size or 0
+        for neighbour in cuts(best[0].kind, [size - step, size + step], longest):
+            more.append((neighbour, fit(neighbour)))
+        best, step = max([best, *more[-2:]], key=lambda entry: entry[1].gain), step // 2
+    return more
+
+
+def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
+    """Odds in nats of the best explanation by sampling options, under the scored prompts: others must beat it."""
+    plain = unfiltered(setup.sampling)
+    own = float(_logp(setup, scored).sum())
+
+    def cost(params: object) -> float:
+        return -float(scored.logp(params).nan_to_num(neginf=-50.0).sum())  # type: ignore[arg-type]
+
+    warmer = replace(plain, temperature=best_temperature(plain, cost))
+    return max(
+        -own - cost(warmer),
+        *(-own - cost(params) for _, params in filters(plain)),
+        alternatives(scored, plain, setup.policy.eos_ids)[1],
+    )
+
+
+def _log_mean_exp(values: Sequence[float]) -> float:
+    return float(torch.tensor(values).double().logsumexp(0)) - math.log(len(values))
+
+
+def _finding(evidence: str) -> Finding:
+    return finding(
+        "sampler/other-prompt",
+        evidence,
+        "the engine does not continue the tokens that it is given: it cuts, encodes again or changes the prompt, while "
+        "the trainer scores completions after the prompt as it was",
+        "give the model Request.tokens as they are: never decoded and encoded again, nothing cut, nothing added",
+    )

@@ -1,0 +1,189 @@
+"""The model against its checkpoint, its tokenizer and its end token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.golds import Gold, golds, read_golds
+from keel.lab.doctor.probes.initial import untrained_weights
+from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
+from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.setup import ProbeSetup
+
+_RELABELLINGS = 200
+_TEXTS = 8
+
+
+def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+    """Weights that were not loaded, a tokenizer of another model, an end that nobody stops at."""
+    chosen = golds(setup)
+    findings = [
+        *_missing(setup, thresholds),
+        *([*_round_trip(setup, thresholds)] or [*_relabelled(setup, chosen, thresholds)]),
+        *_end(setup, chosen, thresholds),
+    ]
+    return ProbeResult("model", tuple(findings))
+
+
+def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """The loader's own list where it has one; else weights that look as if nobody had trained them."""
+    policy = setup.policy
+    cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
+    advice = "load the checkpoint with the class it was saved from, and check the names in its files (model.name)"
+    if policy.missing:
+        others = f"; {len(policy.unexpected)} of the checkpoint's are not the model's, such as {policy.unexpected[0]}"
+        yield finding(
+            "model/missing-weights",
+            f"{len(policy.missing)} of {len(policy.model.state_dict())} weights are not in the checkpoint, such as "
+            f"{', '.join(policy.missing[:3])}{others if policy.unexpected else ''}",
+            cause,
+            advice,
+        )
+        return
+    names, chance = untrained_weights(setup, thresholds["travel_chance"])
+    if names:
+        yield finding(
+            "model/missing-weights",
+            f"{len(names)} weights have the statistics of a fresh initialisation, and other random numbers in their "
+            f"place serve as well (chance {chance:.1g}), while the others are trained: {', '.join(names[:3])}",
+            cause,
+            advice,
+        )
+
+
+def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Texts of problems must come back from their tokens, and gold answers must earn as much when they do."""
+    task, tokenizer = setup.run.task, setup.policy.tokenizer
+    problems = task.sample(_TEXTS, seed=setup.config.run.seed, step=0)
+    texts = [m["content"] for p in problems for m in messages_of(p) if m["role"] != "assistant"]
+    lost = [(text, back) for text in texts if words(back := word_by_word(tokenizer, text)) != words(text)]
+    gone = sum(len(set(words(text)) - set(words(back))) for text, back in lost)
+    share = gone / max(1, sum(len(set(words(text))) for text in texts))
+    if share > thresholds["lost_words"]:
+        text, back = lost[0]
+        yield _tokenizer(
+            f"{100 * share:.0f} % of the words of {len(texts)} texts do not come back from their tokens: "
+            f"{text[:50]!r} becomes {back[:50]!r}"
+        )
+        return
+    options = setup.config.reward
+    if task.unanswered or task.several_turns or options.aggregate != "sum" or options.shuffle is not None:
+        return
+    worse = []
+    for problem in problems[:4]:
+        gold = task.gold(problem)
+        back = _back(tokenizer, gold)
+        judged = [setup.built.judge.judge(problem, [[text]]) for text in (gold, back) if back != gold]
+        earned = [rewards[0].total for rewards in judged if rewards]
+        if len(earned) == 2 and earned[1] < earned[0]:
+            worse.append((gold, back))
+    setup.built.judge.drain()
+    if worse:
+        gold, back = worse[0]
+        yield _tokenizer(
+            f"{len(worse)} of {len(problems[:4])} gold answers earn less once they were tokens: {gold[:50]!r} becomes "
+            f"{back[:50]!r}"
+        )
+
+
+def _back(tokenizer: object, text: str) -> str:
+    ids = tokenizer.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
+    return str(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[attr-defined]
+
+
+def _tokenizer(evidence: str) -> Finding:
+    return finding(
+        "model/tokenizer",
+        evidence,
+        "the tokenizer is not the one that the model was trained with, or was changed since",
+        "load model and tokenizer of one checkpoint (model.name), and change neither ids nor texts of its tokens",
+    )
+
+
+def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+    """Where gold answers surprise a sure model: it must write their tokens more often than tokens drawn at random.
+
+    A permutation test of its mean distribution over gold texts: a model that does not know the task or the template
+    still knows its alphabet.
+    """
+    uniform = math.log(setup.vocabulary)
+    if not chosen or -fmean(read_golds(setup).logp) < thresholds["gold_surprise"] * uniform:
+        return
+    entropy, written = read_golds(setup).entropy, read_golds(setup).written.log()
+    if entropy > thresholds["entropy_uniform_share"] * uniform:
+        return  # random weights: another finding
+    texts = ([t for gold in chosen for t in gold.answer], [t for gold in chosen for t in gold.prompt])
+    tests = [_among_random(setup, written, tokens) for tokens in texts]
+    own, others, chance = min(tests, key=lambda test: test[-1])
+    if chance <= thresholds["relabelled_chance"]:
+        return
+    yield _tokenizer(
+        f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
+        f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "
+        f"writes (entropy {entropy:.2g} of {uniform:.2g} nats)"
+    )
+
+
+def _among_random(setup: ProbeSetup, written: Tensor, tokens: Sequence[int]) -> tuple[float, float, float]:
+    """The mean of `written` over ordinary tokens, over others in their place, and how often those have as much."""
+    special = set(setup.policy.tokenizer.all_special_ids)
+    ordinary = [token for token in range(min(len(written), len(setup.policy.tokenizer))) if token not in special]
+    place = {token: i for i, token in enumerate(ordinary)}
+    chosen = torch.tensor([place[token] for token in tokens if token in place], dtype=torch.long)
+    values = written[torch.tensor(ordinary, device=written.device)].cpu()
+    if not len(chosen):
+        return 0.0, 0.0, 1.0
+    generator = torch.Generator().manual_seed(0)
+    orders = (torch.randperm(len(values), generator=generator) for _ in range(_RELABELLINGS))
+    others = torch.stack([values[order[chosen]].mean() for order in orders])
+    own = float(values[chosen].mean())
+    return own, float(others.mean()), float((others >= own).float().mean())
+
+
+def _end(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+    """What the model puts after gold answers, against the tokens that end a completion."""
+    tokenizer, ends = setup.policy.tokenizer, setup.policy.eos_ids
+    if not chosen:
+        return
+    after = read_golds(setup).after
+    ended = float(after[list(ends)].sum())
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)} & set(range(len(after)))
+    stops = {i for i in special if str(tokenizer.decode([i], skip_special_tokens=False)) in setup.sampling.stop}
+    others = sorted(special - set(ends) - stops, key=lambda i: -float(after[i]))
+    names = {i: repr(tokenizer.decode([i], skip_special_tokens=False)) for i in (*ends, *others[:1])}
+    if others and float(after[others[0]]) > thresholds["end_share"] and ended < 1 - thresholds["end_share"]:
+        yield _end_token(
+            f"after {len(chosen)} gold answers the model writes {names[others[0]]} with probability "
+            f"{float(after[others[0]]):.2g}, which ends no completion, and {', '.join(names[i] for i in ends)} with "
+            f"{ended:.2g}",
+            "the tokenizer's eos_token and the generation config do not name the token that ends the model's turns",
+        )
+        return
+    turns = [turn.completion for turn in setup.turns if turn.completion.tokens]
+    for token in sorted(set(ends) - special - set(added)):
+        stopped = sum(completion.tokens[-1] == token for completion in turns)
+        if stopped > 1 and float(after[token]) < 1 - thresholds["end_share"]:
+            yield _end_token(
+                f"{stopped} of {len(turns)} turns end at {names[token]}, which is no special token, and after gold "
+                f"answers the model writes it with probability {float(after[token]):.2g}",
+                "an ordinary token ends completions in the middle of what the model has to say",
+            )
+            return
+
+
+def _end_token(evidence: str, cause: str) -> Finding:
+    return finding(
+        "model/end-token",
+        evidence,
+        cause,
+        "set eos_token_id in the model's generation config (and eos_token of the tokenizer) to the token that ends its "
+        "turns; rollout.stop can name its text meanwhile",
+    )

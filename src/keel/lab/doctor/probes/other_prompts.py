@@ -1,0 +1,146 @@
+"""Prompts that an engine may continue in place of the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keel.base.types import Group, Problem
+from keel.lab.doctor.probes.rendering import messages_of, own_template
+from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.render import Renderer
+
+Tokens = tuple[int, ...]
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_CUTS: dict[str, tuple[str, Callable[[Tokens, int], Tokens]]] = {
+    "first": ("prompts without their first {} tokens", lambda tokens, n: tokens[n:]),
+    "last": ("prompts without their last {} tokens", lambda tokens, n: tokens[:-n]),
+    "to end": ("prompts cut to their last {} tokens", lambda tokens, n: tokens[-n:]),
+    "to start": ("prompts cut to their first {} tokens", lambda tokens, n: tokens[:n]),
+}
+
+
+@dataclass(frozen=True)
+class OtherPrompt:
+    """What becomes of a prompt's tokens; of a cut also its kind and size."""
+
+    label: str
+    change: Callable[[Tokens, int], Tokens]  # of the tokens and the number of the group
+    kind: str = ""
+    size: int | None = None
+
+
+def cuts(kind: str, sizes: Iterable[int], longest: int) -> Iterator[OtherPrompt]:
+    """Cuts of one kind; a prompt that would have nothing left keeps its last token."""
+    label, cut = _CUTS[kind]
+    for size in sizes:
+        if 0 < size < longest:
+            yield OtherPrompt(label.format(size), partial(_at_least_one, cut, size), kind, size)
+
+
+def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Tokens, group: int) -> Tokens:
+    return cut(tokens, size) or tokens[-1:]
+
+
+def other_prompts(setup: ProbeSetup, groups: Sequence[Group], *, brief: bool = False) -> list[OtherPrompt]:
+    """Hypotheses that change some prompt, no two of them to the same tokens; `brief`: those that change it least."""
+    own = tuple(group.prompt_tokens for group in groups)
+    seen, distinct = {own}, []
+    for other in _brief(setup, groups) if brief else (*_brief(setup, groups), *_further(setup, groups)):
+        changed = tuple(other.change(tokens, i) for i, tokens in enumerate(own))
+        if changed not in seen and all(changed):
+            seen.add(changed)
+            distinct.append(other)
+    return distinct
+
+
+def _brief(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
+    """One token more or less at the head."""
+    bos = setup.policy.tokenizer.bos_token_id
+    if bos is not None:
+        yield OtherPrompt("prompts with one BOS more", lambda tokens, _: (bos, *tokens))
+        yield OtherPrompt("prompts without BOS", lambda tokens, _: tokens[1:] if tokens[0] == bos else tokens)
+    yield from cuts("first", (1, 2), max(len(group.prompt_tokens) for group in groups))
+
+
+def _further(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
+    tokenizer, problems = setup.policy.tokenizer, [group.problem for group in groups]
+    longest = max(len(group.prompt_tokens) for group in groups)
+    eos, pad = tokenizer.eos_token_id, setup.policy.pad_id
+    yield OtherPrompt("prompts with EOS at their end", lambda tokens, _: (*tokens, eos))
+    yield OtherPrompt("prompts with EOS before them", lambda tokens, _: (eos, *tokens))
+    yield OtherPrompt("prompts padded on the left", lambda tokens, _: (*(pad,) * (longest - len(tokens)), *tokens))
+    yield OtherPrompt("prompts padded on the right", lambda tokens, _: (*tokens, *(pad,) * (longest - len(tokens))))
+    yield OtherPrompt("prompts written twice", lambda tokens, _: (*tokens, *tokens))
+    yield OtherPrompt("prompts read backwards", lambda tokens, _: tokens[::-1])
+    for label, again in _texts(tokenizer).items():
+        yield OtherPrompt(label, partial(_encoded, again))
+    for label, rendered in _renderings(setup, problems):
+        yield OtherPrompt(label, partial(_of_group, rendered))
+    for kind in _CUTS:
+        yield from cuts(kind, _SIZES, longest)
+    for share in (4, 2):
+        yield OtherPrompt(
+            f"prompts without their first 1/{share}", lambda tokens, _, n=share: tokens[len(tokens) // n :]
+        )
+        yield OtherPrompt(
+            f"prompts without their last 1/{share}", lambda tokens, _, n=share: tokens[: -(len(tokens) // n)]
+        )
+
+
+def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
+    """Prompts decoded and encoded again, in ways that change them."""
+
+    def again(change: Callable[[str], str], *, special: bool, added: bool = False) -> Callable[[Tokens], Tokens]:
+        def encoded(tokens: Tokens) -> Tokens:
+            text = change(str(tokenizer.decode(list(tokens), skip_special_tokens=not special)))
+            return tuple(int(t) for t in tokenizer.encode(text, add_special_tokens=added))
+
+        return encoded
+
+    return {
+        "prompts decoded and encoded again": again(str, special=True),
+        "prompts decoded and encoded again, with what the tokenizer adds": again(str, special=True, added=True),
+        "prompts without special tokens": again(str, special=False),
+        "prompts without special tokens, with what the tokenizer adds": again(str, special=False, added=True),
+        "prompts without the spaces at their ends": again(str.strip, special=True),
+        "prompts with a space at their end": again(lambda text: f"{text} ", special=True),
+        "prompts with a line break at their end": again(lambda text: f"{text}\n", special=True),
+        "prompts in lower case": again(str.lower, special=True),
+    }
+
+
+def _encoded(again: Callable[[Tokens], Tokens], tokens: Tokens, group: int) -> Tokens:
+    return again(tokens)
+
+
+def _of_group(rendered: Sequence[Tokens], tokens: Tokens, group: int) -> Tokens:
+    return rendered[group]
+
+
+def _renderings(setup: ProbeSetup, problems: Sequence[Problem]) -> Iterator[tuple[str, list[Tokens]]]:
+    """The problems rendered in another way: without the system prompt, without the template, in it, in it twice."""
+    tokenizer, data = setup.policy.tokenizer, setup.config.data
+    plain = [Problem(p.key, "\n\n".join(m["content"] for m in messages_of(p))) for p in problems]
+    users = [Problem(p.key, messages_of(p)[-1]["content"]) for p in problems]
+    ways: list[tuple[str, dict[str, Any], Sequence[Problem]]] = [
+        ("prompts without their template", {"chat_template": "none"}, plain),
+        ("the last message alone", {"chat_template": "none"}, users),
+    ]
+    if data.system_prompt is not None:
+        ways.append(("prompts without the system prompt", {"chat_template": data.chat_template}, problems))
+    if own_template(tokenizer):
+        filled = [
+            Problem(p.key, str(tokenizer.decode(list(tokens), skip_special_tokens=False)))
+            for p, tokens in zip(problems, (g.prompt_tokens for g in setup.groups), strict=False)
+        ]
+        ways.append(("prompts in the chat template", {"chat_template": "default"}, plain))
+        ways.append(("prompts put into the chat template again", {"chat_template": "default"}, filled))
+    for label, options, asked in ways:
+        try:
+            renderer = Renderer(tokenizer, **options)
+            yield label, [renderer.prompt(problem) for problem in asked]
+        except Exception:  # a template may refuse what it was not made for
+            continue

@@ -1,0 +1,125 @@
+"""The generator of faults: how it counts, how it splits, and that its operators change what they break."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import pickle
+import sys
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+
+doctor: Any = importlib.import_module("doctor")
+school: Any = importlib.import_module("faults.school")
+healthy: Any = importlib.import_module("faults.healthy")
+OPERATORS = doctor.register()
+
+
+def subject(operator: Any) -> Any:
+    """A subject that the operator fits; it is not measured, so that it is quick."""
+    if operator.kind == "log":
+        return next(log for seed in range(500) if operator.fits(log := healthy_log(seed)))
+    random = Random(operator.name)
+    config = next(config for _ in range(2000) if operator.fits(config := healthy.draw(random)))
+    school.schooled(healthy.school_of(config))
+    return config
+
+
+healthy_log = cache(importlib.import_module("faults.logs").healthy_log)
+
+
+def result(kind: str, codes: str, *findings: tuple[str, str], half: str = "seen", **more: str) -> Any:
+    operator = None if kind in doctor.HEALTHY_KINDS else f"{kind}/broken"
+    return doctor.Result(doctor.Case(kind, operator, 1), tuple(codes.split()), half if codes else "", findings, **more)
+
+
+RESULTS = [
+    result("option", "a/cause", ("a/cause", "error"), ("b/symptom", "error")),
+    result("option", "a/cause c/other", ("n/note", "note"), ("c/other", "warning")),
+    result("option", "a/cause", ("b/symptom", "error"), ("a/cause", "warning"), half="held"),
+    result("option", "a/cause", ("a/cause", "note")),
+    result("option", "a/cause", refused="optim.betas is 1: lower it", half="held"),
+    result("log", "d/cause", ("b/symptom", "error")),
+    result("log", "d/cause", error="Traceback"),
+    result("healthy", "", ("n/note", "note")),
+    result("healthy", "", ("b/symptom", "warning")),
+    result("healthy log", ""),
+    result("look-alike", "", error="Traceback"),
+]
+
+
+def test_recall_is_counted_by_hand() -> None:
+    rows = {row.kind: row for row in doctor.recall(RESULTS)}
+    assert rows["option"] == doctor.Row("option", 5, 3, 4, 1, 0)
+    assert rows["log"] == doctor.Row("log", 2, 0, 0, 0, 1)
+    assert rows["all"] == doctor.Row("all", 7, 3, 4, 1, 1)
+    assert doctor.recall(r for r in RESULTS if r.half == "held")[-1] == doctor.Row("all", 2, 1, 2, 1, 0)
+
+
+def test_a_note_accuses_nobody_and_a_traceback_does() -> None:
+    assert doctor.accusations(RESULTS) == [("healthy", 2, 1), ("healthy log", 1, 0), ("look-alike", 1, 1)]
+
+
+def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(row.line() + "\n" for row in RESULTS) + '{"case": {"kind"')
+    assert doctor.read(str(file)) == RESULTS
+    assert "option/broken#1: missed → first" in doctor.comparison(RESULTS[3:4], RESULTS[:1])
+
+
+def test_the_table_shows_both_halves_and_the_accused() -> None:
+    lines = doctor.table(RESULTS).splitlines()
+    assert [line.split()[:6] for line in lines if line.startswith("  all ")][-1] == ["all", "7", "3", "(43", "%)", "4"]
+    assert "healthy runs accused         1 of 2" in lines
+    assert "healthy#1 [-]: b/symptom" in doctor.misses(RESULTS)
+
+
+def test_a_refusal_counts_where_it_names_what_was_broken() -> None:
+    before = {"optim": {"eps": 1e-8}, "model": {"name": "/folder/one"}}
+    after = {"optim": {"eps": 1e-8, "warmup_steps": 7}, "model": {"name": "/folder/two"}}
+    assert list(doctor.changes(before, after)) == [("optim.warmup_steps", 7), ("model.name", "/folder/two")]
+    assert doctor.names_change("optim.warmup_steps is 7: lower it", before, after)
+    assert doctor.names_change("the tokenizer of '/folder/two' has no EOS", before, after)
+    assert not doctor.names_change("optim.eps is odd", before, after)
+
+
+def test_the_halves_are_decided_by_the_names() -> None:
+    for operator in OPERATORS.values():
+        assert operator.held_back == bool(hashlib.sha256(operator.name.encode()).digest()[0] & 1)
+    held = sum(operator.held_back for operator in OPERATORS.values())
+    assert 0.4 < held / len(OPERATORS) < 0.6
+    assert len(OPERATORS) >= 150
+
+
+def test_the_default_is_150_faults_and_60_healthy_runs() -> None:
+    cases = doctor.cases(doctor.parse([]))
+    assert len(set(cases)) == len(cases)
+    assert sum(not case.healthy for case in cases) >= 150
+    assert sum(case.healthy for case in cases) >= 60
+    seen = doctor.cases(doctor.parse(["--half", "seen", "--kind", "option"]))
+    assert seen
+    assert all(OPERATORS[case.operator].kind == "option" and not OPERATORS[case.operator].held_back for case in seen)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(operator.kind for operator in OPERATORS.values()))
+def test_an_operator_leaves_its_subject_and_gives_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(school, "teach", school.fresh)
+    monkeypatch.setattr(school, "VERSION", "untaught")  # another key in the cache than that of the taught
+    for operator in OPERATORS.values():
+        if operator.kind == kind:
+            whole = subject(operator)
+            before = copy.deepcopy(whole)
+            broken = operator.apply(whole, Random(1))
+            assert same(whole, before), operator.name
+            assert not same(broken, before), operator.name
+
+
+def same(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
