@@ -10,6 +10,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
     movement,
     not_recorded,
     opt,
@@ -17,7 +18,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Finding, Options, finding
 from keel.lab.doctor.history import History, step_of
-from keel.lab.doctor.shapes import LEAST, frozen_since, median
+from keel.lab.doctor.shapes import LEAST, frozen_since, median, trend
 
 
 def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
@@ -222,7 +223,20 @@ def spike(history: History, thresholds: Thresholds) -> CheckResults:
             spikes.append((int(at), norm, usual))
         if at not in skipped_steps:  # a spike that was skipped must not become the usual
             applied.append(norm)
+    growth = trend(series)
     if not spikes:
+        if (
+            growth is not None
+            and clear(growth, thresholds)
+            and growth.after > thresholds["grad_spike"] * growth.before > 0
+        ):
+            yield finding(
+                "optim/spike",
+                f"the gradient norm grows from {growth.before:.3g} to {growth.after:.3g} over {series.span} (chance "
+                f"under noise: {growth.chance:.1g})",
+                "updates become larger, or rewards and log-ratios more extreme, as the run goes on",
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            )
         return
     step, value, median = max(spikes, key=lambda item: item[1] / item[2])
     skipped = sum(at in skipped_steps for at, _, _ in spikes)

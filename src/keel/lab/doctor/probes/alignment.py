@@ -108,9 +108,7 @@ def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence
             tokens = torch.tensor(answers[i], device=logits.device)[:, None]
             scored[i] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
         rows.append(scored)
-        each = (time.monotonic() - began) / len(
-            rows
-        )  # a row: fewer rows are shorter ones too
+        each = (time.monotonic() - began) / len(rows)  # a row: fewer rows are shorter ones too
         if each * count > SECONDS:
             count = min(count, int(math.sqrt(SECONDS / each * count)))
             if count < FEWEST:
