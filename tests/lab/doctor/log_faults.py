@@ -140,6 +140,23 @@ def large_advantages(drawn: Drawn, rng: np.random.Generator) -> Drawn:
     return replace(drawn, courses={**drawn.courses, "advantage/max": largest}, config={})
 
 
+def declines(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    """From the first step on, as under an advantage of the wrong sign."""
+    return changed(drawn, REWARD, lambda v, s: 0.6 - 0.25 * s + _wobble(drawn, rng, 0.02))
+
+
+def gradients_grow(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    return changed(drawn, NORM, lambda v, s: 0.1 * np.exp(4 * s + _wobble(drawn, rng, 0.1)))
+
+
+def weights_off(name: str, level: float) -> Break:
+    def break_weights(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+        course = level * np.exp(_wobble(drawn, rng, 0.05))
+        return replace(drawn, courses={**drawn.courses, name: course})
+
+    return break_weights
+
+
 LOG_FAULTS: dict[str, tuple[str, Break]] = {
     "reward collapses": ("reward/collapse", collapse),
     "metrics jump": ("run/shift", shift),
@@ -162,5 +179,11 @@ LOG_FAULTS: dict[str, tuple[str, Break]] = {
     "β of 10": ("kl/too-strong", kl_holds),
     "first updates too large": ("optim/lr-too-high", first_updates),
     "greedy": ("rollout/temperature", greedy),
+    "reward declines": ("reward/collapse", declines),
+    "gradients grow": ("optim/spike", gradients_grow),
+    "weights of mean 0.2": ("sampler/mismatch", weights_off("ratio/sampler_mean", 0.2)),
+    "weights few of which count": ("sampler/mismatch", weights_off("mismatch/ess", 0.1)),
+    "samples left out": ("sampler/mismatch", weights_off("mismatch/rejected_fraction", 0.8)),
+    "probabilities apart": ("sampler/mismatch", weights_off("sampler/correlation", 0.6)),
     "advantages of 500": ("reward/scale", large_advantages),
 }

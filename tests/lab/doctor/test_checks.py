@@ -131,6 +131,29 @@ def test_an_explosion_that_came_back_is_a_warning():
     assert (finding.code, finding.severity) == ("kl/explosion", "warning")
 
 
+def test_a_lone_step_of_a_heavy_tailed_estimate_is_a_note():
+    lone = altered(KL, lambda step, was: 4.0 if step == 30 else was)
+    (finding,) = check_history(lone).findings
+    assert (finding.code, finding.severity) == ("kl/explosion", "note")
+    lasting = altered(KL, lambda step, was: 4.0 if step >= 30 else was)
+    assert check_history(lasting).findings[0].severity == "error"
+
+
+def test_a_budget_is_broken_beyond_the_kls_own_noise():
+    noisy = altered(KL, lambda step, was: 0.0 if step == 1 else 0.21 + 0.15 * (-1) ** step if step > 40 else was)
+    assert codes(noisy) == []
+    assert codes(altered(KL, lambda step, was: min(0.21, 0.01 * (step - 1)))) == ["kl/over-budget"]
+
+
+def test_a_policy_without_differing_rewards_stands_still_for_that_reason():
+    still = altered(KL, lambda step, was: 1e-9 * step, flat())
+    entropy = altered(ENTROPY, lambda step, was: 1.0 + 0.01 * math.sin(7.3 * step), still)
+    assert codes(entropy)[0] == "optim/no-update"
+    alike = altered("reward/zero_variance_fraction", lambda step, was: 1.0, entropy)
+    assert "optim/no-update" not in codes(alike)
+    assert codes(alike)[0] == "reward/constant"
+
+
 def reward_failures(message: str, steps: range) -> History:
     return healthy(events=tuple({"kind": "reward/failed", "step": step, "message": message} for step in steps))
 

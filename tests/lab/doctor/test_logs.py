@@ -120,7 +120,11 @@ NUMBERS = st.one_of(
 )
 ANYTHING = st.recursive(NUMBERS | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=4)
 METRICS = sorted({*healthy().series, "reward/part/a", "reward/penalized", "advantage/max", "eval/x", "mismatch/ess"})
-OPTIONS = ["kl.beta", "optim.learning_rate", "rollout.temperature", "rollout.top_p", "rollout.max_staleness"]
+OPTIONS = [
+    *("kl.beta", "kl.budget", "kl.controller", "loss.loss_type", "loss.scale_rewards", "loss.epsilon_high"),
+    *("optim.learning_rate", "optim.max_grad_norm", "optim.warmup_steps", "run.max_steps", "reference.kind"),
+    *("rollout.temperature", "rollout.top_p", "rollout.max_staleness", "rollout.max_completion_length"),
+]
 
 
 @settings(max_examples=60, deadline=None)

@@ -163,7 +163,7 @@ def test_verls_tags(tmp_path):
 
 
 def test_tags_of_ones_own_are_mapped(tmp_path):
-    board(tmp_path / "deep" / "er", {"my/kl": [15.0, 14.0]})
+    board(tmp_path, {"my/kl": [15.0, 14.0]})
     with pytest.raises(KeelError, match="my/kl"):
         read_history(tmp_path)
     with pytest.raises(KeelError, match=r"no tag 'your/kl'.*my/kl"):

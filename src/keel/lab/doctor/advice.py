@@ -12,6 +12,7 @@ from typing import Any
 
 from keel.lab.doctor.findings import Advice, Options, propose
 from keel.lab.doctor.formula import formula_of
+from keel.lab.doctor.history import finite
 from keel.lab.doctor.names import option_name
 from keel.lab.runs import option_of
 
@@ -42,7 +43,8 @@ def setting(text: str, options: Options, otherwise: str = "") -> Advice:
 def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel") -> Advice:
     """An option at `factor` times what it is, to two digits, and `how` as text; the text alone where it is unknown."""
     name, value = option_name(dotted, source), option_of(tree, dotted)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    known = finite(value)
+    if known is None or known <= 0:
         return Advice(f"{how} {name}")
     integer = isinstance(value, int)
     scaled = max(1, round(factor * value)) if integer else _two_digits(factor * value)
@@ -126,7 +128,7 @@ def warmed_up(tree: Tree, steps: int = 10) -> Options:
     """A warm-up of the learning rate that is over before the run is."""
     now, end = option_of(tree, "optim.warmup_steps"), option_of(tree, "run.max_steps")
     short = isinstance(now, int) and now < steps
-    return {"optim.warmup_steps": steps} if short and (end or math.inf) > 2 * steps else {}
+    return {"optim.warmup_steps": steps} if short and (finite(end) or math.inf) > 2 * steps else {}
 
 
 def budget(tree: Tree, limit: float) -> Options:

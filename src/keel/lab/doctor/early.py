@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+import statistics
 
 from keel.lab.doctor.history import History
 
 
 def early_moves(history: History) -> list[tuple[float, int]]:
-    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate."""
+    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate.
+
+    A change has to stay for a step: k3 is heavy-tailed, and one rare token may make a step's mean.
+    """
     if history.kl is None:
         return []
-    _, series = history.kl
+    series = history.kl[1].finite
     until = _full_rate(history) + 5
+    stays = [min(series.values[i], statistics.median(series.values[i : i + 3])) for i in range(len(series))]
     return [
-        (after - before, int(step))
-        for (before, from_step), (after, step) in pairwise(zip(series.values, series.steps, strict=True))
-        if step - from_step == 1 and step <= until and math.isfinite(after) and math.isfinite(before)
+        (stays[i + 1] - series.values[i], int(series.steps[i + 1]))
+        for i in range(len(series) - 1)
+        if series.steps[i + 1] - series.steps[i] == 1 and series.steps[i + 1] <= until
     ]
 
 

@@ -31,7 +31,7 @@ def examine(
 
 def _refuse_folder_of_runs(path: Path) -> None:
     """A folder that holds no run itself names those below it: which one is meant is not for the doctor to guess."""
-    runs = [] if is_run(path) else sorted(runs_below(path), key=_changed, reverse=True)
+    runs = [] if is_run(path) else sorted(runs_below(path), key=lambda run: (-_changed(run), str(run)))
     if not runs:
         return  # the readers read it, or say what they look for
     names = ", ".join(map(str, runs[:LISTED])) + (f" and {len(runs) - LISTED} older" if len(runs) > LISTED else "")

@@ -121,6 +121,12 @@ def movement(history: History, thresholds: Thresholds) -> str | None:
     return None
 
 
+def standard_error(series: Series) -> float:
+    """Of the mean; 0 where there is one value."""
+    values = series.finite.values
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def solved(history: History, thresholds: Thresholds) -> bool:
     """Whether the held-out accuracy of the trained task leaves nothing to learn."""
     trained = [record for record in history.evaluations if record.get("split") == "trained"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple
+from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import (
@@ -33,6 +34,7 @@ from keel.lab.doctor.checks.base import (
     running_median,
     saturated,
     solved,
+    standard_error,
     undecided,
 )
 from keel.lab.doctor.findings import Advice, finding
@@ -122,6 +124,10 @@ def explosion(history: History, thresholds: Thresholds) -> CheckResults:
     back = not at_end and now <= thresholds["kl_over_budget"]
     if back:
         evidence += f"; it is back at {now:.3g}"
+    lone = (
+        not at_end and peak <= limit and not any(after - before == 1 for (before, *_), (after, *_) in pairwise(jumps))
+    )
+    lone = lone and len(jumps) <= thresholds["spike_share"] * len(series) and jumps[-1][0] < series.steps[-1]
     token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
     yield finding(
         "kl/explosion",
@@ -129,7 +135,7 @@ def explosion(history: History, thresholds: Thresholds) -> CheckResults:
         f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
         "gradient that itself grows like e^d",
         _explosion_advice(history, thresholds),
-        severity="warning" if back else None,
+        severity="note" if lone else "warning" if back else None,  # k3 is heavy-tailed: a lone step may be one token
     )
 
 
@@ -169,7 +175,8 @@ def over_budget(history: History, thresholds: Thresholds) -> CheckResults:
             "nothing, if it is meant",
             severity="note",
         )
-    if not limit < now.mean <= thresholds["kl_explosion"]:
+    error = thresholds["flat_reward"] * standard_error(now)
+    if not limit < now.mean - error or now.mean > thresholds["kl_explosion"]:
         return
     beta = history.get("kl/beta")
     with_beta = f" at β = {beta.tail(1).mean:.3g}" if beta is not None else ""
@@ -207,6 +214,20 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     now, flat = series.tail(RECENT), reward_flat(history, thresholds)
     if solved(history, thresholds) or saturated(history, thresholds) or now.mean < -thresholds["kl_no_move"]:
         return
+    if (
+        now.mean < thresholds["kl_not_learning"]
+        and trend.z_score <= thresholds["flat_reward"]
+        and _held(history, thresholds)
+    ):
+        force = (history.beta or 0.0) * math.sqrt(2 * max(0.0, now.mean))
+        yield finding(
+            "kl/too-strong",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}; β is {history.beta:.3g}, so "
+            f"that its pull on a token is about β √(2 KL) = {force:.2g} against advantages of about 1",
+            "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
+            weaker(history.config, history.source),
+        )
+        return
     course = trend_of(series)
     rising = clear(course, thresholds) and course is not None and course.size > thresholds["kl_at_start"]
     if now.mean < thresholds["kl_not_learning"] and flat and rising:
@@ -214,20 +235,9 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     elif now.mean < thresholds["kl_not_learning"] and flat is None:
         yield undecided("kl/not-learning", history, thresholds)
     elif now.mean < thresholds["kl_not_learning"] and flat:
-        evidence, beta = f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}", history.beta
-        force = (beta or 0.0) * math.sqrt(2 * max(0.0, now.mean))
-        if beta is not None and (beta >= thresholds["beta_strong"] or force >= thresholds["kl_force"]):
-            yield finding(
-                "kl/too-strong",
-                f"{evidence}; β is {beta:.3g}, so that its pull on a token is about β √(2 KL) = {force:.2g} against "
-                "advantages of about 1",
-                "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
-                weaker(history.config, history.source),
-            )
-            return
         yield finding(
             "kl/not-learning",
-            evidence,
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {trend.text}",
             "updates are too small, the penalty too strong, or no group's rewards differ",
             either(
                 either(
@@ -238,6 +248,13 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
                 joined="; ",
             ),
         )
+
+
+def _held(history: History, thresholds: Thresholds) -> bool:
+    """Whether β is far beyond what recipes use, or pulls about as much as an advantage does."""
+    beta, now = history.beta, history.kl[1].tail(RECENT).mean if history.kl is not None else 0.0
+    force = (beta or 0.0) * math.sqrt(2 * max(0.0, now))
+    return beta is not None and (beta >= thresholds["beta_strong"] or force >= thresholds["kl_force"])
 
 
 def below_zero(history: History, thresholds: Thresholds) -> CheckResults:
@@ -357,8 +374,8 @@ def penalty(history: History, thresholds: Thresholds) -> CheckResults:
 
 def unneeded(history: History, thresholds: Thresholds) -> CheckResults:
     """A penalty that the recipe means to be without."""
-    loss_type, beta = history.option("loss.loss_type"), history.option("kl.beta")
-    if not isinstance(loss_type, str) or not isinstance(beta, int | float):
+    loss_type, beta = history.option("loss.loss_type"), history.figure("kl.beta")
+    if not isinstance(loss_type, str) or beta is None:
         yield Unchecked("kl/unneeded", "the loss type and β are not in the log")
         return
     if loss_type == "dr_grpo" and beta > 0:

@@ -10,6 +10,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    clear,
     movement,
     not_recorded,
     opt,
@@ -17,7 +18,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Finding, Options, finding
 from keel.lab.doctor.history import History, step_of
-from keel.lab.doctor.shapes import LEAST, frozen_since, median
+from keel.lab.doctor.shapes import LEAST, frozen_since, median, trend
 
 
 def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
@@ -89,6 +90,10 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
         return
     if (moving := movement(history, thresholds)) is not None:
         yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
+        return
+    silent = history.get("reward/zero_variance_fraction")
+    if silent is not None and silent.mean > thresholds["zero_variance_groups"]:
+        yield Unchecked(code, f"{still}, and no group's rewards differ: there is nothing to move it")
         return
     if rates is not None and rates.finite.values[-1] == max(rates.finite.values) > rates.finite.values[0]:
         still += f"; the learning rate is still rising at the last step ({rates.finite.values[-1]:.3g})"
@@ -218,7 +223,20 @@ def spike(history: History, thresholds: Thresholds) -> CheckResults:
             spikes.append((int(at), norm, usual))
         if at not in skipped_steps:  # a spike that was skipped must not become the usual
             applied.append(norm)
+    growth = trend(series)
     if not spikes:
+        if (
+            growth is not None
+            and clear(growth, thresholds)
+            and growth.after > thresholds["grad_spike"] * growth.before > 0
+        ):
+            yield finding(
+                "optim/spike",
+                f"the gradient norm grows from {growth.before:.3g} to {growth.after:.3g} over {series.span} (chance "
+                f"under noise: {growth.chance:.1g})",
+                "updates become larger, or rewards and log-ratios more extreme, as the run goes on",
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            )
         return
     step, value, median = max(spikes, key=lambda item: item[1] / item[2])
     skipped = sum(at in skipped_steps for at, _, _ in spikes)

@@ -246,7 +246,7 @@ def _loss(history: History, name: str) -> Options:
 def _wider(history: History) -> Options:
     """DAPO's upper limit, for losses that clip ratios and have a lower one."""
     clips = history.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
-    wide = (history.option("loss.epsilon_high") or 0.0) >= 0.28
+    wide = (history.figure("loss.epsilon_high") or 0.0) >= 0.28
     return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
 
 

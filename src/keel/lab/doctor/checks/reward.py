@@ -146,10 +146,12 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
         yield Unchecked(code, f"{len(rewards.finite)} logged steps are too few: {LEAST} are needed")
         return
     floor = min(0.0, *rewards.finite.values)
-    lost = -change.size
+    lost, course = -change.size, trend(rewards)
+    far = lost > thresholds["reward_collapse"] * (change.before - floor)
+    steady = course is not None and course.size < 0 and clear(course, thresholds)
     if (
         clear(change, thresholds)
-        and lost > thresholds["reward_collapse"] * (change.before - floor)
+        and (far or (steady and 2 * lost > thresholds["reward_collapse"] * (change.before - floor)))
         and lost > thresholds["gap_reward"] * reward_size(history)
         and not any(abs(change.step - step) <= 0.05 * history.steps for step in shift_steps(history, thresholds))
     ):
@@ -164,6 +166,7 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
                 stronger(history.config, history.source),
                 f"go on from a checkpoint before step {change.step}, and read the completions after it",
             ),
+            severity=None if far else "warning",
         )
 
 

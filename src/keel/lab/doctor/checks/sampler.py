@@ -21,6 +21,8 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
     """
     codes = ("sampler/stale", "sampler/temperature", "sampler/filter", "sampler/precision")
     gaps, gap = _gaps(history, thresholds), history.get("logp/sampler_gap_max")
+    if not gaps:
+        yield from _few_samples(history, thresholds)
     if not gaps and gap is None:
         for code in codes:
             yield not_recorded(code, "the sampler's log-probabilities beside the trainer's")
@@ -137,12 +139,21 @@ def _policy_age(history: History) -> float:
 
 def _few_samples(history: History, thresholds: Thresholds) -> CheckResults:
     """Importance weights of which few count, or probabilities that do not go together."""
-    ess, together = history.get("mismatch/ess"), history.get("sampler/correlation")
-    low = ess.finite.tail(RECENT).mean if ess is not None else 1.0
-    if low < thresholds["mismatch_ess"]:
-        figure = f"the effective sample size of the importance weights is {100 * low:.0f} % of the samples"
-    elif together is not None and together.finite.tail(RECENT).mean < thresholds["sampler_correlation"]:
-        figure = f"sampler's and trainer's probabilities correlate by {together.finite.tail(RECENT).mean:.3g} only"
+
+    def now(name: str, sound: float) -> float:
+        series = history.get(name)
+        return series.finite.tail(RECENT).mean if series is not None else sound
+
+    ess, together = now("mismatch/ess", 1.0), now("sampler/correlation", 1.0)
+    ratio, rejected = now("ratio/sampler_mean", 1.0), now("mismatch/rejected_fraction", 0.0)
+    if ess < thresholds["mismatch_ess"]:
+        figure = f"the effective sample size of the importance weights is {100 * ess:.0f} % of the samples"
+    elif together < thresholds["sampler_correlation"]:
+        figure = f"sampler's and trainer's probabilities correlate by {together:.3g} only"
+    elif abs(ratio - 1) > thresholds["sampler_ratio"]:
+        figure = f"the importance weights of policy over sampler have a mean of {ratio:.3g}, where 1 is right"
+    elif rejected > thresholds["sampler_rejected"]:
+        figure = f"{100 * rejected:.0f} % of what was sampled is left out for its importance weight"
     else:
         return
     yield finding(

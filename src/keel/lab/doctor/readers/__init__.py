@@ -16,6 +16,7 @@ from keel.lab.doctor.readers.wandb_run import is_wandb_run, read_wandb
 from keel.loggers import rundir
 
 __all__ = ["is_run", "parse_map", "read_history", "runs_below"]
+DEPTH = 5  # folders below a named one that are searched for runs
 
 
 def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
@@ -60,10 +61,14 @@ def is_run(path: Path) -> bool:
 
 
 def runs_below(path: Path) -> list[Path]:
-    """The runs at or below a folder, sorted; what lies within a run (checkpoints, its TensorBoard files) is not one."""
+    """The runs at or below a folder, not too deep, sorted; what lies within a run, as checkpoints do, is none."""
     runs = []
     for folder, inner, _ in os.walk(path):
-        if is_run(Path(folder)):
-            runs.append(Path(folder))
+        here = Path(folder)
+        if is_run(here):
+            runs.append(here)
             inner.clear()
+        elif len(here.relative_to(path).parts) >= DEPTH:
+            inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]
     return sorted(runs)
