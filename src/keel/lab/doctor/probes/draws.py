@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ class Draws:
     def where(self, keep: Tensor) -> Draws:
         """Some of them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
+        chosen: dict[str, Any] = {name: value[keep] for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **chosen)
 
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
