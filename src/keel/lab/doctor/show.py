@@ -28,8 +28,10 @@ from the tables that the doctor goes by: `python -m keel.lab.doctor.show > docs/
 keel doctor runs/default                     # a run of Keel's, finished or running
 keel doctor configs/default.yaml             # a configuration: the preflight, on one small batch
 keel doctor trl-output/                      # TRL: trainer_state.json of the folder or of its checkpoints
-keel doctor tensorboard/                     # any TensorBoard folder with the names of Keel, TRL or verl
-keel doctor log.csv --map step=it,kl=my_kl   # a CSV or JSONL file
+keel doctor tensorboard/                     # TensorBoard files of Keel, TRL, verl, OpenRLHF, NeMo-RL or prime-rl
+keel doctor wandb/run-20260101-abc/          # a run folder of W&B; an exported chart or history is a table
+keel doctor verl.log                         # what a trainer printed, a line a step
+keel doctor log.csv --map step=it,kl=my_kl   # a table: CSV or JSON lines
 ```
 
 The verdict and the findings come first: a line for the code, one or two of evidence and cause, what to change in full,
