@@ -112,6 +112,7 @@ def draw(random: Random) -> Config:
         config["loss"]["scale_rewards"] = "none"  # dividing by σ would divide β by it too
     config["reference"] = dict(random.choice(REFERENCES if config["kl"]["beta"] else REFERENCES[:3]))
     config["optim"] = _optim(random, lora, config["run"]["max_steps"])
+    config["optim"]["minibatches"] = min(prompts, config["optim"]["minibatches"])
     precision = random.choice(("float32", "float32", "mixed", "base"))
     if precision == "mixed":
         config["optim"]["precision"] = "bfloat16"

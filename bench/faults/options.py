@@ -346,7 +346,12 @@ def stop_in_answer(config: Config, random: Random) -> Config:
     )
 
 
-@operator("option/staleness-deep", "Sampling runs many steps ahead of the updates.", "sampler/too-old")
+def quick(config: Config) -> bool:
+    """A rate of the upper half of what is healthy: many of its updates together go far."""
+    return config["optim"]["learning_rate"] >= (2.5e-4 if full(config) else 1.3e-3)
+
+
+@operator("option/staleness-deep", "Sampling runs many steps ahead of the updates.", "sampler/too-old", fits=quick)
 def staleness_deep(config: Config, random: Random) -> Config:
     return edited(config, {"rollout.max_staleness": 64})
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
 from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import doctor
 from faults import healthy, school
 from faults.base import edited
+from keel.config import load_config
 from lab.doctor.schooled import BASE
 
 OPERATORS = doctor.register()
@@ -22,8 +25,8 @@ LORA = edited(BASE, {"model.lora": {"r": 4}})
 
 def subject(operator: Any) -> Any:
     """A configuration that the operator fits; it is not measured, so that it is quick."""
-    random = Random(operator.name)
-    config = next(config for _ in range(2000) if operator.fits(config := healthy.draw(random)))
+    draws = Random(operator.name)
+    config = next(config for _ in range(2000) if operator.fits(config := healthy.draw(draws)))
     school.schooled(healthy.school_of(config))
     return config
 
@@ -140,6 +143,21 @@ def test_the_default_is_150_faults_and_60_healthy_runs_beside_60_logs() -> None:
     seen = doctor.cases(doctor.parse(["--half", "seen", "--kind", "option"]))
     assert seen
     assert all(OPERATORS[case.operator].kind == "option" and not OPERATORS[case.operator].held_back for case in seen)
+
+
+def test_draws_load_and_reach_small_groups_and_few_prompts() -> None:
+    draws = Random(1)
+    rollouts = [load_config(healthy.draw(draws)).rollout for _ in range(120)]
+    assert {1, 2, 4} <= {rollout.prompts_per_step for rollout in rollouts}
+    assert {2, 3, 16} <= {rollout.num_generations for rollout in rollouts}
+    assert 1.2 in {rollout.temperature for rollout in rollouts}
+    assert 0.95 in {rollout.top_p for rollout in rollouts}
+
+
+def test_parts_that_draw_from_global_generators_draw_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.lab.doctor.preflight.preflight", lambda config: (random.random(), torch.rand(3).tolist()))
+    first, again = doctor._preflight(BASE), doctor._preflight(BASE)
+    assert first == again != doctor._preflight(edited(BASE, {"run.seed": 7}))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if kind != "log"])
