@@ -104,7 +104,7 @@ def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence
         )
         group = Group(problem, prompt, completions)
         scored = torch.zeros(count, dtype=torch.float64)
-        for i, logits in setup.each_logits([group], at_once=32):
+        for i, logits in setup.each_logits([group]):
             tokens = torch.tensor(answers[i], device=logits.device)[:, None]
             scored[i] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
         rows.append(scored)
