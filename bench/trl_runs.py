@@ -95,7 +95,6 @@ FRESH: dict[str, Run] = {
         {"beta": 0.02, "seed": 7, "warmup_steps": 12, "lr_scheduler_type": "linear"}, rewards=(nearness, accuracy)
     ),
     "good-bnpo": Run({"beta": 0.0, "seed": 3, "loss_type": "bnpo", "num_generations": 16}),
-    "good-hot": Run({"beta": 0.05, "seed": 5, "temperature": 1.2, "scale_rewards": "batch"}, (accuracy, is_number)),
     "clipped-to-nothing": Run({"beta": 0.04, "seed": 8, "max_grad_norm": 1e-9}),
     "temperature-0.05": Run({"beta": 0.04, "seed": 9, "temperature": 0.05}),
     "reference-synced": Run(
