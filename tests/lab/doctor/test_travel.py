@@ -90,6 +90,7 @@ FOUND = {
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
     "completions transposed": ("sampler/swapped", [engine("Transposed")]),
+    "an empty thought before answers, no header": ("prompt/no-header", [FILLED, model("empty_thought_headless")]),
     "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
     "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
 }
@@ -129,6 +130,9 @@ HEALTHY = {
     "brackets around the user": [FILLED, model("inst")],
     "a thought after the header": [FILLED, model("thinking")],
     "a thought after the header, with a system prompt": [model("thinking"), "data.system_prompt=Write\n\na digit."],
+    "an empty thought before answers": [FILLED, model("empty_thought")],
+    "an empty thought before answers, always opened": [FILLED, model("empty_thought_always_opened")],
+    "answers in a channel": [FILLED, model("channels")],
     "questions as JSON": [FILLED, model("always_opened")],
     "markers that are ordinary text": ["data.chat_template=chatml"],
     "examples before the question": [task("few_shots")],

@@ -62,7 +62,7 @@ def held_sum(total: float, decay: float) -> float:
 
 def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The gradient's own displacement over the whole run, weight decay's, and why there is none where there is none."""
-    first: FirstUpdate | None = setup.shared.get("update")
+    first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return ProbeResult("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
     if entropy(first.before) < thresholds["entropy_collapse"]:
