@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from html import escape
 from pathlib import Path
 
@@ -160,3 +162,15 @@ def test_the_only_run_below_is_asked_for_too_and_what_lies_in_a_run_is_part_of_i
 def test_help_names_the_exit_statuses(capsys):
     assert main(["doctor", "--help"]) == 0
     assert "2 could not run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_log_of_another_trainer_is_examined_without_torch_and_without_the_configuration(tmp_path):
+    code = (
+        "import sys\nfrom keel.cli import main\n"
+        f"main(['doctor', {str(trl(tmp_path / 'output'))!r}])\n"
+        "print(sorted({'torch', 'transformers', 'keel.config', 'keel.kl'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "healthy" in done.stdout
+    assert done.stdout.strip().splitlines()[-1] == "[]"

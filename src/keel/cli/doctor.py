@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app, configuration, print_json
+from keel.cli.app import ANY_OPTION, app, configuration, print_json, split
 
 if TYPE_CHECKING:
     from keel.lab.doctor.diagnosis import Diagnosis
@@ -61,9 +61,8 @@ def doctor(
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Keep the findings in the run's findings.json.")] = False,
 ) -> int:
-    from keel.config import arguments
 
-    paths, overrides = arguments.split(args or [])
+    paths, overrides = split(args or [])
     log = _log_at(paths)
     if log is None:
         for value, option in ((columns, "--map"), (write, "--write")):
