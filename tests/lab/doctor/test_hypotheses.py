@@ -91,7 +91,7 @@ def test_a_gradient_norm_or_a_gain_in_accuracy_clears_nothing() -> None:
 
 
 def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
-    why = "output/random-weights: the size of the vocabulary was not recorded"
+    why = "output/random-weights: the log does not show the size of the vocabulary"
     row = weighed(unchecked=(why,), entropy__share=0.2)["E01"]
     assert (row.verdict, row.figure) == ("not testable here", why)
     assert weighed(entropy__share=0.2)["E01"].verdict == "ruled out"
