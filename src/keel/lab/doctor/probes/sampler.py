@@ -32,6 +32,7 @@ from keel.lab.doctor.probes.gap import (
     in_half_precision,
     largest,
     quantized_scores,
+    reports_close,
     rounded_weights,
     rounding_explains,
     without_first,
@@ -66,7 +67,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     else:
         gap = reported.sample_logp - reported.logp(plain)
         figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        if not close(setup, gap, thresholds):
+        if not reports_close(setup, gap, thresholds):
             findings.append(_reported(setup, reported, gap, thresholds))
             setup.shared["reported"] = findings[-1].code
     if setup.sampling.filtered:

@@ -9,7 +9,7 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, draws, unfiltered
-from keel.lab.doctor.probes.gap import average, close
+from keel.lab.doctor.probes.gap import average, reports_close
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -53,7 +53,7 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     lora = " (LoRA included: only the adapter was changed)" if setup.policy.lora is not None else ""
     # what is wrong at unchanged weights is wrong at any, and more so at noisy ones: that tells nothing of a sync
     unchanged = draws(setup, setup.groups)
-    sound = close(setup, _differences(setup, unchanged), thresholds)
+    sound = reports_close(setup, _differences(setup, unchanged), thresholds)
     if stale < thresholds["sync_stale_share"] * fresh and (sound or drawn < decisive):
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the engine's log-probabilities are {stale:.3g} "
