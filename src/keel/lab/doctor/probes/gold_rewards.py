@@ -203,16 +203,18 @@ def _explained(
     written = f"; the model's completions earn {fmean(completions):.3g}"
     if form is not None:
         content, name, count = form
+        asked = earning or _asked_for(setup, name)
         what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns on {count}"
         return finding(
             "reward/gold",
-            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}",
+            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}"
+            + ("; prompts ask for that form, or completions have it" if asked else ""),
             "the reward compares a value, and the gold answer is more than that"
             if name == FORMS["{}"]
             else f"the reward reads answers in a form that gold answers do not have: {name}",
             "let task.gold return what the reward reads, and ask for that form in the prompt (data.system_prompt, or "
             "the task's prompt)",
-            severity="warning" if by_chance or earning or len(lacking) < len(judged) / 2 else "error",
+            severity="note" if asked else "warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
         )
     other = None if reversed_share > 0.9 else _other_row(setup, judged, lacking[:EXPLAINED], margin)
     if reversed_share > 0.9:
@@ -229,6 +231,15 @@ def _explained(
         "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
         severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
     )
+
+
+def _asked_for(setup: ProbeSetup, name: str) -> bool:
+    """Whether the prompts show the form that the reward reads: bare answers in the data are then as they should be."""
+    form = next(form for form, called in FORMS.items() if called == name)
+    marks = [mark for mark in re.split(r"\s+|\{+\}+|[{}$]", form) if len(mark) > 2]
+    decode = setup.policy.tokenizer.decode
+    prompts = [decode(list(group.prompt_tokens)) for group in setup.groups]
+    return bool(marks) and all(mark in prompt for prompt in prompts for mark in marks)
 
 
 def _form(setup: ProbeSetup, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
