@@ -35,6 +35,7 @@ HEALTHY: dict[str, list[str]] = {
     "several updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
     "a dual controller": ["kl.controller={name: dual, target: 0.05}", "run.seed=4"],
     "an average as the reference": ["reference={kind: ema, every: 4, alpha: 0.5}"],
+    "an average under LoRA": [LORA, "reference={kind: ema, every: 4, alpha: 0.5}"],
     "snapshots under LoRA": [LORA, "reference={kind: snapshot, every: 3}"],
     "a reference that waits for KL": ["reference={kind: kl_triggered, threshold: 0.05}"],
     "a reference of one's own": ["reference.kind=lab.doctor.faults_reference:right_reference"],

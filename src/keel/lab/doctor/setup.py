@@ -34,6 +34,7 @@ from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
+_MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class ProbeSetup:
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
+    doubt_s: float = 120.0  # for samples beyond the batch, which tests that are in doubt ask for
     sampled: tuple[Group, ...] = ()  # the groups as they were sampled, where the batch holds less of them
 
     @property
@@ -137,17 +140,19 @@ class ProbeSetup:
             return None
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
 
-    def each_logits(self, groups: Sequence[Group] | None = None, *, at_once: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def each_logits(self, groups: Sequence[Group] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1.
 
-        In evaluation mode, without padding, packing or a scorer, by the model's own forward; `at_once` rows of equal
-        length go together where there are many. One at a time, since a batch of them need not fit into memory.
+        In evaluation mode, without padding, packing or a scorer, by the model's own forward; rows of equal length go
+        together as long as their logits are small. One at a time, since a batch of them need not fit into memory.
         """
         chosen = self.groups if groups is None else groups
         pairs = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
         order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
         for _, alike in groupby(order, key=lambda i: len(pairs[i][0]) + len(pairs[i][1])):
             members = list(alike)
+            width = len(pairs[members[0]][0]) + len(pairs[members[0]][1])
+            at_once = min(32, max(1, _MAX_LOGITS // (width * self.vocabulary)))
             for part in (members[i : i + at_once] for i in range(0, len(members), at_once)):
                 ids = torch.tensor([[*pairs[i][0], *pairs[i][1]] for i in part], device=self.policy.device)
                 with evaluating(self.policy.model):

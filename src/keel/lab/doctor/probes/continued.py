@@ -29,7 +29,7 @@ from keel.lab.doctor.probes.draws import (
     uniform_p_value,
 )
 from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.probes.golds import row_logits
+from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.probes.masks import batch_draws
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup

@@ -66,7 +66,7 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     groups = _first(groups, min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary)))
     completions = [c for group in groups for c in group.completions]
     chosen: list[tuple[int, Tensor, Tensor]] = []
-    for b, logits in setup.each_logits(groups, at_once=32):
+    for b, logits in setup.each_logits(groups):
         positions = torch.tensor([t for t, action in enumerate(completions[b].action) if action], dtype=torch.long)
         chosen.append((b, positions, logits[positions.to(logits.device)].double()))
     chosen.sort(key=lambda entry: entry[0])

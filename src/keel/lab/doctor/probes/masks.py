@@ -58,9 +58,9 @@ def is_blind(setup: ProbeSetup, thresholds: Thresholds) -> bool:
 
 def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     """Change tokens before the completion (and between its turns); what comes after must answer."""
-    if "blindness" not in setup.shared:
-        setup.shared["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
-    findings: list[Finding] = setup.shared["blindness"]
+    if "blindness" not in setup.of_batch:
+        setup.of_batch["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
+    findings: list[Finding] = setup.of_batch["blindness"]
     return findings
 
 
@@ -204,7 +204,7 @@ def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
 
 def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
-    if "foreign" not in setup.shared:
+    if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
         silent = (drawn.sample_logp == 0) & (logp < -thresholds["mask_silent"])
@@ -214,16 +214,16 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         others = (drawn.sample_logp - logp)[~runs & (drawn.sample_logp < 0)]
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
         another = another or setup.shared.get("other prompt", False)
-        setup.shared["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
-    marked: Tensor = setup.shared["foreign"]
+        setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
+    marked: Tensor = setup.of_batch["foreign"]
     return marked
 
 
 def batch_draws(setup: ProbeSetup) -> Draws:
     """The batch's own action tokens."""
-    if "draws" not in setup.shared:
-        setup.shared["draws"] = draws(setup, setup.groups)
-    drawn: Draws = setup.shared["draws"]
+    if "draws" not in setup.of_batch:
+        setup.of_batch["draws"] = draws(setup, setup.groups)
+    drawn: Draws = setup.of_batch["draws"]
     return drawn
 
 

@@ -104,7 +104,7 @@ def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict
         if print_scored != print_perturbed:
             figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)
             return [_moving(setup, "scoring with it changed its weights", figures)]
-        return _updates(setup, figures, ref, print_scored, thresholds)
+        return _updates(setup, figures, ref, print_scored, noise, thresholds)
 
 
 def reference_fingerprint(setup: ProbeSetup) -> str:
@@ -171,9 +171,12 @@ def _kind(setup: ProbeSetup) -> str:
 
 
 def _updates(
-    setup: ProbeSetup, figures: dict[str, float], ref: Tensor, before: str, thresholds: Thresholds
+    setup: ProbeSetup, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
 ) -> list[Finding]:
-    """Call `update` as the loop would and look at the weights at every doubling of the steps."""
+    """Call `update` as the loop would and look at the weights at every doubling of the steps, and at its scores.
+
+    What a reference adds to its layers' outputs, as an average under LoRA, is in its scores and not in its weights.
+    """
     reference = setup.run.reference
     assert reference is not None
     kind, every = _kind(setup), _parameters(setup).get("every")
@@ -188,8 +191,9 @@ def _updates(
             changed = reference_fingerprint(setup) != before
         if changed or reported:
             break
-    figures["reference_moved_at_step"] = float(step) if changed else 0.0
     figures["reference_moved"] = largest_gap(ref, reference_logp(setup), setup.mask)
+    changed = changed or figures["reference_moved"] > noise
+    figures["reference_moved_at_step"] = float(step) if changed else 0.0
     if changed and (kind in STILL_KINDS or not reported):
         return [_moving(setup, f"update() at step {step} changed its weights and returned {reported}", figures)]
     if not changed and (reported or due):
