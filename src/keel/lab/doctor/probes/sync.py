@@ -66,7 +66,9 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
         )
     rounded = setup.shared.get("reported") == "sampler/precision"
     before = _gap(setup, unchanged)
-    floor = decisive if rounded else 0.0  # a narrow type rounds noisy weights by more
+    floor = (
+        decisive if rounded or before > thresholds["scoring_gap"] else 0.0
+    )  # a narrow type rounds noisy weights by more
     grown = fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor)
     if grown and (sound or rounded):
         return _stale(
