@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable
 
@@ -12,14 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.lab.doctor.diagnosis import Diagnosis
-from keel.lab.doctor.findings import Finding, ranked
+from keel.lab.doctor.findings import ranked
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}
 SHOWN = 5  # findings of the short form
 WIDE = 100  # columns in which the evidence of most findings is one line
 INDENT = "  "
-_EXPLAINED = re.compile(r"explained by (\S+): ")
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose: bool = False) -> None:
@@ -51,12 +49,6 @@ def verdict(diagnosis: Diagnosis, name: str) -> str:
     return f"{name}: {counted}; first: {ranked(diagnosis.findings)[0].code}"
 
 
-def explained_by(finding: Finding) -> str | None:
-    """The code of the cause that explains a finding away."""
-    match = _EXPLAINED.match(finding.evidence)
-    return match[1] if match and finding.severity == "note" else None
-
-
 def _short(diagnosis: Diagnosis, console: Console) -> None:
     """Errors and warnings in four lines each, and what each of them explains."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
@@ -65,7 +57,7 @@ def _short(diagnosis: Diagnosis, console: Console) -> None:
         _print(console, finding.evidence, at_most=2 if console.width < WIDE else 1)
         _print(console, finding.cause, "dim", at_most=1)
         _print(console, f"→ {finding.advice}", "bold")
-        symptoms = [other.code for other in diagnosis.findings if explained_by(other) == finding.code]
+        symptoms = [other.code for other in diagnosis.findings if other.explained_by == finding.code]
         if symptoms:
             _print(console, f"explains {_listed(symptoms)}", "cyan")
     if len(serious) > SHOWN:
@@ -94,7 +86,7 @@ def _sound(diagnosis: Diagnosis, width: int) -> str:
 
 def _hidden(diagnosis: Diagnosis) -> str:
     """The last line: what the short form leaves out."""
-    notes = _listed(f.code for f in diagnosis.findings if f.severity == "note" and explained_by(f) is None)
+    notes = _listed(f.code for f in diagnosis.findings if f.severity == "note" and f.explained_by is None)
     unchecked = f"{len(diagnosis.unchecked)} could not be checked; " if diagnosis.unchecked else ""
     return f"{f'notes: {notes}; ' if notes else ''}{unchecked}more: --verbose"
 
