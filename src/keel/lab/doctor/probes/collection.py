@@ -22,7 +22,7 @@ from keel.lab.doctor.probes.evidence import (
     level,
     more_groups,
 )
-from keel.lab.doctor.probes.gold import gold_findings, judged_golds, reward_scale, solved_at
+from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -60,7 +60,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_truncated(setup, thresholds),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
-        *_fickle(setup),
+        *_fickle(setup, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -333,7 +333,7 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
     )
 
 
-def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
+def _fickle(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The same completions, judged again and in the other order, must earn the same."""
     if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
         return
@@ -351,6 +351,8 @@ def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
     yield finding(
         "reward/fickle",
         f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
-        "the reward is random, or depends on the order of completions or on what it judged before",
+        "the reward is random, or depends on the order of completions or on what it judged before"
+        if worst > thresholds["reward_spread"] * largest
+        else "a small part of the reward may be random, or depend on what was judged before",
         "make the reward a function of the problem and the text alone",
     )
