@@ -172,7 +172,7 @@ def test_the_figures_of_a_history() -> None:
     assert figures["kl/policy_ref/k3/max"] == 3.0
     assert history_figures(replace(history, events=(final,)))["kl/policy_ref/k3/max"] == 5.0
     assert figures["kl/at_start"] == 0.1
-    assert figures["update/largest_move"] == pytest.approx(1.5)  # a step that is gone with the next counts by half
+    assert figures["update/largest_move"] == pytest.approx(0.1)  # a step that is gone with the next does not count
     assert figures["reward/lowest"] == -0.5
     assert figures["entropy/share"] == pytest.approx(0.5)
     assert figures["reward/within_group_std"] == pytest.approx(0.3)

@@ -14,6 +14,7 @@ from keel.lab.runs import number, option_of
 
 Record = Mapping[str, Any]
 LARGEST = 3.4e38  # of fp32: what a training run logs beyond it has overflowed, and its square would here
+MOVING = ("ema", "snapshot", "kl_triggered")  # references
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 
 
@@ -129,13 +130,20 @@ class History:
         finals = [event for event in self.events if event.get("kind") == "kl/final"]
         if not finals or finals[-1].get("step") != self.steps:
             return None  # the run went on from there
-        measured = finals[-1].get("metrics") or {}
+        measured = finals[-1].get("metrics")
+        if not isinstance(measured, Mapping):
+            return None
         return next((_finite(measured[name]) for name in KL_NAMES if name in measured), None)
 
     @property
     def unpenalized(self) -> bool:
         """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown where 0 is logged then."""
         return self.beta == 0 or (self.beta is None and self.source != "TRL")  # TRL logs no KL at β = 0
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference is meant to move."""
+        return self.option("reference.kind") in MOVING or bool(self.option("reference.moves"))
 
     @property
     def steps(self) -> int:

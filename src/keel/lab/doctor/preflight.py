@@ -15,10 +15,11 @@ from keel.envs import Task
 from keel.lab.doctor.budget import budget_note, within_budget
 from keel.lab.doctor.causes import explain
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.lab.doctor.findings import Finding, finding, ranked
+from keel.lab.doctor.findings import CODES, Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
+from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.rollout.engine import OtherModel, StaleWeights
 
@@ -53,6 +54,7 @@ def preflight(
         return _without_samples(config, outcome, limits)
     outcomes = []
     with closing(setup.run):
+        setup = replace(setup, doubt_s=QUICK_DOUBT_S) if quick else setup
         affordable = within_budget(setup, quick=quick)
         for name, probe in PROBES:
             if quick and name in LEFT_OUT:
@@ -64,6 +66,7 @@ def preflight(
                 outcome = _refused(name, refusal)
             except Exception as error:  # a user's part may raise anything
                 outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
+            outcome = replace(outcome, undecided=(*outcome.undecided, *undecided_tests(setup)))
             outcomes.append(outcome)
             if on_probe is not None:
                 on_probe(outcome, time.monotonic() - began)
@@ -74,7 +77,7 @@ def preflight(
     decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
     several = config.rollout.max_turns > 1 and setup.run.task.several_turns
     left_out = [f"{codes}: {name} is left out by --quick" for name, codes in LEFT_OUT.items() if quick]
-    unchecked = (*(line for outcome in outcomes for line in outcome.unchecked), *left_out)
+    unchecked = (*(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided)), *left_out)
     bounded = () if affordable is setup else (budget_note(affordable, setup),)
     diagnosis = Diagnosis(
         findings=explain(findings, log=False),
@@ -97,6 +100,7 @@ PASSES = (
     *("masks", "scoring", "sampler", "weight sync", "reference", "kl_term"),
     *("update", "reach", "balance", "limits"),  # which share the first update
 )
+QUICK_DOUBT_S = 15.0  # for samples beyond the batch under --quick
 # What --quick does without, and what is not known then.
 LEFT_OUT = {
     "weight sync": "sampler/stale",
@@ -106,8 +110,8 @@ LEFT_OUT = {
 
 
 def _sound(outcome: ProbeResult) -> bool:
-    """Whether a probe has tried something and found nothing worse than a note."""
-    tried = bool(outcome.figures) or not outcome.unchecked
+    """Whether a probe has tried something, with a result, and found nothing worse than a note."""
+    tried = not outcome.undecided and (bool(outcome.figures) or not outcome.unchecked)
     return tried and all(finding.severity == "note" for finding in outcome.findings)
 
 
@@ -143,19 +147,11 @@ def _failed(name: str, reason: str) -> ProbeResult:
 
 # What a policy writes and how far an update takes it depend on how much it has learned.
 _SKILL_PROBES = ("collection", "advantage", "update", "truncation")
-_SKILL_CODES = (
-    "output/",
-    "reward/constant",
-    "reward/weak",
-    "reward/cliff",
-    "advantage/",
-    "optim/lr-too-high",
-)
 
 
 def _softened(finding: Finding, cut: str) -> Finding:
     """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
-    if not finding.code.startswith(_SKILL_CODES):
+    if not CODES[finding.code].skill:
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 

@@ -45,7 +45,6 @@ from keel.lab.doctor.shapes import trend as trend_of
 from keel.lab.judge import kl_limit
 
 KL = "KL(policy‖reference)"
-MOVING = ("ema", "snapshot", "kl_triggered")
 DROPS = ("model.dropout", "model.lora.dropout")
 
 
@@ -208,7 +207,7 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     if len(series) < least:
         yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
         return
-    if _moves(history):
+    if history.moves_reference:
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
         return
     now, flat = series.tail(RECENT), reward_flat(history, thresholds)
@@ -248,6 +247,23 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
                 joined="; ",
             ),
         )
+    elif flat and median(series) > thresholds["kl_without_gain"] and _from_zero(series, thresholds):
+        yield finding(
+            "kl/not-learning",
+            f"{name} went from 0 to {median(series):.3g} nats per token (median over {series.span}; {now.mean:.3g} at "
+            f"the end), and {trend.text}",
+            "the policy moves and gains nothing: what is paid does not depend on what it writes, as a reward that is "
+            "chance or another problem's, or updates are mostly noise",
+            either(
+                "judge the same completions twice, and a right and a wrong answer by hand",
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            ),
+        )
+
+
+def _from_zero(series: Series, thresholds: Thresholds) -> bool:
+    """Whether all of the way that the KL has gone is in the log."""
+    return series.finite.steps[0] <= 1 and abs(series.finite.values[0]) <= thresholds["kl_at_start"]
 
 
 def _held(history: History, thresholds: Thresholds) -> bool:
@@ -295,7 +311,7 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
     if history.kl is None:
         yield not_recorded(code, KL)
         return
-    if _moves(history):
+    if history.moves_reference:
         return
     name, series = history.kl
     most = max(abs(value) for value in series.finite.values)
@@ -315,17 +331,12 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
-def _moves(history: History) -> bool:
-    """Whether the reference is meant to move."""
-    return history.option("reference.kind") in MOVING or bool(history.option("reference.moves"))
-
-
 def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     """KL that falls to next to nothing from one step to the next: the reference was replaced."""
     if history.kl is None:
         yield not_recorded("reference/moving", KL)
         return
-    if _moves(history):
+    if history.moves_reference:
         return
     name, series = history.kl
     finite = series.finite

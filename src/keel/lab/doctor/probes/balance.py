@@ -55,7 +55,7 @@ class Balance:
 
 def probe_balance(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Equilibrium of the KL term under the run's controller, the entropy bonus's share, the reward's scale."""
-    first: FirstUpdate | None = setup.shared.get("update")
+    first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return ProbeResult("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
     figures: dict[str, float] = {}

@@ -10,7 +10,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.golds import bos_gain
+from keel.lab.doctor.probes.gold_likelihood import bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,
@@ -48,7 +48,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_bos(setup, prompts, thresholds),
         *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
         *repeat_findings(setup, thresholds),
-        *eval_leak(setup),
+        *eval_leak(setup, thresholds),
     ]
     figures = {"prompts_read": float(len(prompts))}
     return ProbeResult("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
