@@ -43,7 +43,7 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
-        sound=_sound(by_check),
+        sound=_sound([row for row in by_check if row[0] != "episodes" or _has_turns(history)]),
     )
     return with_threshold_notes(diagnosis, limits)
 
@@ -62,6 +62,11 @@ def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tup
         if 2 * decided >= total and not any(isinstance(result, Finding) for result in results):
             names.append(area if decided == total else f"{area} ({decided} of {total})")
     return tuple(names)
+
+
+def _has_turns(history: History) -> bool:
+    """Whether there were tools or turns to judge: the checks of episodes are silent where there were none."""
+    return any(name.startswith(("answer/", "tool/", "turn/")) for name in history.series)
 
 
 def _first_step(history: History) -> History:
