@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from keel.base.types import Problem
 from keel.models.tiny import CHARACTERS, CHAT_TEMPLATE, character_tokenizer
 from keel.rollout import Request
-from lab.doctor.faults import NoLogp, Odd, Wrapped
+from lab.doctor.faults import NoLogp, Odd, Talking, Wrapped
 from lab.doctor.schooled import fresh_model, schooled_model
 
 # Templates
@@ -219,6 +219,24 @@ class Asked(Odd):
             case "choices":
                 return f"The answer is one of these, the result: {text}"
         return text
+
+
+@dataclass(frozen=True)
+class Alike(Talking):
+    """Episodes that begin with the same prompt, as a guessing game: what they are about is the problem's own."""
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return self._hidden(self.inner.sample(count, seed=seed, step=step))
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return self._hidden(self.inner.held_out(count, seed=seed))
+
+    def _hidden(self, problems: list[Problem]) -> list[Problem]:
+        return [replace(p, prompt="max 1 2=", info={"hidden": p.prompt}) for p in problems]
+
+
+def alike() -> Alike:
+    return Alike("alike", "talking")
 
 
 def leaking_answers() -> Asked:

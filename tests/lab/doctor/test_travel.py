@@ -122,6 +122,12 @@ def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     assert first.evidence.startswith("9 of 21 weights are not in the checkpoint")
 
 
+def test_as_many_problems_as_a_step_asks_for_are_too_few_for_a_long_run_alone() -> None:
+    stuck = ["task={name: 'lab.doctor.faults_objective:same_every_step'}", "rollout.prompts_per_step=16"]
+    assert [finding.code for finding in probed(*stuck, "run.max_steps=100")] == ["task/repeats"]
+    assert probed(*stuck, "run.max_steps=5") == []
+
+
 HEALTHY = {
     "plain text": [],
     "another seed": ["run.seed=2"],
@@ -141,6 +147,7 @@ HEALTHY = {
     "a tokenizer without BOS": [model("without_bos")],
     "spaces around texts": [engine("Stripped")],
     "several turns": TALK,
+    "episodes that begin alike": [*TALK[1:], task("alike")],
     "several turns in a template": [*TALK, FILLED],
     "log-probabilities after filters": ["rollout.top_p=0.8", "rollout.engine=lab.doctor.faults:OnlyAfterFilters"],
     "LoRA": ["model.lora={r: 4}"],

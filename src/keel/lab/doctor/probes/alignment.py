@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.evidence import leave_undecided, level
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -112,6 +112,7 @@ def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence
         if each * count > SECONDS:
             count = min(count, int(math.sqrt(SECONDS / each * count)))
             if count < FEWEST:
+                leave_undecided(setup, "data/misaligned", f"{FEWEST} answers after {FEWEST} prompts take too long")
                 return torch.zeros(0, 0)
     return torch.stack([row[:count] for row in rows[:count]])
 

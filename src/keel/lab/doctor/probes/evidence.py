@@ -132,10 +132,13 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
     if doubt:
         completions = sum(len(group.completions) for group in groups)
         why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
-        setup.shared.setdefault("undecided", {})[code] = (
-            f"undecided after {completions} completions of {len(groups)} problems ({why})"
-        )
+        leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
     return groups
+
+
+def leave_undecided(setup: ProbeSetup, code: str, why: str) -> None:
+    """Remember a test that was begun and has no answer."""
+    setup.shared.setdefault("undecided", {})[code] = why
 
 
 def undecided_tests(setup: ProbeSetup) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from keel.envs.attacks import LESSONS, Attack, Batch, Turns
 from keel.envs.episode import close_now, step_now
 from keel.envs.exploits import Payoff, payoffs
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import LOOKS, chance_above, level
+from keel.lab.doctor.probes.evidence import LOOKS, chance_above, leave_undecided, level
 from keel.lab.doctor.setup import ProbeSetup
 
 MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
@@ -352,6 +352,8 @@ def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple
     """What each attack earns, by its name; on further problems as long as luck may explain one that does well."""
     entries: dict[str, list[tuple[Attack, Payoff]]] = {}
     count = _affordable(setup)
+    if not count:
+        leave_undecided(setup, "reward/exploit", "judging takes too long for attacks on the reward")
     for look in range(LOOKS if count else 0):
         for attack, payoff in payoffs(setup.run.task, setup.built.judge, count, setup.config.run.seed + look, None):
             if payoff.failure is None and not attack.is_gold:
