@@ -53,7 +53,7 @@ class ProbeSetup:
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
-    sampled: tuple[Group, ...] = ()  # the groups as they were sampled, where the batch holds less of them
+    cut_from: ProbeSetup | None = None  # the setup of all that was sampled, where the batch holds less of it
 
     @property
     def run(self) -> TrainingRun:
@@ -66,6 +66,32 @@ class ProbeSetup:
     @property
     def groups(self) -> tuple[Group, ...]:
         return self.batch.groups
+
+    @property
+    def whole(self) -> ProbeSetup:
+        """The setup of all that was sampled: what is typical of rewards and lengths is read there."""
+        return self if self.cut_from is None else self.cut_from
+
+    @property
+    def sampled(self) -> tuple[Group, ...]:
+        """The groups as they were sampled."""
+        return self.whole.groups
+
+    @property
+    def completion_length(self) -> float:
+        """Mean of the trained tokens of a completion, as they were sampled."""
+        return float(self.whole.mask.sum()) / len(self.whole.mask)
+
+    @property
+    def loss_length(self) -> int:
+        """`max_completion_length` for the loss: shorter by as much as the batch's completions are than sampled ones.
+
+        A sum over a constant then weighs a cut completion as it weighs a whole one.
+        """
+        limit = self.run.rollout.max_completion_length
+        if self.cut_from is None:
+            return limit
+        return max(1, round(limit * float(self.mask.sum()) / len(self.mask) / self.completion_length))
 
     @property
     def mask(self) -> Tensor:

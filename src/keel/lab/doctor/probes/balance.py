@@ -28,6 +28,7 @@ from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
+from keel.trainer.step import with_advantages
 
 PULLED_AT = 0.02  # nats per token at which the KL's pull is measured: no rounding, and still quadratic
 MOST_STEPS = 2_000
@@ -80,27 +81,34 @@ def _balance(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -
     """None where no KL term acts, or where nothing is known of the advantages' size."""
     if setup.run.reference is None or not setup.run.kl.penalizes or not first.peak_kl > 0:
         return None
-    figures["advantage"] = typical_advantage(first, normalised=scale_rewards(setup.run.loss) != "none")
+    figures["advantage"] = typical_advantage(setup, first)
     warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
     if warmup:
         figures["advantage"] *= course(lambda step: min(1.0, (step + 1) / warmup), steps).mean
-    length = float(setup.mask.sum()) / len(setup.mask)
     weight = _advantage_weight(setup)
     pull = kl_weight(setup, first, weight)
     if not (pull > 0 and weight > 0 and figures["advantage"] > 0):
         return None  # a term that pulls nowhere, or away, is named by its own probe
     figures |= {"advantage_weight": weight, "kl_weight": pull}
-    return Balance(weight * figures["advantage"], pull, length)
+    return Balance(weight * figures["advantage"], pull, setup.completion_length)
 
 
-def typical_advantage(first: FirstUpdate, *, normalised: bool) -> float:
-    """The advantages' root mean square over groups whose rewards differ; 0 where none do and no division makes it 1."""
-    rows = first.batch.rows
+def typical_advantage(setup: ProbeSetup, first: FirstUpdate) -> float:
+    """Root mean square of the advantages of all sampled groups whose rewards differ.
+
+    0 where none do and no division makes it 1.
+    """
+    if not first.real_rewards:
+        return float(scale_rewards(setup.run.loss) != "none")
+    return advantage_size(with_advantages(setup.whole.batch, setup.run, setup.run.reward.warmup_steps))
+
+
+def advantage_size(batch: StepBatch) -> float:
+    """Root mean square of a batch's advantages, without the groups whose rewards are all the same."""
+    rows = batch.rows
     assert rows.advantages is not None
     assert rows.rewards is not None
     assert rows.group is not None
-    if not first.real_rewards:
-        return float(normalised)
     alive = ~zero_variance(rows.rewards, rows.group)
     chosen = rows.advantages[alive] if bool(alive.any()) else rows.advantages
     return float(chosen.double().square().mean().sqrt())
@@ -124,7 +132,7 @@ def kl_weight(setup: ProbeSetup, first: FirstUpdate, advantage_weight: float) ->
 
 def typical_spread(setup: ProbeSetup) -> float:
     """The median within-group std of the rewards that differ; 1 where none do."""
-    rows = setup.batch.rows
+    rows = setup.whole.batch.rows
     assert rows.rewards is not None
     assert rows.group is not None
     spreads = group_spreads(rows.rewards, rows.group)
@@ -200,7 +208,7 @@ def _too_strong(
 
 def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """Rewards far from a scale of 1 where nothing divides by it before they meet β or the entropy bonus."""
-    rows, scale, kl = setup.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
+    rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
     assert rows.group is not None
     in_reward = kl.placement == "reward" and "equilibrium" in figures
@@ -264,7 +272,7 @@ def _entropy(
     coefficient = setup.run.loss.entropy_coef
     if coefficient == 0.0:
         return
-    batch = first.batch
+    batch = first.batch.with_rows(policy_mask=None)
     rows = batch.rows
     assert rows.advantages is not None
     assert rows.rewards is not None
@@ -272,8 +280,10 @@ def _entropy(
     alone = batch.with_rows(advantages=torch.zeros_like(rows.advantages), kl_advantages=None)
     bonus = gradient_norm(loss_gradients(setup, alone, beta=0.0)[0])
     policy = gradient_norm(loss_gradients(setup, batch.with_rows(kl_advantages=None), beta=0.0, entropy_coef=0.0)[0])
-    alive = float((~zero_variance(rows.rewards, rows.group)).double().mean()) if first.real_rewards else 1.0
-    policy = policy / alive if alive > 0 else policy
+    if first.real_rewards:
+        alive = float((~zero_variance(rows.rewards, rows.group)).double().mean())
+        if alive > 0:  # a batch that was cut holds the largest advantages
+            policy *= typical_advantage(setup, first) / advantage_size(batch) / alive
     if not policy > 0:
         return
     figures["entropy_share"] = bonus / (bonus + policy)

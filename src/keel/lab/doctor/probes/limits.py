@@ -78,11 +78,18 @@ def _rejects(
 
 
 def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
-    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token."""
+    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
+
+    Where completions were cut it scatters about its mean as that of whole ones would: by the root of their length.
+    """
     mask, before = batch.rows.action_mask, setup.logp(batch)
     with moved(setup, first.gradients, first.loss, math.sqrt(level / first.peak_kl), weight_decay=0.0):
         ratio = before - setup.logp(batch)
-    return ratio.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp_min(1)
+    values = ratio.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp_min(1)
+    if setup.cut_from is None:
+        return values
+    shorter = float(mask.sum()) / len(mask) / setup.completion_length
+    return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
 
 
 def _undecided(over: Tensor, share: float) -> bool:
@@ -202,7 +209,7 @@ def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> It
     budget = setup.config.kl.budget
     if budget is None or budget.action == "warn":
         return
-    length = float(setup.mask.sum()) / len(setup.mask)
+    length = setup.completion_length
     allowed = budget.max * (length if budget.unit == "per_token" else 1.0)
     update = first.peak_kl * setup.run.optimizer.schedule(0) ** 2 * length
     least = thresholds["reach_least"]

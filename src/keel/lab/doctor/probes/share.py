@@ -67,7 +67,7 @@ def _in_reward(setup: ProbeSetup, batch: StepBatch) -> Tensor:
 def _norm(setup: ProbeSetup, batch: StepBatch, beta: float) -> float:
     run = setup.run
     loss = run.loss.model_copy(update={"entropy_coef": 0.0})
-    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
+    counts = global_denominators(batch.rows, setup.loss_length)
     for micro in batch.micros:
         scores = score_micro(micro, batch, run)
         # the probe's own policy, not what sampled

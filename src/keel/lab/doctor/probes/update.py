@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
-from keel.trainer.step import penalize_rewards, with_advantages
+from keel.trainer.step import penalize_rewards, reject, sampled_kl, with_advantages
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
@@ -95,22 +95,27 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
 
 
 def scored(setup: ProbeSetup) -> StepBatch:
-    """The batch as the loop has it before its first update."""
+    """The batch as the loop has it before its first update, after the reward's warm-up."""
     run, beta = setup.run, setup.beta
     batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
-    batch = penalize_rewards(batch, run, beta)
+    if run.kl.placement == "reward" and beta != 0.0 and run.reference is not None:
+        batch = replace(batch, kl=sampled_kl(batch, run))
+    batch = penalize_rewards(reject(batch, run), run, beta)
     return with_advantages(batch, run, run.reward.warmup_steps)
 
 
 def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
-    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
-    advantage = batch.rows.advantages
+    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place.
+
+    So do completions that all leave the policy term.
+    """
+    advantage, mask = batch.rows.advantages, batch.rows.policy_mask
     assert advantage is not None
-    if bool((advantage != 0).any()):
+    if bool((advantage != 0 if mask is None else (advantage != 0) & mask.any(-1)).any()):
         return batch, True
     generator = torch.Generator().manual_seed(setup.config.run.seed)
     signs = torch.randint(0, 2, advantage.shape[:1], generator=generator).mul(2).sub(1).to(advantage)
-    return batch.with_rows(advantages=signs), False
+    return batch.with_rows(advantages=signs, policy_mask=None), False
 
 
 def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
@@ -121,7 +126,7 @@ def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple
     run = setup.run
     beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
     loss = run.loss.model_copy(update=changes)
-    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
+    counts = global_denominators(batch.rows, setup.loss_length)
     total = 0.0
     for micro in batch.micros:
         out = objective(
