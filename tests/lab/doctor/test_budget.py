@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Reward
@@ -109,3 +110,14 @@ def test_truncated_completions_are_those_that_were_sampled_so(monkeypatch):
         assert mask.any(-1).tolist() == ended
     diagnosis = preflight(config)
     assert not {"optim/no-update", "kl/rejects-all", "kl/too-strong"} & {f.code for f in diagnosis.findings}
+
+
+def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
+    def full(setup, thresholds):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("keel.lab.doctor.preflight.PROBES", [("reach", full)])
+    diagnosis = preflight(schooled_config())
+    assert not diagnosis.findings
+    assert any(line.startswith("reach: no memory left for it") for line in diagnosis.unchecked)
+    assert "reach" not in diagnosis.sound
