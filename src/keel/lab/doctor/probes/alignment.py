@@ -117,13 +117,16 @@ def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence
 
 
 def association(likelihood: Tensor, shift: int) -> float:
-    """By how many standard deviations of a random pairing answers are likelier after the prompt `shift` rows before.
+    """By how many standard deviations of a random pairing answers rank higher after the prompt `shift` rows before.
 
-    What a prompt does to all answers and an answer has after all prompts is taken out first; the variance of a random
-    pairing of the rest is Σ m² / (n − 1).
+    What an answer has after all prompts is taken out first, then answers are ranked after each prompt: one likelihood
+    that dwarfs the others counts no more than the first rank. The variance of a random pairing is Σ m² / (n − 1).
     """
+    from scipy.stats import rankdata
+
     n = len(likelihood)
-    centred = likelihood - likelihood.mean(0) - likelihood.mean(1, keepdim=True) + likelihood.mean()
+    ranks = torch.from_numpy(rankdata((likelihood - likelihood.mean(0)).cpu().numpy(), axis=1))
+    centred = ranks - ranks.mean(0) - ranks.mean(1, keepdim=True) + ranks.mean()
     paired = torch.cat([centred.diagonal(shift), centred.diagonal(shift - n if shift > 0 else shift + n)])
     deviation = float(centred.square().sum() / (n - 1)) ** 0.5
     return float(paired.sum()) / deviation if deviation > 0 else 0.0
