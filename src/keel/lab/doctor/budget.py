@@ -18,8 +18,8 @@ LEAST_GROUPS, LEAST_TOKENS = 2, 16
 def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
     """The setup as it is where a pass over its batch is cheap; else one of fewer completions, cut where they are long.
 
-    Rewards and ends stay those of the whole completions, and the groups whose rewards differ most are preferred: what is
-    compared pass against pass needs few tokens, and an update needs advantages.
+    Rewards and ends stay those of the whole completions, and the groups whose rewards differ most are preferred: what
+    is compared pass against pass needs few tokens, and an update needs advantages.
     """
     limit = token_budget(setup, quick)
     groups = sorted(setup.groups, key=lambda group: -pstdev(reward.total for reward in group.rewards))

@@ -34,6 +34,7 @@ from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
+SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
 _MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
 
 
@@ -212,13 +213,14 @@ class ProbeSetup:
         Afterwards every weight has the very bits it had.
         """
         trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
-        originals = [p.detach().clone() for p in trainable]
-        generator = torch.Generator().manual_seed(seed)
+        originals = backup(trainable)
+        device = self.policy.device
+        generator = torch.Generator(device).manual_seed(seed)
         try:
             with torch.no_grad():
                 for parameter in trainable:
                     size = float(parameter.float().square().mean().sqrt()) or 1.0
-                    noise = torch.randn(parameter.shape, generator=generator) * (relative * size)
+                    noise = torch.randn(parameter.shape, generator=generator, device=device) * (relative * size)
                     parameter.add_(noise.to(parameter))
             yield
         finally:
@@ -230,6 +232,15 @@ class ProbeSetup:
     def vocabulary(self) -> int:
         """How many tokens the model can choose from."""
         return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
+
+
+def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies to restore from, in main memory where the device has little room beside them."""
+    devices, size = {tensor.device for tensor in tensors}, sum(tensor.nbytes for tensor in tensors)
+    free = min((torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda"), default=None)
+    if free is not None and SPARE_TIMES * size > free:
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def build_setup(
@@ -308,4 +319,4 @@ def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tup
         return loaded, (f"training would refuse this model: {refusal}",)
 
 
-__all__ = ["ProbeSetup", "build_setup"]
+__all__ = ["ProbeSetup", "backup", "build_setup"]

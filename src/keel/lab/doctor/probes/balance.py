@@ -25,7 +25,7 @@ from keel.lab.doctor.probes.reach import course, gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
-from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.setup import ProbeSetup, backup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages
@@ -145,13 +145,16 @@ def measured_kl_weight(setup: ProbeSetup, first: FirstUpdate) -> float:
     KL grows with the square of the distance, so that its derivative along the way is twice itself.
     """
     optimizer = setup.run.optimizer
-    start = [p.detach().clone() for p in optimizer.parameters]
+    start = backup(optimizer.parameters)
     factor = math.sqrt(PULLED_AT / first.peak_kl)
     with moved(setup, first.gradients, first.loss, factor, weight_decay=0.0):
         kl = mean_kl(policy_states(setup), first.before)
-        way = [p.detach() - before for p, before in zip(optimizer.parameters, start, strict=True)]
         gradients, _ = loss_gradients(setup, _without_advantages(first.batch), beta=1.0, entropy_coef=0.0)
-    pull = sum(float((g.double() * w.double()).sum()) for g, w in zip(gradients, way, strict=True) if g is not None)
+        pull = sum(
+            float((gradient.double() * (p.detach() - before.to(p)).double()).sum())
+            for p, before, gradient in zip(optimizer.parameters, start, gradients, strict=True)
+            if gradient is not None
+        )
     return pull / (2 * kl) if kl > 0 else 0.0
 
 

@@ -31,7 +31,7 @@ FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
 
 def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """What the configured limits do to a policy that has moved as far as one that learns must."""
-    first: FirstUpdate | None = setup.shared.get("update")
+    first: FirstUpdate | None = setup.shared.pop("update", None)  # the last that needs its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
         codes = "kl/rejects-all, loss/clip, guard/skips-all"
         return ProbeResult("limits", unchecked=(f"{codes}: no update could be tried",))

@@ -19,7 +19,7 @@ from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
-from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.setup import ProbeSetup, backup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
@@ -127,17 +127,30 @@ def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple
     beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
     loss = run.loss.model_copy(update=changes)
     counts = global_denominators(batch.rows, setup.loss_length)
+    gradients: list[Tensor | None] = []
     total = 0.0
-    for micro in batch.micros:
-        out = objective(
-            score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
-        )
-        if out.loss.requires_grad:  # a loss that is detached is named by the objective
-            out.loss.backward()
-        total += out.loss.item()
-    gradients = [None if p.grad is None else p.grad.clone() for p in run.optimizer.parameters]
-    run.optimizer.inner.zero_grad(set_to_none=True)
+    for scale in _loss_scales(run.optimizer):
+        total = 0.0
+        for micro in batch.micros:
+            out = objective(
+                score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
+            )
+            if out.loss.requires_grad:  # a loss that is detached is named by the objective
+                (out.loss * scale).backward()
+            total += out.loss.item()
+        gradients = [p.grad if p.grad is None or scale == 1.0 else p.grad / scale for p in run.optimizer.parameters]
+        run.optimizer.inner.zero_grad(set_to_none=True)
+        if all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients):
+            break
     return gradients, total
+
+
+def _loss_scales(optimizer: Optimizer) -> tuple[float, ...]:
+    """What the loss is multiplied by, so that fp16 does not round its gradient to 0; less where that overflows."""
+    if optimizer.scaler is None:
+        return (1.0,)
+    scale = optimizer.scaler.get_scale()
+    return (scale, scale / 2**8, 1.0)
 
 
 def step_kl(
@@ -155,8 +168,9 @@ def moved(
     """The policy after one such update; the gradient's norm before clipping comes with it."""
     optimizer = setup.run.optimizer
     with undone(optimizer):
+        scale = _loss_scales(optimizer)[0]  # which the step divides by
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
+            parameter.grad = None if gradient is None else gradient * scale
         for group in optimizer.inner.param_groups:
             group |= settings
         optimizer.schedule = lambda update: factor
@@ -166,7 +180,7 @@ def moved(
 @contextmanager
 def undone(optimizer: Optimizer) -> Iterator[None]:
     """Whatever happens to weights, moments and schedule inside: afterwards they have the very bits they had."""
-    weights = [parameter.detach().clone() for parameter in optimizer.parameters]
+    weights = backup(optimizer.parameters)
     state, schedule = copy.deepcopy(optimizer.state_dict()), optimizer.schedule
     try:
         yield
