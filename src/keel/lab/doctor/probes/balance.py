@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.advice import changes, no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.advantage import group_spreads
+from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.probes.objective import ADVANTAGES, loss_gradient
 from keel.lab.doctor.probes.reach import course, gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
@@ -32,7 +34,6 @@ from keel.trainer.step import with_advantages
 
 PULLED_AT = 0.02  # nats per token at which the KL's pull is measured: no rounding, and still quadratic
 MOST_STEPS = 2_000
-ENOUGH_GROUPS, MORE_ROUNDS = 8, 4
 SMALL_ADVANTAGE = 0.05
 ADVISED_KL = 100.0  # nats per completion that an advised β allows: 0.07 under advantages of size 1
 
@@ -222,8 +223,16 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thre
     spreads, limit = group_spreads(rows.rewards, rows.group), thresholds["reward_scale"]
     if not len(spreads) or not float(spreads.max()) > limit:
         return
-    spreads = _more_spreads(setup, spreads)
-    if not least_typical(spreads) > limit:
+
+    def too_wide(spreads: Tensor) -> bool:
+        return least_typical(spreads, level(thresholds)) > limit
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        spreads = group_spreads(*rewards_of(groups))
+        return bool(len(spreads)) and float(spreads.median()) > limit and not too_wide(spreads)
+
+    spreads = group_spreads(*rewards_of(more_groups(setup.whole, undecided)))
+    if not too_wide(spreads):
         return
     spread = float(spreads.median())
     figures["reward_spread"] = spread
@@ -250,21 +259,10 @@ def _after_division(setup: ProbeSetup) -> dict[str, object]:
     return {"kl.placement": "loss", **({} if formula is None else formula.change), **loss}
 
 
-def _more_spreads(setup: ProbeSetup, spreads: Tensor) -> Tensor:
-    """Spreads of further groups, until there are `ENOUGH_GROUPS` that differ or `MORE_ROUNDS` have not brought them."""
-    for step in range(1, MORE_ROUNDS + 1):
-        if len(spreads) >= ENOUGH_GROUPS:
-            break
-        problems = setup.run.task.sample(len(setup.groups), seed=setup.config.run.seed, step=step)
-        rewards, group = rewards_of(setup.collect(problems, step=step))
-        spreads = torch.cat([spreads, group_spreads(rewards, group)])
-    return spreads
-
-
-def least_typical(spreads: Tensor) -> float:
-    """A bound that the median spread is below with a chance under 1 in 100: of n groups all lie above it with 2⁻ⁿ."""
+def least_typical(spreads: Tensor, chance: float) -> float:
+    """A bound that the median spread is below with less than that chance: of n groups all lie above it with 2⁻ⁿ."""
     ordered, count = spreads.sort().values, len(spreads)
-    below = next((k for k in range(count) if sum(math.comb(count, i) for i in range(k + 1)) / 2**count > 0.01), 0)
+    below = next((k for k in range(count) if sum(math.comb(count, i) for i in range(k + 1)) / 2**count > chance), 0)
     return float(ordered[below - 1]) if below else 0.0
 
 
