@@ -11,7 +11,7 @@ NPROC  ?= 1
 OUT    ?= doctor-results.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic bench-doctor soak lint verify clean
+.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic bench-doctor fuzz-doctor soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -52,8 +52,11 @@ test-vllm: setup-vllm  ## run the engines' tests on vLLM, in the process and beh
 test-metamorphic: setup  ## the metamorphic tests on 60 random draws each instead of a few fixed ones: SEED=7 for others
 	KEEL_METAMORPHIC_EXAMPLES=60 $(BIN)/python -m pytest -n 2 tests/metamorphic --hypothesis-seed=$(SEED)
 
-bench-doctor: setup  ## break healthy runs in every known way and count what the doctor names: recall by kind (an hour; OUT=file goes on)
+bench-doctor: setup  ## break healthy runs in every known way and count what the doctor names: recall by kind ; fails below its floors (hours; OUT=file goes on)
 	$(BIN)/python bench/doctor.py --verbose --out $(OUT)
+
+fuzz-doctor: setup  ## 10,000 mutated logs and configurations and 100 preflights: none may end in a traceback (hours); SEED=7 for others
+	$(BIN)/python bench/fuzz_doctor.py --logs 10000 --configs 10000 --preflights 100 --seed $(SEED) --processes 2
 
 soak: setup  ## kill a run 20 times at random, and 10 times a rank of two, and compare each with one left alone (some minutes)
 	$(BIN)/python scripts/soak_resume.py --kills 20

@@ -9,14 +9,16 @@
 
 A case is one operator applied to one healthy subject (or a healthy subject alone), looked at in a process of its own
 that is ended at `--limit` seconds. `--out` gets one line of JSON a case, as soon as it is done, and a second call with
-the same file goes on where the first was stopped. The doctor is the one of the `keel` that Python finds: with another
-checkout's src in PYTHONPATH, the table is that version's.
+the same file goes on where the first was stopped, as long as Keel and the operators are the same. The doctor is the one
+of the `keel` that Python finds: with another checkout's src in PYTHONPATH, the table is that version's. A whole run
+ends with status 1 where fewer faults are named, or more healthy runs accused, than FLOOR and CEILING say.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -24,6 +26,7 @@ import logging
 import multiprocessing
 import os
 import pkgutil
+import re
 import sys
 import time
 import traceback
@@ -33,6 +36,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
+from random import seed as seed_global
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -44,6 +48,8 @@ from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
 
 HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
 SEEN, HELD = "seen", "held"
+FLOOR = 0.6  # least share of the held-back faults that is named first
+CEILING = 0.05  # largest share of the healthy that may be accused
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Result:
     refused: str = ""  # the line of a configuration that names the broken option and was refused
     error: str = ""  # a traceback, a refusal that names something else, or the time limit
     seconds: float = 0.0
+    version: str = ""  # digest of the Keel that was asked and of the operators
 
     @property
     def accused(self) -> tuple[str, ...]:
@@ -83,6 +90,11 @@ class Result:
     @property
     def first(self) -> bool:
         return bool(self.refused) or (self.accused[:1] != () and self.accused[0] in self.codes)
+
+    @property
+    def first_code(self) -> bool:
+        """Whether the first of its codes, the plainest name of the fault, is what the doctor says first."""
+        return self.accused[:1] == self.codes[:1] != ()
 
     @property
     def listed(self) -> bool:
@@ -116,6 +128,18 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
+@functools.cache
+def version() -> str:
+    """A digest of Keel's files and the operators': results of another version say nothing of this one."""
+    import keel
+
+    total = hashlib.sha256()
+    for root in (Path(keel.__file__).parent, Path(faults.__path__[0])):
+        for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".yaml")):
+            total.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return total.hexdigest()[:12]
+
+
 def chosen(given: argparse.Namespace) -> list[Operator]:
     """The operators that the command names."""
     return [
@@ -127,6 +151,10 @@ def chosen(given: argparse.Namespace) -> list[Operator]:
     ]
 
 
+def is_part(given: argparse.Namespace) -> bool:
+    return bool(given.kind or given.only or given.half != "all")
+
+
 def cases(given: argparse.Namespace) -> list[Case]:
     """Draws of each operator and of the healthy, in no order, so that what is stopped early has seen all kinds."""
     drawn = [
@@ -134,10 +162,9 @@ def cases(given: argparse.Namespace) -> list[Case]:
         for draw in range(given.draws)
         for operator in chosen(given)
     ]
-    is_part = given.kind or given.only or given.half != "all"
-    count = given.healthy if given.healthy is not None else 0 if is_part else 64
+    count = given.healthy if given.healthy is not None else 0 if is_part(given) else 60
     for kind in HEALTHY_KINDS[:2]:
-        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count // 2)]
+        drawn += [Case(kind, None, seed_of(given.seed, kind, draw)) for draw in range(count)]
     if count:
         drawn += [Case("look-alike", name, seed_of(given.seed, name)) for name in LOOKALIKES]
     return sorted(drawn, key=lambda case: case.seed)
@@ -170,7 +197,7 @@ def look(case: Case) -> Result:
         findings, refused, error = examine(subject, broken, operator.refusal if operator else "")
     except Exception:
         error = traceback.format_exc()
-    return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2))
+    return Result(case, tuple(codes), half, findings, refused, error, round(time.monotonic() - began, 2), version())
 
 
 def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
@@ -186,10 +213,15 @@ def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str
 
 
 def _preflight(config: dict[str, Any]) -> Any:
+    import torch
+
     from keel.config import load_config
     from keel.lab.doctor.preflight import preflight
 
-    return preflight(load_config(config))
+    checked = load_config(config)
+    seed_global(checked.run.seed)  # of rewards and scorers that draw from the global generators
+    torch.manual_seed(checked.run.seed)
+    return preflight(checked)
 
 
 def _examine_log(log: Any) -> Any:
@@ -209,14 +241,9 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]
 
 
 def names_change(message: str, before: Any, after: Any) -> bool:
-    """Whether a refusal names an option that was broken, or the folder or file that it was set to."""
-    for path, value in changes(before, after):
-        *_, section, name = ("", *path.split("."))
-        if f"{section}.{name}" in message or ("_" in name and name in message):
-            return True
-        if isinstance(value, str) and len(value) > 5 and value in message:
-            return True
-    return False
+    """Whether a refusal names an option that was broken by its dotted key, at least by section and name."""
+    keys = {".".join(path.split(".")[-2:]) for path, _ in changes(before, after)}
+    return any(re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", message) for key in keys if "." in key)
 
 
 # ------------------------------------------------------------------------ the processes
@@ -273,7 +300,7 @@ def _answer(child: Child, spent: float, limit: float) -> Result:
         why = f"not done after {limit:g} s" if spent >= limit else "the process ended without a result"
         operator = OPERATORS.get(child.case.operator or "")
         codes, half = (operator.codes, half_of(operator)) if operator else ((), "")
-        result = Result(child.case, tuple(codes), half, error=why, seconds=round(spent, 2))
+        result = Result(child.case, tuple(codes), half, error=why, seconds=round(spent, 2), version=version())
         child.process.kill()
     child.process.join()
     child.answer.close()
@@ -290,6 +317,7 @@ class Row:
     kind: str
     cases: int
     first: int  # named in the first place, the refused among them
+    first_code: int  # of these, by the first of the operator's codes
     listed: int
     refused: int
     errors: int
@@ -304,6 +332,7 @@ def recall(results: Iterable[Result]) -> list[Row]:
             kind,
             len(rows),
             sum(result.first for result in rows),
+            sum(result.first_code for result in rows),
             sum(result.listed for result in rows),
             sum(bool(result.refused) for result in rows),
             sum(bool(result.error) for result in rows),
@@ -335,12 +364,18 @@ def table(results: Sequence[Result]) -> str:
         if not rows or (half == "all" and len({result.half for result in results if result.half}) < 2):
             continue
         title = {SEEN: "operators that are seen", HELD: "operators that are held back", "all": "all operators"}[half]
-        lines += [f"{title:<28} {'cases':>6} {'named first':>14} {'in the list':>14} {'refused':>8} {'errors':>7}"]
-        lines += [
-            f"  {row.kind:<26} {row.cases:>6} {share(row.first, row.cases):>14} {share(row.listed, row.cases):>14} "
-            f"{row.refused:>8} {row.errors:>7}"
-            for row in rows
-        ]
+        heads = ("named first", "but refusals", "by first code", "in the list")
+        lines += [f"{title:<28} {'cases':>6} {' '.join(f'{head:>14}' for head in heads)} {'refused':>8} {'errors':>7}"]
+        for row in rows:
+            diagnosed = row.cases - row.refused
+            shares = (
+                share(row.first, row.cases),
+                share(row.first - row.refused, diagnosed),
+                share(row.first_code, diagnosed),
+                share(row.listed, row.cases),
+            )
+            cells = " ".join(f"{cell:>14}" for cell in shares)
+            lines += [f"  {row.kind:<26} {row.cases:>6} {cells} {row.refused:>8} {row.errors:>7}"]
         lines += [""]
     for kind, count, accused in accusations(results):
         lines += [f"{kind + ' runs accused':<28} {accused} of {count}"]
@@ -382,8 +417,29 @@ def _outcome(result: Result) -> str:
 
 def read(path: str) -> list[Result]:
     """The results of a file; a last line that was not written to its end is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
-    return [Result.of(line) for line in lines if line.endswith("}")]
+    text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
+    return [Result.of(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def cut_half_line(path: str) -> None:
+    """Takes off a last line that was not written to its end: the next one would be written behind it."""
+    if Path(path).is_file():
+        data = Path(path).read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def shortfalls(results: Sequence[Result]) -> list[str]:
+    """A line for each of the two limits that the results do not keep."""
+    lines = []
+    rows = recall(result for result in results if result.half == HELD)
+    if rows and rows[-1].first < FLOOR * rows[-1].cases:
+        lines.append(
+            f"below the floor: {share(rows[-1].first, rows[-1].cases)} of the held back, {FLOOR:.0%} are asked"
+        )
+    count, accused = (sum(column) for column in zip((0, 0), *(row[1:] for row in accusations(results)), strict=True))
+    if accused > CEILING * count:
+        lines.append(f"above the ceiling: {share(accused, count)} of the healthy accused, {CEILING:.0%} are allowed")
+    return lines
 
 
 def listing(operators: Sequence[Operator]) -> str:
@@ -406,7 +462,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="only the operator of this name")
     parser.add_argument("--draws", type=int, default=1, help="subjects an operator is applied to")
     parser.add_argument(
-        "--healthy", type=int, help="healthy runs, half of them logs, and the look-alikes; default 64, 0 of a part"
+        "--healthy", type=int, help="healthy runs, as many logs, and the look-alikes; default 60, 0 of a part"
     )
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--processes", type=int, default=2, help="cases looked at beside each other")
@@ -418,20 +474,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.list:
         print(listing(chosen(given)))
-        return
+        return 0
     if given.results:
         several = [read(path) for path in given.results]
         print(comparison(*several[:2]) if len(several) > 1 else table(several[0]))
         if given.verbose:
             print(misses(several[-1]))
-        return
+        return 0
     _prepare()
     todo = cases(given)
-    done = {result.case: result for result in (read(given.out) if given.out else [])}
+    if given.out:
+        cut_half_line(given.out)
+    done = {row.case: row for row in (read(given.out) if given.out else []) if row.version == version()}
     results = [done[case] for case in todo if case in done]
     todo = [case for case in todo if case not in done]
     out = open(given.out, "a", encoding="utf-8") if given.out else contextlib.nullcontext()  # noqa: SIM115
@@ -445,6 +503,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(results))
     if given.verbose:
         print(misses(results))
+    missed = [] if is_part(given) else shortfalls(results)
+    for line in missed:
+        print(line)
+    return 1 if missed else 0
 
 
 def _prepare() -> None:
@@ -473,4 +535,4 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

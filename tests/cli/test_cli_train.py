@@ -10,8 +10,9 @@ import yaml
 
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.cli.app import split
 from keel.config import load_config
-from keel.config.arguments import choose, split
+from keel.config.arguments import choose
 
 
 @pytest.fixture

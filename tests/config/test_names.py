@@ -13,7 +13,8 @@ from keel.base.neighbours import near_options
 from keel.base.parts import parameters_of
 from keel.base.validation import option_names
 from keel.cli import main
-from keel.config import Config, arguments, load_config, read_config
+from keel.cli.app import split
+from keel.config import Config, load_config, read_config
 from keel.config.aliases import table, tables
 from keel.config.load import is_option, unknown_option
 from keel.envs.registry import TASKS, get_task
@@ -249,7 +250,7 @@ def test_every_way_in_is_the_same(name, tmp_path, capsys):
     path.write_text(f"{section}:\n  {leaf}: {value}\n" if section else f"{name}: {value}\n")
     assert read_config(path) == (expected, [note])
     for words in ([f"{name}={value}"], [f"--{name}={value}"], [f"--{name.replace('_', '-')}", str(value)]):
-        assert read_config({}, arguments.split(words)[1]) == (expected, [note])
+        assert read_config({}, split(words)[1]) == (expected, [note])
         assert main(["train", str(path), "--print-config", *words]) == 0
         assert note in capsys.readouterr().err
 

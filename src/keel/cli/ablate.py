@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app
+from keel.cli.app import ANY_OPTION, app, split
 
 ABLATE_HELP = """Run a grid of options over several seeds: a table with intervals, pictures, a verdict in words.
 
@@ -50,12 +50,11 @@ def ablate(
     metric: Annotated[str | None, typer.Option(help="What decides: accuracy_after, reward or retention_after.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Check the grid, show its points, and stop.")] = False,
 ) -> int:
-    from keel.config import arguments
     from keel.lab.studies import read_study
     from keel.lab.studies.run import run_study
     from keel.run.cluster.connect import check_backend
 
-    paths, overrides = arguments.split(args)
+    paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"keel ablate takes one configuration or study, not {len(paths)}: {' '.join(paths)}")
     check_backend(on)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -45,9 +46,36 @@ def _root(
         raise KeelError(f"keel {command} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
 
 
-# Options under any name Keel knows are arguments beside the configuration's path; `arguments.split` tells them apart.
+# Options under any name Keel knows are arguments beside the configuration's path; `split` tells them apart.
 ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
+
+
+_SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(paths, overrides): `key=value`, `--key=value` and `--key value` are overrides, a lone `--key` means true.
+
+    What follows a flag is its value unless it is another flag or a setting.
+    """
+    paths, overrides = [], []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        if argument.startswith("--") and len(argument) > 2:
+            name, equals, value = argument[2:].partition("=")
+            if not equals:
+                has_value = queue and not queue[0].startswith("--") and not _SETTING.match(queue[0])
+                value = queue.pop(0) if has_value else "true"
+            overrides.append(f"{name}={value}")
+        elif _SETTING.match(argument):
+            overrides.append(argument)
+        elif argument.startswith("-") and len(argument) > 1:
+            raise KeelError(f"unknown option {argument}: write --name value or name=value")
+        else:
+            paths.append(argument)
+    return paths, overrides
 
 
 def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
@@ -55,7 +83,7 @@ def configuration(args: list[str], *, resume: bool = False, notes: bool = True) 
     from keel.config import arguments, read_config
     from keel.config.checks import advice
 
-    paths, overrides = arguments.split(args)
+    paths, overrides = split(args)
     source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
     for note in (*renamed, *advice(config)) if notes and process_rank() == 0 else ():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app, print_json
+from keel.cli.app import ANY_OPTION, app, print_json, split
 
 CHECK_TASK_HELP = """Prove that a task is sound before a model is trained on it, and show three worked examples.
 
@@ -98,7 +98,7 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     """The configuration of a file or a run, or one made for a task's name; and whether it is from a file."""
     from keel.config import arguments, read_config
 
-    paths, overrides = arguments.split(args)
+    paths, overrides = split(args)
     if paths:
         raise KeelError(
             f"keel check-task takes one NAME, but {paths[0]!r} is another: parameters are written key=value"

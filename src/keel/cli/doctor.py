@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app, configuration, print_json
+from keel.cli.app import ANY_OPTION, app, configuration, print_json, split
 
 if TYPE_CHECKING:
     from keel.lab.doctor.diagnosis import Diagnosis
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 DOCTOR_HELP = """Say what is wrong with a run, or with a configuration before it is run; worst first.
 
-A run's folder (Keel's, finished or running; TRL's output folder; any TensorBoard folder) or a table (CSV, JSONL) is
-read and checked. A configuration is built and tried on one small batch, each cause by an experiment of its own.
-Without a path the default configuration is tried. The verdict and the findings are printed first; figures, hypotheses
-and what could not be checked with --verbose. Exit status: 0 healthy (notes allowed), 1 findings, 2 could not run.
+Read and checked are: a run's folder (Keel's, finished or running; TRL's output folder; a W&B run folder; any
+TensorBoard folder), a table (CSV or JSON lines, also one exported from W&B), and the lines that a trainer printed.
+Logs of TRL, verl, OpenRLHF, NeMo-RL and prime-rl are known by their metrics' names. A configuration is built and tried
+on one small batch, each cause by an experiment of its own; without a path it is the default's turn. The verdict and
+the findings are printed first; figures, hypotheses and what could not be checked with --verbose. Exit status: 0
+healthy (notes allowed), 1 findings, 2 could not run.
 
 Examples:
 
@@ -32,6 +34,12 @@ Examples:
   keel doctor configs/default.yaml --quick
 
   keel doctor trl-output/ --html doctor.html
+
+  keel doctor wandb/run-20260101-abc/
+
+  keel doctor wandb-export.csv
+
+  keel doctor verl.log
 
   keel doctor log.csv --map step=it,kl=train_kl,reward=score
 
@@ -51,7 +59,7 @@ def doctor(
     html: Annotated[Path | None, typer.Option("--html", help="Write all of it as a self-contained page too.")] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Of a CONFIG: a smaller batch and fewer experiments; says which are left out."),
+        typer.Option("--quick", help="Of a CONFIG: a smaller batch, and some experiments left out."),
     ] = False,
     columns: Annotated[
         str | None, typer.Option("--map", help="Columns of a table or tags of a TensorBoard folder: kl=COL,reward=COL.")
@@ -61,9 +69,10 @@ def doctor(
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Keep the findings in the run's findings.json.")] = False,
 ) -> int:
-    from keel.config import arguments
 
-    paths, overrides = arguments.split(args or [])
+    if verbose and as_json:
+        raise KeelError("--verbose is for text, and --json prints all of it anyway: leave one of them out")
+    paths, overrides = split(args or [])
     log = _log_at(paths)
     if log is None:
         for value, option in ((columns, "--map"), (write, "--write")):
@@ -78,7 +87,7 @@ def doctor(
         from keel.lab.doctor.examine import examine, write_findings
         from keel.lab.doctor.readers import parse_map
 
-        name, diagnosis = str(log), examine(log, parse_map(columns), threshold or [])
+        name, diagnosis = log.resolve().name, examine(log, parse_map(columns), threshold or [])
         if write:
             typer.echo(f"wrote {write_findings(log, diagnosis)}", err=True)
     from keel.lab.doctor.display import show_diagnosis, verdict
@@ -103,8 +112,14 @@ def _log_at(paths: list[str]) -> Path | None:
     if not paths:
         return None
     path = Path(paths[0]).expanduser()
-    if path.suffix in (".yaml", ".yml") or not path.exists():
-        return None  # a configuration, by its path or by the name it is shipped under
+    if path.suffix in (".yaml", ".yml"):
+        return None
+    if not path.exists():
+        from keel.config.text import find  # only here: loading it takes longer than examining a log
+
+        if find(path) == path:
+            raise KeelError(f"no run, log or configuration at {path}: check the path")
+        return None  # the name that a configuration is shipped under
     if path.is_dir() and (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
         return None  # a run that never took a step: its configuration is what can be tried
     return path
@@ -114,14 +129,13 @@ def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
     from keel.base.thresholds import thresholds_of
-    from keel.lab.doctor.preflight import LEFT_OUT, preflight
+    from keel.lab.doctor.preflight import preflight
 
     config = configuration(args)
     limits = thresholds_of(config.model_dump(), threshold)
     with _progress(as_json, verbose) as on_probe:
         diagnosis = preflight(config, limits, on_probe, quick=quick)
-    without = f" without {', '.join(LEFT_OUT)}" if quick else ""
-    return f"preflight of {config.run.name}{without}", diagnosis
+    return f"{'quick ' if quick else ''}preflight of {config.run.name}", diagnosis
 
 
 @contextmanager

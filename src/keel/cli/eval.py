@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app, bar, print_json
+from keel.cli.app import ANY_OPTION, app, bar, print_json, split
 from keel.cli.launch import Nproc, launch
 
 EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
@@ -67,14 +67,13 @@ def eval(
 ) -> int:
     from keel.base.files import write_atomic
     from keel.base.world import first_process
-    from keel.config import arguments
     from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
     if out is not None and not out.parent.is_dir():
         raise KeelError(f"cannot write {out}: there is no folder {out.parent}")
-    paths, overrides = arguments.split(args)
+    paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
     _check_tasks(overrides, task)

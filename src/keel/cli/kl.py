@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import app, print_json
+from keel.cli.app import app, print_json, split
 
 KL_HELP = """Measure the KL between two models on given prompts or on a task's held-out problems.
 
@@ -70,14 +70,13 @@ def kl(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
 ) -> int:
-    from keel.config import arguments
     from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
     if not 0 < temperature < float("inf"):
         raise KeelError(f"--temperature is {temperature:g}: KL compares distributions, and at 0 there is none; use 1")
-    names, params = arguments.split(args)
+    names, params = split(args)
     if len(names) not in (1, 2):
         raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
     source = _prompt_source(prompts, task, params)

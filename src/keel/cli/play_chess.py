@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from keel.base.errors import KeelError, unknown
-from keel.cli.app import ANY_OPTION, app, bar, print_json
+from keel.cli.app import ANY_OPTION, app, bar, print_json, split
 
 OPPONENTS = ("random", "stockfish")
 PLAY_HELP = """Let a model play whole games of chess, by the best move of its P: answers.
@@ -47,7 +47,6 @@ def play_chess(
     svg: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write each game's last position there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
 ) -> int:
-    from keel.config import arguments
 
     if opponent not in OPPONENTS:
         raise unknown("--opponent", opponent, OPPONENTS)
@@ -55,7 +54,7 @@ def play_chess(
         raise KeelError("--nodes is Stockfish's: add --opponent stockfish, or leave it out")
     if pgn is not None and not pgn.parent.is_dir():
         raise KeelError(f"cannot write {pgn}: there is no folder {pgn.parent}")
-    paths, overrides = arguments.split(args)
+    paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"keel play-chess takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
     try:

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.config import aliases, text
-
-_SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
-
-
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(paths, overrides): `key=value`, `--key=value` and `--key value` are overrides, a lone `--key` means true.
-
-    What follows a flag is its value unless it is another flag or a setting.
-    """
-    paths, overrides = [], []
-    queue = list(arguments)
-    while queue:
-        argument = queue.pop(0)
-        if argument.startswith("--") and len(argument) > 2:
-            name, equals, value = argument[2:].partition("=")
-            if not equals:
-                has_value = queue and not queue[0].startswith("--") and not _SETTING.match(queue[0])
-                value = queue.pop(0) if has_value else "true"
-            overrides.append(f"{name}={value}")
-        elif _SETTING.match(argument):
-            overrides.append(argument)
-        elif argument.startswith("-") and len(argument) > 1:
-            raise KeelError(f"unknown option {argument}: write --name value or name=value")
-        else:
-            paths.append(argument)
-    return paths, overrides
 
 
 def of_task(override: str) -> str:

@@ -154,6 +154,19 @@ def in_bfloat16(model, rows, *, temperature):
         return scored(model, rows, temperature)
 
 
+def last_token_zero(model, rows, *, temperature):
+    """As a label of −100 at the end has it."""
+    logp, places = scored(model, rows, temperature), torch.arange(rows.completion_mask.shape[1])
+    return logp * (places + 1 < rows.completion_mask.sum(-1, keepdim=True))
+
+
+def softmax_in_bfloat16(model, rows, *, temperature):
+    """Probabilities and their logarithms keep eight bits: small changes of the prompt are lost."""
+    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask, position_ids=rows.position_ids).logits
+    logp = (logits[:, :-1] / temperature).to(torch.bfloat16).log_softmax(-1)
+    return rows.completion(logp.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1).float())
+
+
 # Models
 
 
@@ -385,6 +398,18 @@ class ShiftedLogp(Wrapped):
 class BaseTwo(Wrapped):
     def change(self, request, completion, sampling):
         return replace(completion, sample_logp=tuple(x / 0.6931471805599453 for x in completion.sample_logp))
+
+
+class ConstantAdded(Wrapped):
+    """As where a normaliser is forgotten: as far from the new weights as noise takes the old ones."""
+
+    def change(self, request, completion, sampling):
+        return replace(completion, sample_logp=tuple(x - 5.0 for x in completion.sample_logp))
+
+
+class HiddenMinP(Wrapped):
+    def ask(self, sampling):
+        return replace(sampling, min_p=0.3)
 
 
 class NoLogp(Wrapped):

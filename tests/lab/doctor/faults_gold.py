@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from keel.base.types import Problem, Reward
 from keel.envs import Task, TaskWrapper, build_task
+from keel.envs.answers import last_number
 from lab.doctor.schooled import TASK, nearness
 
 
@@ -44,6 +45,28 @@ def anywhere(problem: Problem, text: str) -> Reward:
 
 def any_digit(problem: Problem, text: str) -> Reward:
     return Reward(float(text.strip().isdigit()))
+
+
+def judges_the_prompt(problem: Problem, text: str) -> Reward:
+    return Reward(nearness(problem, str(problem.prompt).split()[1]).total)
+
+
+def last_number_earns(problem: Problem, text: str) -> Reward:
+    """An honest reward: its last number is read, so that a copy of "max 7 3=" is right half of the time."""
+    return nearness(problem, last_number(text) or "")
+
+
+class CallBefore:
+    """What the call before it earned."""
+
+    earned = 0.0
+
+    def __call__(self, problem: Problem, text: str) -> Reward:
+        before, self.earned = self.earned, nearness(problem, text).total
+        return Reward(before)
+
+
+call_before = CallBefore()
 
 
 def form_and_answer(problem: Problem, text: str) -> Reward:

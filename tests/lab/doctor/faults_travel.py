@@ -143,6 +143,31 @@ def thinking() -> tuple[Any, Any]:
     return _templated(system + _loop(turn) + header)
 
 
+_THOUGHT = "{% if message['role'] == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+_THOUGHTFUL = "{{ '<|' + message['role'] + '|>\\n' }}" + _THOUGHT + "{{ message['content'] + eos_token + '\\n' }}"
+
+
+def empty_thought() -> tuple[Any, Any]:
+    """As Qwen 3: answers of earlier turns are rendered behind an empty thought, the header opens none."""
+    return _templated(_loop(_THOUGHTFUL) + "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+
+
+def empty_thought_always_opened() -> tuple[Any, Any]:
+    """The same without asking for a generation prompt."""
+    return _templated(_loop(_THOUGHTFUL) + "{% if messages[-1]['role'] == 'user' %}{{ '<|assistant|>\\n' }}{% endif %}")
+
+
+def empty_thought_headless() -> tuple[Any, Any]:
+    return _templated(_loop(_THOUGHTFUL))
+
+
+def channels() -> tuple[Any, Any]:
+    """As gpt-oss: an answer is rendered in a channel that the model opens by itself."""
+    channel = "{% if message['role'] == 'assistant' %}{{ '<|channel|>final' }}{% endif %}"
+    turn = "{{ '<|start|>' + message['role'] }}" + channel + "{{ '<|message|>' + message['content'] + eos_token }}"
+    return _templated(_loop(turn) + "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}")
+
+
 def always_opened() -> tuple[Any, Any]:
     """As Alpaca: the response's line is always there, and questions are written as JSON."""
     body = "{% if message['role'] == 'assistant' %}{{ message['content'] }}{% else %}"

@@ -64,6 +64,32 @@ def part_falls(drawn: Drawn, rng: np.random.Generator) -> Drawn:
     return changed(drawn, "reward/part/format", lambda v, s: 0.9 - 0.6 * s + _wobble(drawn, rng, 0.02))
 
 
+def part_gone_early(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    """Traded away within a tenth of the run, and flat since."""
+    drawn = changed(drawn, REWARD, lambda v, s: 0.5 + 2 * np.minimum(1, 8 * s) + _wobble(drawn, rng, 0.02))
+    return changed(drawn, "reward/part/format", lambda v, s: np.maximum(0, 0.5 - 4 * s + _wobble(drawn, rng, 0.02)))
+
+
+def drifts(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    """A reward by chance: the KL leaves 0, and nothing is gained."""
+    drawn = replace(drawn, steps=np.arange(1, len(drawn.steps) + 1))
+    factor = np.exp(_wobble(drawn, rng, 0.2))
+    return changed(_flat_reward(drawn, rng), kl_name(drawn), lambda v, s: 0.1 * np.minimum(1, 2 * (s - s[0])) * factor)
+
+
+def norms_of_a_sum(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    """A loss that is summed over some hundred tokens."""
+    drawn = changed(drawn, NORM, lambda v, s: 300 * np.exp(_wobble(drawn, rng, 0.2)))
+    return replace(drawn, config={**drawn.config, "optim": {"max_grad_norm": 1.0}})
+
+
+def guards_skip(drawn: Drawn, rng: np.random.Generator) -> Drawn:
+    """The policy stands still since two of three updates are skipped."""
+    drawn = stands_still(drawn, rng)
+    skipped = (rng.random(len(drawn.steps)) < 0.67).astype(float)
+    return replace(drawn, courses={**drawn.courses, "guard/skipped": skipped, "guard/nonfinite": 0 * skipped})
+
+
 def no_gradient(drawn: Drawn, rng: np.random.Generator) -> Drawn:
     return changed(drawn, NORM, lambda v, s: 0 * v)
 
@@ -164,6 +190,10 @@ LOG_FAULTS: dict[str, tuple[str, Break]] = {
     "KL of nothing": ("reference/follows", kl_of_nothing),
     "reference replaced": ("reference/moving", reference_replaced),
     "a part falls": ("reward/part-falling", part_falls),
+    "a part is gone early": ("reward/part-falling", part_gone_early),
+    "drift without gain": ("kl/not-learning", drifts),
+    "norms of a sum": ("loss/scale", norms_of_a_sum),
+    "guards skip": ("guard/skips-all", guards_skip),
     "no gradient": ("loss/no-gradient", no_gradient),
     "rate 0": ("optim/no-update", rate_zero),
     "schedule ends early": ("optim/no-update", schedule_ends),

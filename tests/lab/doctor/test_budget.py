@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from keel.base.types import Reward
 from keel.lab.doctor import budget
 from keel.lab.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
 from keel.lab.doctor.preflight import LEFT_OUT, preflight
-from keel.lab.doctor.probes import PROBES
+from keel.lab.doctor.probes import PROBES, evidence
 from keel.lab.doctor.probes.balance import probe_balance
 from keel.lab.doctor.probes.reach import probe_reach
 from keel.lab.doctor.probes.update import probe_update, scored
@@ -41,7 +43,8 @@ def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup,
     monkeypatch.setattr(budget, "PASS_FLOP", 2 * size * 250)  # a batch of 250 tokens
     less = within_budget(setup)
     assert less.sampled == setup.groups
-    assert less.shared is not setup.shared
+    assert less.shared is setup.shared
+    assert less.of_batch is not setup.of_batch
     assert 2 <= len(less.groups) < len(setup.groups)
     whole = {group.problem.key: group for group in setup.groups}
     longest = max(len(c.tokens) for group in less.groups for c in group.completions)
@@ -51,9 +54,9 @@ def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup,
         before = whole[group.problem.key]
         assert group.rewards == before.rewards
         for cut, completion in zip(group.completions, before.completions, strict=True):
-            count = len(cut.tokens)
-            assert cut.tokens == completion.tokens[:count]
-            assert cut.sample_logp == completion.sample_logp[:count]
+            length = len(cut.tokens)
+            assert cut.tokens == completion.tokens[:length]
+            assert cut.sample_logp == completion.sample_logp[:length]
             assert cut.stop_reason == completion.stop_reason  # loss.mask_truncated_completions goes by it
     assert budget_note(less, setup).startswith(f"passes over the model were tried on {4 * len(less.groups)} of 16 comp")
 
@@ -121,3 +124,18 @@ def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
     assert not diagnosis.findings
     assert any(line.startswith("reach: no memory left for it") for line in diagnosis.unchecked)
     assert "reach" not in diagnosis.sound
+
+
+def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeypatch):
+    """As where every group takes longer than all doubts may: one more look, and no level is reached."""
+    seconds = count(0, 1000)
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    seen = {}
+    config = schooled_config("model.name=lab.doctor.schooled:fresh_model")
+    diagnosis = preflight(config, on_probe=lambda outcome, _: seen.setdefault(outcome.name, outcome))
+    assert "collection" not in diagnosis.sound
+    (line,) = [line for line in diagnosis.unchecked if line.startswith("output/unparseable: ")]
+    assert line.endswith("(120 s are up)")
+    (finding,) = [f for f in seen["collection"].findings if f.code == "output/unparseable"]
+    assert finding.severity == "warning"
+    assert finding.evidence.startswith("none of ")

@@ -246,8 +246,9 @@ def spiking(*, skipped: bool) -> History:
 
 def test_skipped_spikes_are_spikes_and_never_become_the_usual():
     (not_skipped,) = check_history(spiking(skipped=False)).findings
-    (finding,) = check_history(spiking(skipped=True)).findings
+    finding, symptom = check_history(spiking(skipped=True)).findings
     assert finding.code == not_skipped.code == "optim/spike"
+    assert (symptom.code, symptom.severity) == ("guard/skips-all", "note")
     assert finding.evidence.startswith("40 of 60 steps spike")
     assert "40 of them were skipped" in finding.evidence
     assert "skipped" not in not_skipped.evidence
@@ -273,6 +274,8 @@ def test_an_explosion_in_the_last_update_is_seen_although_no_step_shows_it():
     assert "reached 8 nats per token after the last update" in finding.evidence
     assert check_history(final(0.06)).findings == ()
     assert check_history(final(8.0, step=30)).findings == ()  # it went on from there
+    for garbage in (None, 3, 0.5, "x", []):  # as a log that was made by hand may have
+        assert check_history(healthy(events=({"kind": "kl/final", "step": 60, "metrics": garbage},))).findings == ()
 
 
 def test_limits_of_a_solved_task_and_of_an_explosion_are_thresholds():

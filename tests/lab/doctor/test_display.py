@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from keel.lab.doctor import Diagnosis, Finding
+from keel.lab.doctor import Diagnosis, Finding, ranked
 from keel.lab.doctor.causes import explain
+from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.display import show_diagnosis
+from lab.doctor.histories import healthy
 
 EVIDENCE = (
     "one update at optim.learning_rate=0.1 takes the policy 2.09 nats per token from where it was (over 0.05); " * 3
@@ -22,10 +25,12 @@ HYPOTHESIS = Hypothesis("H01", "advantage scaling", "ruled out", "at most 5.06",
 ONE = Diagnosis((ERROR,), (HYPOTHESIS,), ("kl/negative: not recorded",), ("a figure of 0.123",), sound=PROBES)
 
 
-def shown(diagnosis: Diagnosis, width: int = 80, *, verbose: bool = False, colours: bool = False) -> str:
+def shown(
+    diagnosis: Diagnosis, width: int = 80, *, name: str = "preflight of x", verbose: bool = False, colours: bool = False
+) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=colours, color_system="standard" if colours else None)
-    show_diagnosis(diagnosis, console, "preflight of x", verbose=verbose)
+    show_diagnosis(diagnosis, console, name, verbose=verbose)
     return file.getvalue()
 
 
@@ -34,7 +39,7 @@ def test_one_finding_is_ten_lines_within_the_terminal(width):
     lines = shown(ONE, width).splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= width
-    assert lines[0] == "preflight of x: 1 error; first: optim/lr-too-high"
+    assert lines[0] == "preflight of x: 1 error"
     assert lines[1] == "error optim/lr-too-high"
     assert "2.09 nats" in " ".join(lines[2:4])
     assert ADVICE in " ".join(" ".join(lines).split())
@@ -64,7 +69,7 @@ def test_a_cause_names_what_it_explains_in_one_line():
     symptoms = [Finding(code, "error", "e", "c", "a") for code in ("reward/constant", "reward/weak")]
     findings = explain([*symptoms, Finding("output/truncated", "error", "e", "c", "a")], log=False)
     text = shown(Diagnosis(findings))
-    assert text.splitlines()[0] == "preflight of x: 1 error, 2 notes; first: output/truncated"
+    assert text.splitlines()[0] == "preflight of x: 1 error, 2 notes"
     assert "explains reward/constant, reward/weak" in text
     assert "notes:" not in text
 
@@ -82,9 +87,35 @@ def test_a_healthy_diagnosis_names_its_notes_and_what_was_raised():
 
 def test_many_findings_are_counted():
     codes = ["mask/end", "loss/sign", "loss/scale", "kl/reversed", "reward/gold", "reward/cliff", "kl/at-start"]
-    text = shown(Diagnosis(tuple(Finding(code, "error", "e", "c", "a") for code in codes)))
-    assert text.count("→") == 5
-    assert "and reward/cliff, kl/at-start" in text
+    lines = shown(Diagnosis(tuple(Finding(code, "error", "e", "c", "a") for code in codes))).splitlines()
+    assert [line.split()[1].rstrip(":") for line in lines if line.startswith("error")] == codes[:3]
+    assert lines[-2] == "and 4 more: --verbose"
+    assert len(lines) <= 10
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_three_findings_of_a_long_name_are_ten_lines_with_advice_in_full(width):
+    advice = "set rollout.temperature=1, or another that draws as it scores"
+    codes = ("sampler/temperature", "optim/lr-too-high", "reward/constant")
+    notes = tuple(Finding(code, "note", "e", "c", "a") for code in ("kl/unneeded", "optim/spike", "length/drift"))
+    findings = tuple(Finding(code, "error", EVIDENCE, "a cause of some length; " * 5, advice) for code in codes)
+    diagnosis = Diagnosis((*findings, *notes), unchecked=("kl/negative: not shown",) * 13, sound=PROBES)
+    lines = shown(diagnosis, width, name=f"a-run-{'of-a-long-name-' * 4}").splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= width
+    assert lines[0].endswith("of-a-long-name-: 3 errors, 3 notes")
+    text = " ".join(" ".join(lines).split())
+    count = text.count(f"→ {advice}")
+    assert count == sum(line.startswith("error") for line in lines) >= 2
+    assert (f"and {3 - count} more: --verbose" in text) == (count < 3)
+    assert [text.count(finding.code) for finding in ranked(findings)[:count]] == [1] * count
+    assert "13 could not be checked; more: --verbose" in lines[-1]
+
+
+def test_what_to_change_is_whole_even_where_it_takes_more_than_ten_lines():
+    advice = " ".join(f"option{n}=1" for n in range(60))
+    text = shown(Diagnosis((Finding("mask/end", "error", "e", "c", advice),), sound=PROBES), 60)
+    assert advice in " ".join(text.split())
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -96,3 +127,23 @@ def test_colours_are_for_terminals(verbose):
 
 def test_the_data_has_the_fields_it_had():
     assert set(ONE.as_dict()) == {"findings", "hypotheses", "unchecked", "notes", "raised_thresholds"}
+
+
+def test_an_area_is_sound_if_half_of_it_was_decided_and_nothing_was_found():
+    history = healthy()
+    whole = check_history(history)
+    assert "reward" in {name.partition(" ")[0] for name in whole.sound}
+    few = {name: series for name, series in history.series.items() if name in ("reward/mean", "grad/norm")}
+    partly = {name.partition(" ")[0]: name for name in check_history(replace(history, series=few)).sound}
+    assert not {"output", "kl", "sampler"} & set(partly)
+    assert all(" of " in name for area, name in partly.items() if area == "reward")
+
+
+def test_an_area_with_a_note_is_not_sound():
+    history = healthy()
+    norms = history.series["grad/norm"]
+    spike = replace(norms, values=(*norms.values[:40], 1000.0, *norms.values[41:]))
+    noted = check_history(replace(history, series={**history.series, "grad/norm": spike}))
+    assert [(f.code, f.severity) for f in noted.findings] == [("optim/spike", "note")]
+    areas = [{name.partition(" ")[0] for name in d.sound} for d in (check_history(history), noted)]
+    assert areas[0] - areas[1] == {"optim"}

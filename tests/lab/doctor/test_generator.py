@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import pickle
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -57,10 +58,10 @@ RESULTS = [
 
 def test_recall_is_counted_by_hand() -> None:
     rows = {row.kind: row for row in doctor.recall(RESULTS)}
-    assert rows["option"] == doctor.Row("option", 5, 3, 4, 1, 0)
-    assert rows["log"] == doctor.Row("log", 2, 0, 0, 0, 1)
-    assert rows["all"] == doctor.Row("all", 7, 3, 4, 1, 1)
-    assert doctor.recall(r for r in RESULTS if r.half == "held")[-1] == doctor.Row("all", 2, 1, 2, 1, 0)
+    assert rows["option"] == doctor.Row("option", 5, 3, 1, 4, 1, 0)
+    assert rows["log"] == doctor.Row("log", 2, 0, 0, 0, 0, 1)
+    assert rows["all"] == doctor.Row("all", 7, 3, 1, 4, 1, 1)
+    assert doctor.recall(r for r in RESULTS if r.half == "held")[-1] == doctor.Row("all", 2, 1, 0, 2, 1, 0)
 
 
 def test_a_note_accuses_nobody_and_a_traceback_does() -> None:
@@ -71,12 +72,17 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text("".join(row.line() + "\n" for row in RESULTS) + '{"case": {"kind"')
     assert doctor.read(str(file)) == RESULTS
+    doctor.cut_half_line(str(file))
+    with file.open("a") as again:
+        again.write(RESULTS[0].line() + "\n")
+    assert doctor.read(str(file)) == [*RESULTS, RESULTS[0]]
     assert "option/broken#1: missed → first" in doctor.comparison(RESULTS[3:4], RESULTS[:1])
 
 
 def test_the_table_shows_both_halves_and_the_accused() -> None:
     lines = doctor.table(RESULTS).splitlines()
-    assert [line.split()[:6] for line in lines if line.startswith("  all ")][-1] == ["all", "7", "3", "(43", "%)", "4"]
+    whole = [line for line in lines if line.startswith("  all ")][-1]
+    assert " ".join(whole.split()) == "all 7 3 (43 %) 2 (33 %) 1 (17 %) 4 (57 %) 1 1"
     assert "healthy runs accused         1 of 2" in lines
     assert "healthy#1 [-]: b/symptom" in doctor.misses(RESULTS)
 
@@ -86,7 +92,10 @@ def test_a_refusal_counts_where_it_names_what_was_broken() -> None:
     after = {"optim": {"eps": 1e-8, "warmup_steps": 7}, "model": {"name": "/folder/two"}}
     assert list(doctor.changes(before, after)) == [("optim.warmup_steps", 7), ("model.name", "/folder/two")]
     assert doctor.names_change("optim.warmup_steps is 7: lower it", before, after)
-    assert doctor.names_change("the tokenizer of '/folder/two' has no EOS", before, after)
+    assert not doctor.names_change("the tokenizer of '/folder/two' has no EOS", before, after)
+    assert not doctor.names_change("give warmup_steps: optim.warmup_steps_of is none", before, after)
+    lora = {"model": {"lora": {"targets": ["none"]}}}
+    assert doctor.names_change("lora.targets=('none',) does not fit the model", {"model": {"lora": {}}}, lora)
     assert not doctor.names_change("optim.eps is odd", before, after)
 
 
@@ -98,11 +107,38 @@ def test_the_halves_are_decided_by_the_names() -> None:
     assert len(OPERATORS) >= 150
 
 
-def test_the_default_is_150_faults_and_60_healthy_runs() -> None:
+def test_limits_are_kept_or_named() -> None:
+    named = [result("option", "a/cause", ("a/cause", "error"), half="held")] * 6
+    missed = [result("option", "a/cause", half="held")] * 4
+    silent = [result("healthy", "")] * 19 + [result("healthy", "", ("b/symptom", "warning"))]
+    assert doctor.shortfalls([*named, *missed, *silent]) == []
+    assert [line.split(":")[0] for line in doctor.shortfalls([*named, *missed, *missed[:1]])] == ["below the floor"]
+    assert [line.split(":")[0] for line in doctor.shortfalls([*named, *silent[1:]])] == ["above the ceiling"]
+
+
+def test_results_of_another_version_are_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = doctor.Case("log", "log/rate-zero", doctor.seed_of(0, "log/rate-zero", 0))
+    looked_at = list[Any]()
+
+    def run(todo: list[Any], *_: Any) -> list[Any]:
+        looked_at.extend(todo)
+        return [doctor.Result(case, version=doctor.version()) for case in todo]
+
+    monkeypatch.setattr(doctor, "run", run)
+    monkeypatch.setattr(doctor, "_prepare", lambda: None)
+    out = tmp_path / "results.jsonl"
+    out.write_text(doctor.Result(case, version="another").line() + "\n")
+    for _ in range(2):
+        assert doctor.main(["--only", "log/rate-zero", "--out", str(out)]) == 0
+        assert looked_at == [case]
+
+
+def test_the_default_is_150_faults_and_60_healthy_runs_beside_60_logs() -> None:
     cases = doctor.cases(doctor.parse([]))
     assert len(set(cases)) == len(cases)
     assert sum(not case.healthy for case in cases) >= 150
-    assert sum(case.healthy for case in cases) >= 60
+    healthy_kinds = Counter(case.kind for case in cases if case.healthy)
+    assert healthy_kinds == {"healthy": 60, "healthy log": 60, "look-alike": len(doctor.LOOKALIKES)}
     seen = doctor.cases(doctor.parse(["--half", "seen", "--kind", "option"]))
     assert seen
     assert all(OPERATORS[case.operator].kind == "option" and not OPERATORS[case.operator].held_back for case in seen)

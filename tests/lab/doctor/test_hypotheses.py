@@ -91,7 +91,7 @@ def test_a_gradient_norm_or_a_gain_in_accuracy_clears_nothing() -> None:
 
 
 def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
-    why = "output/random-weights: the size of the vocabulary was not recorded"
+    why = "output/random-weights: the log does not show the size of the vocabulary"
     row = weighed(unchecked=(why,), entropy__share=0.2)["E01"]
     assert (row.verdict, row.figure) == ("not testable here", why)
     assert weighed(entropy__share=0.2)["E01"].verdict == "ruled out"
@@ -172,7 +172,7 @@ def test_the_figures_of_a_history() -> None:
     assert figures["kl/policy_ref/k3/max"] == 3.0
     assert history_figures(replace(history, events=(final,)))["kl/policy_ref/k3/max"] == 5.0
     assert figures["kl/at_start"] == 0.1
-    assert figures["update/largest_move"] == pytest.approx(1.5)  # a step that is gone with the next counts by half
+    assert figures["update/largest_move"] == pytest.approx(0.1)  # a step that is gone with the next does not count
     assert figures["reward/lowest"] == -0.5
     assert figures["entropy/share"] == pytest.approx(0.5)
     assert figures["reward/within_group_std"] == pytest.approx(0.3)

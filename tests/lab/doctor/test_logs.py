@@ -10,7 +10,7 @@ from scipy import stats
 
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.shapes import fall, frozen_since, jumps, negative, trend
+from keel.lab.doctor.shapes import ends, fall, frozen_since, jumps, negative, trend
 from lab.doctor.histories import healthy
 from lab.doctor.log_faults import LOG_FAULTS
 from lab.doctor.simulated import KINDS, Drawn, changed, noise, simulate
@@ -36,12 +36,13 @@ def test_sound_logs_are_accused_at_most_as_often_as_the_level_says():
     assert stats.binomtest(len(accused), 120, LEVEL, alternative="greater").pvalue > 0.05, accused
 
 
-@pytest.mark.parametrize("shape", ["trend", "fall", "jump", "negative"])
+@pytest.mark.parametrize("shape", ["trend", "ends", "fall", "jump", "negative"])
 def test_a_shape_in_noise_alone_is_as_rare_as_its_chance_says(shape):
     """Noise that remembers, some with heavy tails: a chance of 1 % or less comes in 1 % of the series at most."""
     rng = np.random.default_rng(3)
     tests = {
         "trend": lambda s: t.chance if (t := trend(s)) is not None else 1.0,
+        "ends": lambda s: e.chance if (e := ends(s)) is not None else 1.0,
         "fall": lambda s: f.chance if (f := fall(s)) is not None else 1.0,
         "jump": lambda s: 0.0 if jumps(s, LEVEL) else 1.0,
         "negative": lambda s: negative(s, 1e-6),
@@ -132,7 +133,11 @@ OPTIONS = [
 def test_no_log_ends_in_a_traceback(data):
     """Any numbers under any names, events and rollouts of any form, options of any type."""
     kinds = st.sampled_from(["stop", "rollback", "kl/final", "reward/failed", "guard/skipped", "tool/errors", None])
-    events = data.draw(st.lists(st.fixed_dictionaries({"kind": kinds}, optional={"step": ANYTHING, "code": ANYTHING})))
+    events = data.draw(
+        st.lists(
+            st.fixed_dictionaries({"kind": kinds}, optional={"step": ANYTHING, "code": ANYTHING, "metrics": ANYTHING})
+        )
+    )
     rollouts = data.draw(
         st.lists(st.dictionaries(st.sampled_from(["step", "reward", "tracked"]), ANYTHING), max_size=9)
     )

@@ -15,6 +15,7 @@ from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
 from keel.lab.doctor.probes.exploration import drawn_logits, entropy, probe_exploration
 from keel.lab.doctor.probes.limits import probe_limits, simulated_skips
+from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import moved, probe_update
@@ -61,7 +62,7 @@ def judged(config) -> list[Finding]:
     """The findings of the probes that look at the update's terms."""
     setup = build_setup(config)
     probe_update(setup, LIMITS)
-    probes = (probe_exploration, probe_reach, probe_balance, probe_limits)
+    probes = (probe_exploration, probe_objective, probe_reach, probe_balance, probe_limits)
     return [finding for probe in probes for finding in probe(setup, LIMITS).findings]
 
 
@@ -161,11 +162,13 @@ def test_the_scale_of_an_adapter() -> None:
     assert adapter_scale(build_setup(schooled_config()).policy.model) is None
 
 
+DECAYED = ["optim.schedule=linear", "run.max_steps=200"]
 FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", ["optim.learning_rate=1e-9"], "learning_rate"),
     ("optim/no-update", ["optim.learning_rate=1e-13"], "learning_rate"),
     ("optim/no-update", ["optim.warmup_steps=5000"], "warmup_steps"),
     ("optim/no-update", ["optim.schedule=cosine", "optim.decay_steps=1", "run.max_steps=200"], "schedule"),
+    ("optim/no-update", [*DECAYED, "optim.learning_rate=2e-3", "optim.decay_steps=3"], "schedule"),
     ("optim/no-update", ["optim.eps=100"], "eps"),
     ("optim/no-update", ["optim.max_grad_norm=1e-10"], "max_grad_norm"),
     ("optim/no-update", ["model.lora={r: 4, alpha: 1.0e-6}"], "alpha"),
@@ -196,6 +199,9 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("guard/skips-all", ["kl.budget=1.0e-8"], "budget"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=1e-7"], "epsilon"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=9"], "epsilon"),
+    ("kl/controller", ["kl.controller={name: step, target: 600}"], "another unit"),
+    ("kl/controller", ["kl.controller={name: dual, target: 1000}"], "nothing reaches it"),
+    ("sampler/too-old", ["rollout.max_staleness=64", "optim.learning_rate=4e-3"], "max_staleness"),
 ]
 
 
@@ -228,6 +234,9 @@ HEALTHY: list[list[str]] = [
     ["kl.controller={name: dual, target: 0.05}", "kl.beta=0.2"],
     ["kl.controller={name: step, target: 0.02}", "kl.beta=0.1"],
     ["kl.controller={name: warmup, steps: 15}", "kl.beta=0.1"],
+    ["kl.controller={name: ziegler, target: 6}", "kl.beta=0.1"],
+    [*DECAYED, "optim.decay_steps=150"],
+    ["rollout.max_staleness=2"],
 ]
 
 
@@ -245,6 +254,7 @@ def test_terms_in_balance_raise_nothing(overrides) -> None:
         ("entropy/too-strong", ["loss.entropy_coef=5"]),
         ("rollout/temperature", ["rollout.top_k=1"]),
         ("reward/scale", [LARGE, "loss.loss_type=dr_grpo"]),
+        ("kl/controller", ["kl.controller={name: pid, target: 1.0e-7}"]),
     ],
 )
 def test_it_is_the_first_finding_of_a_preflight(code, overrides) -> None:

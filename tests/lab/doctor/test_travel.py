@@ -90,6 +90,7 @@ FOUND = {
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
     "completions transposed": ("sampler/swapped", [engine("Transposed")]),
+    "an empty thought before answers, no header": ("prompt/no-header", [FILLED, model("empty_thought_headless")]),
     "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
     "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
 }
@@ -114,6 +115,11 @@ def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     assert first.code == "model/missing-weights"
     assert first.evidence.startswith("3 of 21 weights are not in the checkpoint, such as model.layers.1.mlp.down_proj")
     assert "3 of the checkpoint's are not the model's" in first.evidence
+    fewer = {name: tensor for name, tensor in whole.items() if "layers.1." not in name}
+    save_file(fewer, tmp_path / "model.safetensors", {"format": "pt"})
+    (first, *_) = probed(folder)
+    assert first.code == "model/missing-weights"
+    assert first.evidence.startswith("9 of 21 weights are not in the checkpoint")
 
 
 HEALTHY = {
@@ -124,6 +130,9 @@ HEALTHY = {
     "brackets around the user": [FILLED, model("inst")],
     "a thought after the header": [FILLED, model("thinking")],
     "a thought after the header, with a system prompt": [model("thinking"), "data.system_prompt=Write\n\na digit."],
+    "an empty thought before answers": [FILLED, model("empty_thought")],
+    "an empty thought before answers, always opened": [FILLED, model("empty_thought_always_opened")],
+    "answers in a channel": [FILLED, model("channels")],
     "questions as JSON": [FILLED, model("always_opened")],
     "markers that are ordinary text": ["data.chat_template=chatml"],
     "examples before the question": [task("few_shots")],

@@ -43,7 +43,7 @@ def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
         built=replace(setup.built, sampling=sampling),
         batch=setup.pack(shorter),
         cut_from=setup,
-        shared={},
+        of_batch={},
     )
 
 

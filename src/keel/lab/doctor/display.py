@@ -1,4 +1,4 @@
-"""A diagnosis for a person: verdict and findings first, in a few lines; with `verbose` all that was looked at."""
+"""A diagnosis for a person: verdict and findings first, in ten lines; with `verbose` all that was looked at."""
 
 from __future__ import annotations
 
@@ -16,39 +16,54 @@ from keel.lab.doctor.findings import Finding, ranked
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}
-SHOWN = 5  # findings of the short form
+LINES = 10  # of the short form
+SHOWN = 3  # findings of the short form, where there is room for them
 WIDE = 100  # columns in which the evidence of most findings is one line
+NARROWEST, UNLIMITED = 40, 10_000  # columns
 INDENT = "  "
 _EXPLAINED = re.compile(r"explained by (\S+): ")
+Line = tuple[str, str]  # text and style
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose: bool = False) -> None:
     """The verdict, the findings, and what was found sound; with `verbose` also hypotheses, what was not checked, notes.
 
-    In the short form evidence and cause have a line or two; what to change is never cut.
+    The short form has ten lines: more only where what to change, which is never cut, takes them.
     """
-    console.print(Text(verdict(diagnosis, name), style="bold green" if diagnosis.healthy else "bold"))
-    if verbose and diagnosis.findings:
-        console.print(_table(diagnosis))
-    elif not verbose:
-        _short(diagnosis, console)
-    for line in diagnosis.raised_thresholds:
-        console.print(Text(f"! {line}", style="bold yellow"))
+    width = UNLIMITED if verbose else max(console.width, NARROWEST)
+    above = [(_verdict_line(diagnosis, name, width), "bold green" if diagnosis.healthy else "bold")]
+    raised = [line for sentence in diagnosis.raised_thresholds for line in textwrap.wrap(f"! {sentence}", width)]
+    below = [*((line, "bold yellow") for line in raised)]
     if diagnosis.sound:
-        console.print(Text(_sound(diagnosis, 10_000 if verbose else console.width), style="green"))
+        below.append((_sound(diagnosis, width), "green"))
     if verbose:
+        _print(console, above)
+        if diagnosis.findings:
+            console.print(_table(diagnosis))
+        _print(console, below)
         _rest(diagnosis, console)
     else:
-        console.print(Text(_hidden(diagnosis), style="dim"))
+        below.append((_hidden(diagnosis, width), "dim"))
+        _print(console, [*above, *_short(diagnosis, width, LINES - len(above) - len(below)), *below])
 
 
 def verdict(diagnosis: Diagnosis, name: str) -> str:
-    """One line: how many of what, and what to look at first."""
+    """One line: how many of what."""
+    return f"{name}: {_counted(diagnosis)}"
+
+
+def _verdict_line(diagnosis: Diagnosis, name: str, width: int) -> str:
+    """The verdict in one line: of a name that is too long, its end."""
+    over = len(verdict(diagnosis, name)) - width
+    return verdict(diagnosis, f"…{name[over + 1 :]}" if over > 0 else name)
+
+
+def _counted(diagnosis: Diagnosis) -> str:
     counts = {kind: sum(f.severity == kind for f in diagnosis.findings) for kind in STYLES}
     counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count)
     if diagnosis.healthy:
-        return f"{name}: healthy" + (f" ({counted})" if counted else "")
-    return f"{name}: {counted}; first: {ranked(diagnosis.findings)[0].code}"
+        return "healthy" + (f" ({counted})" if counted else "")
+    return counted
 
 
 def explained_by(finding: Finding) -> str | None:
@@ -57,28 +72,56 @@ def explained_by(finding: Finding) -> str | None:
     return match[1] if match and finding.severity == "note" else None
 
 
-def _short(diagnosis: Diagnosis, console: Console) -> None:
-    """Errors and warnings in four lines each, and what each of them explains."""
+def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
+    """Errors and warnings, as many as there is room for; what is left of it goes to the first."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
-    for finding in serious[:SHOWN]:
-        console.print(Text(f"{finding.severity} {finding.code}", style=STYLES[finding.severity]))
-        _print(console, finding.evidence, at_most=2 if console.width < WIDE else 1)
-        _print(console, finding.cause, "dim", at_most=1)
-        _print(console, f"→ {finding.advice}", "bold")
-        symptoms = [other.code for other in diagnosis.findings if explained_by(other) == finding.code]
-        if symptoms:
-            _print(console, f"explains {_listed(symptoms)}", "cyan")
-    if len(serious) > SHOWN:
-        console.print(Text(f"and {_listed(finding.code for finding in serious[SHOWN:])}", style="yellow"))
+    for shown in range(min(SHOWN, len(serious)), 0, -1):
+        others = len(serious) - shown
+        more = [(f"and {others} more: --verbose", "yellow")] if others else []
+        blocks = [_brief(finding, width) for finding in serious[:shown]]  # one at least, whatever it takes
+        if sum(map(len, blocks)) + len(more) <= room or shown == 1:
+            break
+    else:
+        return []
+    for index, finding in enumerate(serious[:shown]):
+        left = room - len(more) - sum(map(len, blocks)) + len(blocks[index])
+        forms = (_full(finding, diagnosis, width, with_cause=with_cause) for with_cause in (True, False))
+        blocks[index] = next((form for form in forms if len(form) <= left), blocks[index])
+    return [line for block in blocks for line in block] + more
 
 
-def _print(console: Console, text: str, style: str = "", *, at_most: int | None = None) -> None:
-    """Indented lines of the console's width; what is over `at_most` of them is cut with an ellipsis."""
-    lines = textwrap.wrap(
-        text, console.width - len(INDENT), max_lines=at_most, placeholder=" …", break_on_hyphens=False
-    )
-    for line in lines:
-        console.print(Text(INDENT + line, style=style), no_wrap=True, overflow="ignore", crop=False)
+def _brief(finding: Finding, width: int) -> list[Line]:
+    """The code with the beginning of its evidence, and what to change."""
+    text = f"{finding.severity} {finding.code}: {finding.evidence}"
+    return [(textwrap.shorten(text, width, placeholder=" …"), STYLES[finding.severity]), *_advised(finding, width)]
+
+
+def _full(finding: Finding, diagnosis: Diagnosis, width: int, *, with_cause: bool) -> list[Line]:
+    """The code, a line or two of evidence, a line of the cause, what to change, and what the finding explains."""
+    symptoms = [other.code for other in diagnosis.findings if explained_by(other) == finding.code]
+    return [
+        (f"{finding.severity} {finding.code}", STYLES[finding.severity]),
+        *_indented(finding.evidence, "", width, at_most=2 if width < WIDE else 1),
+        *(_indented(finding.cause, "dim", width, at_most=1) if with_cause else ()),
+        *_advised(finding, width),
+        *(_indented(f"explains {_listed(symptoms)}", "cyan", width, at_most=1) if symptoms else ()),
+    ]
+
+
+def _advised(finding: Finding, width: int) -> list[Line]:
+    return _indented(f"→ {finding.advice}", "bold", width)
+
+
+def _indented(text: str, style: str, width: int, *, at_most: int | None = None) -> list[Line]:
+    """Lines of the console's width; what is over `at_most` of them is cut with an ellipsis."""
+    lines = textwrap.wrap(text, width - len(INDENT), max_lines=at_most, placeholder=" …", break_on_hyphens=False)
+    return [(INDENT + line, style) for line in lines]
+
+
+def _print(console: Console, lines: Iterable[Line]) -> None:
+    """Each as it is: wrapped already, and not to be wrapped again."""
+    for text, style in lines:
+        console.print(Text(text, style=style), no_wrap=True, overflow="ignore", crop=False)
 
 
 def _sound(diagnosis: Diagnosis, width: int) -> str:
@@ -92,11 +135,13 @@ def _sound(diagnosis: Diagnosis, width: int) -> str:
     return f"tried and found sound: {len(names)}"
 
 
-def _hidden(diagnosis: Diagnosis) -> str:
-    """The last line: what the short form leaves out."""
-    notes = _listed(f.code for f in diagnosis.findings if f.severity == "note" and explained_by(f) is None)
+def _hidden(diagnosis: Diagnosis, width: int) -> str:
+    """The last line: what the short form leaves out; notes by their codes where these have room."""
+    codes = [f.code for f in diagnosis.findings if f.severity == "note" and explained_by(f) is None]
     unchecked = f"{len(diagnosis.unchecked)} could not be checked; " if diagnosis.unchecked else ""
-    return f"{f'notes: {notes}; ' if notes else ''}{unchecked}more: --verbose"
+    rest = f"{unchecked}more: --verbose"
+    named = f"notes: {_listed(codes)}; {rest}" if codes else rest
+    return named if len(named) <= width else f"notes: {len(codes)}; {rest}"
 
 
 def _listed(codes: Iterable[str]) -> str:
@@ -109,7 +154,7 @@ def _rest(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.unchecked:
         console.print(Text(f"not checked ({len(diagnosis.unchecked)}):", style="bold"))
         for line in diagnosis.unchecked:
-            _print(console, line, "dim")
+            _print(console, _indented(line, "dim", console.width))
     if diagnosis.notes:
         console.print(Text("what was read and measured:", style="bold"))
         for line in diagnosis.notes:

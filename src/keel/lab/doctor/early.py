@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-
 from keel.lab.doctor.history import History
 
 
 def early_moves(history: History) -> list[tuple[float, int]]:
     """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate.
 
-    A change has to stay for a step: k3 is heavy-tailed, and one rare token may make a step's mean.
+    A change has to stay for two steps: k3 is heavy-tailed, and one rare token may make a step's mean.
     """
     if history.kl is None:
         return []
     series = history.kl[1].finite
     until = _full_rate(history) + 5
-    stays = [min(series.values[i], statistics.median(series.values[i : i + 3])) for i in range(len(series))]
+    stays = [min(series.values[i : i + 3]) for i in range(len(series))]
     return [
         (stays[i + 1] - series.values[i], int(series.steps[i + 1]))
         for i in range(len(series) - 1)

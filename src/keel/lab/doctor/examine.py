@@ -34,9 +34,12 @@ def _refuse_folder_of_runs(path: Path) -> None:
     runs = [] if is_run(path) else sorted(runs_below(path), key=lambda run: (-_changed(run), str(run)))
     if not runs:
         return  # the readers read it, or say what they look for
-    names = ", ".join(map(str, runs[:LISTED])) + (f" and {len(runs) - LISTED} older" if len(runs) > LISTED else "")
+    names = ", ".join(str(run.relative_to(path)) for run in runs[:LISTED])
+    older = f" and {len(runs) - LISTED} older" if len(runs) > LISTED else ""
     holds = "one" if len(runs) == 1 else f"{len(runs)}, newest first"
-    raise KeelError(f"{path} is no run itself but holds {holds}: name the one that is meant: {names}")
+    raise KeelError(
+        f"{path} is no run itself but holds {holds}: {names}{older}; name the one that is meant, as in {runs[0]}"
+    )
 
 
 def _changed(run: Path) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from keel.base.errors import unknown
+from keel.base.yaml_text import dump
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -46,7 +47,6 @@ def _typed(override: str) -> str:
 
 def overrides(options: Options) -> tuple[str, ...]:
     """Options as one types them: `kl.beta=0.1` of Keel's, `beta=0.1` of a trainer that is configured in Python."""
-    from keel.config.text import dump
 
     def typed(name: str, value: Any) -> str:
         if isinstance(value, float):

@@ -7,35 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError
-from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
-from keel.kl.nearest import RIGHT, nearest_right
 from keel.lab.doctor.findings import Advice, propose
 from keel.lab.runs import number
-from keel.losses import LOSSES
-from keel.verify.own import estimator_facts
+
+if TYPE_CHECKING:
+    from keel.kl.facts import Pairing
 
 
 @dataclass(frozen=True)
 class Formula:
-    """The pairing as text, its expected gradient (`keel.kl.facts.MEANINGS`), and the options that make it right."""
+    """The pairing as text, its expected gradient (a name of `keel.kl.facts.MEANINGS`), what that means, and the
+    options that make it right; `right` where it pulls along ∇KL(policy‖ref), or near it."""
 
     note: str
     expected: str
+    meaning: str
     change: Mapping[str, Any]
+    right: bool = False
     active: bool = True
 
     @property
     def advice(self) -> Advice:
         """What makes it right."""
         return propose("set {}", self.change) if self.change else Advice("choose another pairing of docs/kl.md")
-
-    @property
-    def right(self) -> bool:
-        """Whether it pulls along ∇KL(policy‖ref), or near it."""
-        return self.expected in RIGHT
 
 
 def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | None:
@@ -45,7 +42,12 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
         return None
     beta, steered = kl["beta"], str(_inner(kl, "controller", "name", "fixed"))
     if not beta and steered == "fixed":
-        return Formula("kl.beta is 0: no KL term acts", "zero", {}, active=False)
+        return Formula("kl.beta is 0: no KL term acts", "zero", "zero", {}, active=False)
+    from keel.kl.facts import MEANINGS, check_pairing, term_reduction  # torch: only where a term acts
+    from keel.kl.nearest import RIGHT, nearest_right
+    from keel.losses import LOSSES
+    from keel.verify.own import estimator_facts
+
     options: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
     if source == "TRL":  # always k3 in the loss, with or without the ratio before it
         options["gradient"] = "rho" if kl.get("bias_correction") else "plain"
@@ -71,7 +73,7 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
             + (note.partition(": ")[2])
         )
         change = {} if right else {"use_bias_correction_kl": True}
-    return Formula(note, expected, change)
+    return Formula(note, expected, MEANINGS[expected].partition(":")[0], change, right)
 
 
 _DEFAULTS = {"estimator": "k3", "placement": "loss", "gradient": "auto", "level": "token"}
@@ -89,6 +91,7 @@ def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:
     import torch
 
     from keel.kl import KLOptions
+    from keel.kl.facts import MEANINGS
     from keel.lab.doctor.expected import measure_term
 
     generator = torch.Generator().manual_seed(0)

@@ -129,7 +129,9 @@ class History:
         finals = [event for event in self.events if event.get("kind") == "kl/final"]
         if not finals or finals[-1].get("step") != self.steps:
             return None  # the run went on from there
-        measured = finals[-1].get("metrics") or {}
+        measured = finals[-1].get("metrics")
+        if not isinstance(measured, Mapping):
+            return None
         return next((_finite(measured[name]) for name in KL_NAMES if name in measured), None)
 
     @property

@@ -11,7 +11,6 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from keel.base.thresholds import Thresholds
-from keel.kl.facts import MEANINGS
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
@@ -91,9 +90,8 @@ def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) ->
         return _hypothesis(row, RULED_OUT, formula.note, row.if_ruled_out)
     if formula.right:
         return _hypothesis(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
-    is_meant = MEANINGS[formula.expected].partition(":")[0]
     text = f"{formula.advice.text} for ∇KL(policy‖ref)" + (
-        f", or keep it if {is_meant} is meant" if "∇" in is_meant else ""
+        f", or keep it if {formula.meaning} is meant" if "∇" in formula.meaning else ""
     )
     return _hypothesis(
         row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(text, formula.advice.proposals)

@@ -19,6 +19,7 @@ from keel.lab.doctor.findings import Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
+from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.rollout.engine import OtherModel, StaleWeights
 from keel.trainer.memory import is_out_of_memory
@@ -54,6 +55,7 @@ def preflight(
         return _without_samples(config, outcome, limits)
     outcomes = []
     with closing(setup.run):
+        setup = replace(setup, doubt_s=QUICK_DOUBT_S) if quick else setup
         affordable = within_budget(setup, quick=quick)
         for name, probe in PROBES:
             if quick and name in LEFT_OUT:
@@ -67,6 +69,7 @@ def preflight(
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 no_room = ProbeResult(name, unchecked=(f"{name}: no memory left for it beside the run ({reason})",))
                 outcome = no_room if is_out_of_memory(error) else _failed(name, reason)
+            outcome = replace(outcome, undecided=(*outcome.undecided, *undecided_tests(setup)))
             outcomes.append(outcome)
             if on_probe is not None:
                 on_probe(outcome, time.monotonic() - began)
@@ -77,7 +80,7 @@ def preflight(
     decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
     several = config.rollout.max_turns > 1 and setup.run.task.several_turns
     left_out = [f"{codes}: {name} is left out by --quick" for name, codes in LEFT_OUT.items() if quick]
-    unchecked = (*(line for outcome in outcomes for line in outcome.unchecked), *left_out)
+    unchecked = (*(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided)), *left_out)
     bounded = () if affordable is setup else (budget_note(affordable, setup),)
     diagnosis = Diagnosis(
         findings=explain(findings, log=False),
@@ -100,6 +103,7 @@ PASSES = (
     *("masks", "scoring", "sampler", "weight sync", "reference", "kl_term"),
     *("update", "reach", "balance", "limits"),  # which share the first update
 )
+QUICK_DOUBT_S = 15.0  # for samples beyond the batch under --quick
 # What --quick does without, and what is not known then.
 LEFT_OUT = {
     "weight sync": "sampler/stale",
@@ -109,8 +113,8 @@ LEFT_OUT = {
 
 
 def _sound(outcome: ProbeResult) -> bool:
-    """Whether a probe has tried something and found nothing worse than a note."""
-    tried = bool(outcome.figures) or not outcome.unchecked
+    """Whether a probe has tried something, with a result, and found nothing worse than a note."""
+    tried = not outcome.undecided and (bool(outcome.figures) or not outcome.unchecked)
     return tried and all(finding.severity == "note" for finding in outcome.findings)
 
 

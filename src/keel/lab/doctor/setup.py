@@ -54,6 +54,8 @@ class ProbeSetup:
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
+    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
+    doubt_s: float = 120.0  # for samples beyond the batch, which tests that are in doubt ask for
     cut_from: ProbeSetup | None = None  # the setup of all that was sampled, where the batch holds less of it
 
     @property

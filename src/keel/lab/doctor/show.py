@@ -11,7 +11,7 @@ from rich.console import Console
 from keel.base.thresholds import shipped_thresholds
 from keel.lab.doctor.causes import CAUSES
 from keel.lab.doctor.diagnosis import Diagnosis
-from keel.lab.doctor.display import show_diagnosis
+from keel.lab.doctor.display import SHOWN, show_diagnosis
 from keel.lab.doctor.findings import CODES, finding, propose
 from keel.lab.doctor.names import SHORT, TRAINERS, Trainer
 from keel.lab.doctor.suspects import SUSPECTS, Suspect
@@ -34,9 +34,11 @@ keel doctor verl.log                         # what a trainer printed, a line a 
 keel doctor log.csv --map step=it,kl=my_kl   # a table: CSV or JSON lines
 ```
 
-The verdict and the findings come first: a line for the code, one or two of evidence and cause, what to change in full,
-what the finding explains, what was tried and found sound, and how much could not be checked. A folder that is no run
-itself but holds some is refused, with their names, newest first.
+The verdict and the findings come first, in ten lines: of up to {shown} errors and warnings, as many as have room, the
+code, the evidence and what to change, which is never cut and may take more; where lines are left also the cause and
+what the finding explains. Then what was tried and found sound, and how much could not be checked. An area of a log's
+checks is sound if nothing was found in it, not even a note, and half of it or more could be decided: "reward (5 of 7)"
+says how much. A folder that is no run itself but holds some is refused, with their names, newest first.
 
 ```text
 {example}
@@ -46,8 +48,9 @@ itself but holds some is refused, with their names, newest first.
 | --- | --- |
 | `--verbose` | prints all of it: findings in full, hypotheses, what could not be checked and why, figures and masks |
 | `--html FILE` | writes all of it as a self-contained page; a run's own report.html has it too |
-| `--quick` | for a configuration: a smaller batch, and without {left_out} |
-| `--json` | prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`, and \
+| `--quick` | for a configuration: a smaller batch, and without {left_out}, which are listed as not checked |
+| `--json` | in the place of text, so without `--verbose`: \
+prints `findings` (a list of objects with `code`, `severity`, `evidence`, `cause`, `advice`, and \
 `options`, the advice's proposals as lists of overrides), \
 `hypotheses`, `unchecked`, `notes` and `raised_thresholds` |
 | `--map kl=COLUMN,…` | names the columns of a table, or the tags of a TensorBoard folder |
@@ -66,9 +69,10 @@ tells them apart by experiment.
 ## The preflight
 
 `keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one
-small batch, each for one cause. `keel doctor configs/default.yaml warmstart=null`, the tiny model without its warm
-start, takes some 15 s of processor time, half of which is loading Python's libraries (`bench/preflight.py` measures
-each experiment); a configuration's warm start comes on top and is cut where it takes too long. Where a pass over the
+small batch, each for one cause. `OMP_NUM_THREADS=1 keel doctor configs/default.yaml warmstart=null`, the tiny
+model without its warm start, took 18 s of processor time on an ARM server (`time`), loading Python's libraries
+included; `python bench/preflight.py` prints the time of each experiment. A configuration's warm start comes on top and
+is cut where it takes too long. Where a pass over the
 batch is expensive (models of 100M parameters on a CPU), experiments that run pass after pass ({passes}) get fewer
 completions, cut where they are long, and a note says so; what is judged of completions sees all of them.
 
@@ -155,6 +159,7 @@ def doctor_page() -> str:
     return PAGE.format(
         example=_example(),
         left_out=", ".join(LEFT_OUT),
+        shown=("no", "one", "two", "three")[SHOWN],
         passes=", ".join(PASSES),
         causes=_table(("cause", "why", "explains", "in a preflight", "in a log", "in a log, later"), causes),
         probes=_table(("experiment", "what it does"), tried),

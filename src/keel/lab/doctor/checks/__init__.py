@@ -49,10 +49,19 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
 
 
 def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tuple[str, ...]:
-    """Areas in which a check could be made and none found more than a note."""
-    silent = dict.fromkeys(area for area, row in by_check if not row)
-    alarmed = {area for area, row in by_check for r in row if isinstance(r, Finding) and r.severity != "note"}
-    return tuple(area for area in silent if area not in alarmed)
+    """Areas in which nothing was found, not even a note, and at least half could be decided; of how much, if not all.
+
+    A check that could not be made counts with each of its codes, one that was made and silent counts once.
+    """
+    areas: dict[str, list[Finding | Unchecked | None]] = {}
+    for area, row in by_check:
+        areas.setdefault(area, []).extend(row or [None])
+    names = []
+    for area, results in areas.items():
+        decided, total = results.count(None), len(results)
+        if 2 * decided >= total and not any(isinstance(result, Finding) for result in results):
+            names.append(area if decided == total else f"{area} ({decided} of {total})")
+    return tuple(names)
 
 
 def _first_step(history: History) -> History:

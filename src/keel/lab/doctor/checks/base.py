@@ -157,4 +157,4 @@ def opt(history: History, dotted: str) -> str:
 
 def not_recorded(code: str, what: str) -> Unchecked:
     """The commonest reason."""
-    return Unchecked(code, f"{what} was not recorded")
+    return Unchecked(code, f"the log does not show {what}")

@@ -248,6 +248,23 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
                 joined="; ",
             ),
         )
+    elif flat and median(series) > thresholds["kl_without_gain"] and _from_zero(series, thresholds):
+        yield finding(
+            "kl/not-learning",
+            f"{name} went from 0 to {median(series):.3g} nats per token (median over {series.span}; {now.mean:.3g} at "
+            f"the end), and {trend.text}",
+            "the policy moves and gains nothing: what is paid does not depend on what it writes, as a reward that is "
+            "chance or another problem's, or updates are mostly noise",
+            either(
+                "judge the same completions twice, and a right and a wrong answer by hand",
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            ),
+        )
+
+
+def _from_zero(series: Series, thresholds: Thresholds) -> bool:
+    """Whether all of the way that the KL has gone is in the log."""
+    return series.finite.steps[0] <= 1 and abs(series.finite.values[0]) <= thresholds["kl_at_start"]
 
 
 def _held(history: History, thresholds: Thresholds) -> bool:

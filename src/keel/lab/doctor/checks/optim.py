@@ -15,6 +15,7 @@ from keel.lab.doctor.checks.base import (
     not_recorded,
     opt,
 )
+from keel.lab.doctor.checks.reward import advantage_size
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Finding, Options, finding
 from keel.lab.doctor.history import History, step_of
@@ -303,4 +304,61 @@ def guards(history: History, thresholds: Thresholds) -> CheckResults:
             yield finding(**fields)
 
 
-CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, spike, guards)
+def skips(history: History, thresholds: Thresholds) -> CheckResults:
+    """The share of updates that guards have skipped."""
+    code, skipped = "guard/skips-all", history.get("guard/skipped")
+    if skipped is None:
+        yield not_recorded(code, "the share of skipped updates")
+    elif len(skipped.finite) >= RECENT and skipped.mean > thresholds["skipped_most"]:
+        reasons = {"guard/nonfinite": "not finite", "guard/spike": "spikes", "guard/over_budget": "over the KL budget"}
+        shares = {text: series.mean for name, text in reasons.items() if (series := history.get(name)) is not None}
+        counted = ", ".join(f"{100 * share:.0f} % {text}" for text, share in shares.items() if share > 0)
+        yield finding(
+            code,
+            f"guards skipped {100 * skipped.mean:.0f} % of the updates over {skipped.span}"
+            + (f" ({counted})" if counted else ""),
+            "a guard that is for the rare answers to the usual: its limit lies within what ordinary updates scatter by",
+            either(
+                setting("{}", changes(history.config, {"guards.on_spike": "warn"}) if history.source == "keel" else {}),
+                "a looser limit of the guard; events.jsonl names which one skipped",
+            ),
+        )
+
+
+def cut_down(history: History, thresholds: Thresholds) -> CheckResults:
+    """Gradients that are far above their limit from the first step to the last, by norm and by limit."""
+    code, norms = "loss/scale", history.get("grad/norm")
+    limit = history.figure("optim.max_grad_norm")
+    usual = limit is None and history.source in TRAINERS
+    if norms is None or (limit is None and not usual):
+        yield not_recorded(code, "the gradient norm" if norms is None else "the limit on the gradient norm")
+        return
+    limit = 1.0 if limit is None else limit
+    least = thresholds["grad_cut_down"] * max(limit, 1.0)
+    if limit <= 0 or len(norms.finite) < LEAST or min(norms.finite.values) <= least:
+        return
+    middle = median(norms)
+    size = advantage_size(history)
+    large = size is not None and size[0] > thresholds["reward_scale"]
+    name = opt(history, "optim.max_grad_norm")
+    yield finding(
+        "reward/scale" if large else code,
+        f"the gradient norm is {middle:.3g} (median over {norms.span}) and never under {min(norms.finite.values):.3g}: "
+        f"{name} = {limit:g}{', the usual default,' if usual else ''} divides every update by {middle / limit:.3g}"
+        + (f"; {size[1]} {size[0]:.3g}" if size is not None and large else ""),
+        "the reward's scale multiplies the gradient, and clipping leaves only its direction"
+        if large
+        else "the loss is a sum where it is meant as a mean, over tokens or completions, or is multiplied by a scale: "
+        "clipping leaves only the direction of an update, so that a batch that says little moves as much as one that "
+        "says a lot",
+        "divide the reward, or let advantages be divided by their deviation"
+        if large
+        else f"see what the loss is divided by (tokens, completions, accumulation steps); with {name} near the usual "
+        "norm only what is rare is clipped",
+        severity="warning",
+    )
+
+
+TRAINERS = ("TRL", "verl", "OpenRLHF", "NeMo-RL", "prime-rl")  # each clips at 1 unless told otherwise
+
+CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, spike, skips, cut_down, guards)

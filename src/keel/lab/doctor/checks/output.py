@@ -60,7 +60,8 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
         "the limit is too short for the task, or the model never writes its end-of-text token",
         either(
             times(history.config, "rollout.max_completion_length", 2, "twice", history.source),
-            "if completions ramble on, a stop string (rollout.stop) or a warm start that ends its answers",
+            f"if completions ramble on, a stop string{' (rollout.stop)' if history.source == 'keel' else ''} or a warm "
+            "start that ends its answers",
             joined="; ",
         ),
         severity="error" if now.mean > thresholds["truncated_completions_error"] else "warning",

@@ -24,9 +24,9 @@ from keel.lab.doctor.checks.base import (
     undecided,
 )
 from keel.lab.doctor.checks.course import shift_steps
-from keel.lab.doctor.findings import finding, propose
+from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.history import History, Record, Series, finite, step_of
-from keel.lab.doctor.shapes import LEAST, fall, frozen_since, median, trend
+from keel.lab.doctor.shapes import LEAST, Change, ends, fall, frozen_since, median, trend
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -91,6 +91,7 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
     done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
     done = done or (saturated(history, thresholds) and _same(history) is None)
+    done = done and not any(isinstance(result, Finding) for result in part_falling(history, thresholds))
     if all_along and not done and (cold := _cold(history, thresholds)):
         yield finding(
             "rollout/temperature",
@@ -190,14 +191,14 @@ def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
     if rewards is None or not any(parts.values()):
         yield not_recorded(code, "the reward's parts beside its sum")
         return
-    total = trend(rewards)
+    total = _course(rewards)
     if total is None:
         yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
         return
     if not clear(total, thresholds) or total.size <= 0:
         return
     for name, series in parts.items():
-        change = trend(series) if series is not None else None
+        change = _course(series) if series is not None else None
         if (
             series is not None
             and change is not None
@@ -214,20 +215,21 @@ def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
             )
 
 
+def _course(series: Series) -> Change | None:
+    """A steady change, or one that was over early: the less likely of the two under noise."""
+    return min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
+
+
 def scale(history: History, thresholds: Thresholds) -> CheckResults:
     """Advantages far from size 1: the policy term then drowns whatever has a coefficient of its own."""
     code, limit = "reward/scale", thresholds["reward_scale"]
     if history.beta == 0:
         return
-    largest, spread = history.get("advantage/max"), history.get("reward/within_group_std") or history.get("reward/std")
-    divides = history.option("loss.scale_rewards") or history.option("loss.loss_type")
-    if largest is not None:
-        size, text = median(largest), "the largest advantage of a batch is"
-    elif spread is not None and (divides in NO_SCALE or history.option("loss.scale_rewards") is False):
-        size, text = median(spread), "advantages are not divided by their deviation, and that of the rewards is"
-    else:
+    known = advantage_size(history)
+    if known is None:
         yield Unchecked(code, "neither advantages nor whether rewards are divided by their deviation is in the log")
         return
+    size, text = known
     if size > limit:
         yield finding(
             code,
@@ -237,6 +239,17 @@ def scale(history: History, thresholds: Thresholds) -> CheckResults:
             f"divide the reward by {size:.2g}, or let advantages be divided by their deviation "
             f"({opt(history, 'loss.scale_rewards')})",
         )
+
+
+def advantage_size(history: History) -> tuple[float, str] | None:
+    """(size, what it is the size of) of what multiplies the policy term; None where the log does not show it."""
+    largest, spread = history.get("advantage/max"), history.get("reward/within_group_std") or history.get("reward/std")
+    divides = history.option("loss.scale_rewards") or history.option("loss.loss_type")
+    if largest is not None:
+        return median(largest), "the largest advantage of a batch is"
+    if spread is not None and (divides in NO_SCALE or history.option("loss.scale_rewards") is False):
+        return median(spread), "advantages are not divided by their deviation, and that of the rewards is"
+    return None
 
 
 def weak(history: History, thresholds: Thresholds) -> CheckResults:

@@ -87,7 +87,10 @@ def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresho
 
     typical = figures["amplification"] > limit
     if typical and scale == "group":
-        typical = not by_chance(more_groups(setup, lambda groups: fmean(tiny(groups)) > 0.5 and by_chance(groups)))
+        groups = more_groups(
+            setup, "advantage/amplified", lambda groups: fmean(tiny(groups)) > 0.5 and by_chance(groups)
+        )
+        typical = not by_chance(groups)
     times = figures["amplification" if typical else "amplification_max"]
     yield finding(
         "advantage/amplified",

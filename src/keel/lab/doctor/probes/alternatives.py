@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keel.lab.doctor.probes.draws import Draws
+from keel.lab.doctor.probes.draws import Draws, filters
 from keel.rollout.sampling import SamplingParams
 
 _REPETITION = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
@@ -25,6 +25,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _BIASES = (-3.0, -1.0, 1.0, 3.0)
 _FITTED = 1000  # tokens that a value is fitted to
 _COLUMNS = 256  # tokens whose bias is looked at
+_RANKS = 256  # likeliest tokens that a filter may leave
 
 Edit = Callable[[Sequence[int], int, Any], dict[int, float]]
 
@@ -52,6 +53,32 @@ def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> t
     prior = [alternative.gain - math.log(len(kinds) * len(kind)) for kind in kinds for alternative in kind]
     every = sorted((a for kind in kinds for a in kind), key=lambda a: -a.gain)
     return [a for a in every if a.gain > 0], float(torch.tensor(prior, dtype=torch.float64).logsumexp(0))
+
+
+def filter_odds(drawn: Draws, params: SamplingParams) -> float:
+    """The evidence in nats that filters are on beyond `params`: the mean of p_filtered/p over those of `filters`.
+
+    A nucleus of more than the likeliest `_RANKS` tokens counts as the whole distribution.
+    """
+    logp = drawn.distribution(params)
+    own, best = logp.gather(-1, drawn.tokens[:, None]), logp.max(-1, keepdim=True).values
+    masses = logp.topk(min(_RANKS, logp.shape[-1])).values.exp().cumsum(-1)
+    above = logp > own + 1e-9
+    rank, nucleus = above.sum(-1), torch.where(above, logp.exp(), 0.0).sum(-1)
+    whole = torch.cat((masses, torch.ones_like(masses[:, :1])), -1)
+    gains = []
+    for _, other in filters(SamplingParams()):
+        if other.top_k:
+            inside, left = rank < other.top_k, whole[:, min(other.top_k, whole.shape[-1]) - 1]
+        elif other.min_p:
+            among = logp >= best + math.log(other.min_p)
+            inside, left = among.gather(-1, drawn.tokens[:, None]).squeeze(-1), logp.exp().where(among, 0.0).sum(-1)
+        else:
+            last = (masses < other.top_p).sum(-1, keepdim=True)
+            left = whole.gather(-1, last).squeeze(-1)
+            inside = (nucleus < other.top_p) | (last.squeeze(-1) == masses.shape[-1])
+        gains.append(-float(left.clamp(1e-12, 1.0).log().sum()) if bool(inside.all()) else -math.inf)
+    return float(torch.tensor(gains, dtype=torch.float64).logsumexp(0)) - math.log(len(gains))
 
 
 def fitted(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Alternative:

@@ -57,7 +57,7 @@ class Balance:
 
 def probe_balance(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Equilibrium of the KL term under the run's controller, the entropy bonus's share, the reward's scale."""
-    first: FirstUpdate | None = setup.shared.get("update")
+    first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return ProbeResult("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
     figures: dict[str, float] = {}
@@ -231,7 +231,7 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thre
         spreads = group_spreads(*rewards_of(groups))
         return bool(len(spreads)) and float(spreads.median()) > limit and not too_wide(spreads)
 
-    spreads = group_spreads(*rewards_of(more_groups(setup.whole, undecided)))
+    spreads = group_spreads(*rewards_of(more_groups(setup.whole, "reward/scale", undecided)))
     if not too_wide(spreads):
         return
     spread = float(spreads.median())

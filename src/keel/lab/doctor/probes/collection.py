@@ -22,11 +22,13 @@ from keel.lab.doctor.probes.evidence import (
     level,
     more_groups,
 )
-from keel.lab.doctor.probes.gold import gold_findings, judged_golds, reward_scale, solved_at
+from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
 _SAME = 1e-9
+# Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
+_NONE_OF_COMPLETIONS, _NONE_OF_GROUPS = 32, 8
 
 
 def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -58,7 +60,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_truncated(setup, thresholds),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
-        *_fickle(setup),
+        *_fickle(setup, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -172,7 +174,9 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
     def by_chance(groups: Sequence[Group]) -> bool:
         return chance_above(at_the_bottom(groups), thresholds["cliff_parsed"]) > level(thresholds)
 
-    groups = setup.groups if deep else more_groups(setup, lambda groups: wide(groups) and by_chance(groups))
+    groups = (
+        setup.groups if deep else more_groups(setup, "reward/cliff", lambda groups: wide(groups) and by_chance(groups))
+    )
     if not deep and (not wide(groups) or by_chance(groups)):
         return
     fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + _SAME)
@@ -197,7 +201,8 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         return chance_above(cut(groups), thresholds["healthy_truncated"]) > level(thresholds)
 
     alarm = thresholds["truncated_completions"]
-    shares = cut(more_groups(setup, lambda groups: fmean(cut(groups)) > alarm and by_chance(groups)))
+    groups = more_groups(setup, "output/truncated", lambda groups: fmean(cut(groups)) > alarm and by_chance(groups))
+    shares = cut(groups)
     share = fmean(shares)
     if share <= alarm or chance_above(shares, thresholds["healthy_truncated"]) > level(thresholds):
         return
@@ -229,20 +234,29 @@ def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
     def parsed(groups: Sequence[Group]) -> list[float]:
         return [fmean(reward.parsed for reward in group.rewards) for group in groups]
 
+    healthy = thresholds["healthy_parsed"]
+
     def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_below(parsed(groups), thresholds["healthy_parsed"]) > level(thresholds)
+        return chance_below(parsed(groups), healthy) > level(thresholds)
 
     alarm = thresholds["parse_rate_warning"]
-    groups = more_groups(setup, lambda groups: fmean(parsed(groups)) < alarm and by_chance(groups))
-    rate = fmean(parsed(groups))
-    if rate >= alarm or by_chance(groups):
+    groups = more_groups(
+        setup, "output/unparseable", lambda groups: fmean(parsed(groups)) < alarm and by_chance(groups)
+    )
+    rate, completions = fmean(parsed(groups)), sum(len(group.rewards) for group in groups)
+    in_doubt = by_chance(groups)
+    if rate >= alarm or (in_doubt and not (rate == 0 and completions >= _NONE_OF_COMPLETIONS)):
         return
     yield finding(
         "output/unparseable",
-        f"{between(parsed(groups))} of the completions of {len(groups)} problems have a form that the task can read",
+        f"none of {completions} completions of {len(groups)} problems has a form that the task can read (a chance of "
+        f"{chance_below(parsed(groups), healthy):.1g} where {100 * healthy:.0f} % have)"
+        if in_doubt
+        else f"{between(parsed(groups))} of the completions of {len(groups)} problems have a form that the task can "
+        "read",
         "the model does not know the form that is asked for",
         "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
-        severity="error" if rate < thresholds["parse_rate"] else "warning",
+        severity="error" if rate < thresholds["parse_rate"] and not in_doubt else "warning",
     )
 
 
@@ -269,10 +283,12 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
 
     if setup.failures:
         return
-    groups = more_groups(setup, undecided)
+    groups = more_groups(setup, "reward/constant", undecided)
     spreads = deviations(groups)
     few = fmean(deviation < smallest for deviation in spreads)
-    if few <= thresholds["zero_variance_groups"] or chance(groups) > level(thresholds):
+    in_doubt = chance(groups) > level(thresholds)
+    none = max(spreads) <= _SAME and len(groups) >= _NONE_OF_GROUPS
+    if few <= thresholds["zero_variance_groups"] or (in_doubt and not none):
         return
     flat = fmean(deviation <= _SAME for deviation in spreads)
     more = times(setup.config.to_dict(), "rollout.num_generations", 2, "twice")
@@ -310,10 +326,11 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
         same,
         "without a spread there is no advantage and no policy gradient",
         either("choose problems that the model solves now and then", "reward partial success", more),
+        severity="warning" if in_doubt else None,
     )
 
 
-def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
+def _fickle(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The same completions, judged again and in the other order, must earn the same."""
     if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
         return
@@ -331,6 +348,8 @@ def _fickle(setup: ProbeSetup) -> Iterator[Finding]:
     yield finding(
         "reward/fickle",
         f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
-        "the reward is random, or depends on the order of completions or on what it judged before",
+        "the reward is random, or depends on the order of completions or on what it judged before"
+        if worst > thresholds["reward_spread"] * largest
+        else "a small part of the reward may be random, or depend on what was judged before",
         "make the reward a function of the problem and the text alone",
     )

@@ -28,8 +28,8 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import average, close
-from keel.lab.doctor.probes.golds import row_logits
+from keel.lab.doctor.probes.gap import average, largest
+from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.probes.masks import batch_draws
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
@@ -114,7 +114,7 @@ def _doubt(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["
     chance = uniform_p_value(tail_masses(drawn, setup.sampling))
     if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
         return "large"
-    return "" if close(setup, gap, thresholds) else "small"
+    return "" if largest(gap) <= thresholds["scoring_gap"] else "small"
 
 
 def _first_turns(setup: ProbeSetup) -> Continued:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -32,7 +33,6 @@ TESTS = (
 )
 LOOKS = 4  # how often a test may look at its sample while that grows
 MOST_COMPLETIONS = 768  # that are sampled for doubts
-SECONDS = 6.0  # after which nothing more is sampled for them
 
 
 def level(thresholds: Thresholds) -> float:
@@ -114,34 +114,52 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
     return top + math.log(sum(math.exp(term - top) for term in terms))
 
 
-def more_groups(setup: ProbeSetup, undecided: Callable[[Sequence[Group]], bool]) -> list[Group]:
-    """The groups of the batch, and further ones of the run's own size as long as a test is undecided.
+def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool]) -> list[Group]:
+    """The groups of the batch, and further ones of the run's own size as long as the test of `code` is undecided.
 
-    What one test sampled serves the next. It ends where the completions or the time for doubts are used up.
+    What one test sampled serves the next. It ends where the completions or the time for doubts are used up; a test that
+    is undecided then is remembered (see `undecided_tests`).
     """
-    groups: list[Group] = setup.shared.setdefault("groups", list(setup.groups))
-    size = setup.built.sampling.num_generations
+    further: list[Group] = setup.shared.setdefault("further groups", [])
+    most = MOST_COMPLETIONS // setup.built.sampling.num_generations
+    doubt = undecided([*setup.groups, *further])
     for look in range(1, LOOKS):
-        aim = 4 ** (look + 1)
-        count = min(aim - len(groups), (MOST_COMPLETIONS - (len(groups) - len(setup.groups)) * size) // size)
-        if len(groups) >= aim:
-            continue
-        if count <= 0 or setup.shared.get("seconds for doubts", 0.0) > SECONDS or not undecided(groups):
+        count = min(4 ** (look + 1) - len(setup.groups), most) - len(further)
+        if not doubt or _seconds(setup) > setup.doubt_s:
             break
-        _sample(setup, groups, count)
+        if count > 0:
+            _sample(setup, further, count)
+            doubt = undecided([*setup.groups, *further])
+    groups = [*setup.groups, *further]
+    if doubt:
+        completions = sum(len(group.completions) for group in groups)
+        why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
+        setup.shared.setdefault("undecided", {})[code] = (
+            f"undecided after {completions} completions of {len(groups)} problems ({why})"
+        )
     return groups
 
 
-def _sample(setup: ProbeSetup, groups: list[Group], count: int) -> None:
-    """`count` further groups, as many as the time allows."""
-    step, seed = len(groups), setup.config.run.seed
+def undecided_tests(setup: ProbeSetup) -> tuple[str, ...]:
+    """The tests that ended undecided since this was asked last, as lines `code: why`."""
+    return tuple(f"{code}: {why}" for code, why in setup.shared.pop("undecided", {}).items())
+
+
+def _seconds(setup: ProbeSetup) -> float:
+    spent: float = setup.shared.get("seconds for doubts", 0.0)
+    return spent
+
+
+def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
+    """`count` further groups, as many as the time allows; whole ones, even where the batch holds shorter ones."""
+    step, seed = len(setup.groups) + len(further), setup.config.run.seed
     problems = setup.run.task.sample(count, seed=seed, step=step)
+    sampling = replace(setup.built.sampling, max_completion_length=setup.config.rollout.max_completion_length)
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
         began = time.monotonic()
-        groups += setup.collect(problems[start : start + at_once], step=step, sampling=setup.built.sampling)
-        spent = setup.shared.get("seconds for doubts", 0.0) + time.monotonic() - began
-        setup.shared["seconds for doubts"] = spent
-        if spent > SECONDS:
+        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling)
+        setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
+        if _seconds(setup) > setup.doubt_s:
             break
     setup.built.judge.drain()

@@ -21,7 +21,7 @@ def probe_exploration(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Entropy of what is drawn against that of the policy at temperature 1, at the visited states."""
     sampling = setup.built.sampling
     own = state_logits(setup, setup.policy.model, temperature=1.0)
-    setup.shared["own_states"] = own  # for the update, which starts from them
+    setup.of_batch["own_states"] = own  # for the update, which starts from them
     drawn = drawn_logits(own, sampling)
     figures = {
         "entropy_own": entropy(own),

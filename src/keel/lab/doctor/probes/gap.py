@@ -52,6 +52,16 @@ def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> boo
     return largest(differences) <= thresholds["scoring_gap"]
 
 
+def reports_close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
+    """The same of an engine's reports: where only training's passes run in 16 bits, as near as those round."""
+    if not in_half_precision(setup) or setup.policy.dtype != torch.float32:
+        return close(setup, differences, thresholds)
+    if "rounding" not in setup.shared:
+        setup.shared["rounding"] = average((bf16_scores(setup) - setup.forward_logp())[setup.mask])
+    rounded = max(thresholds["scoring_gap"], thresholds["precision_times"] * setup.shared["rounding"])
+    return average(differences) <= min(thresholds["scoring_gap_half"], rounded)
+
+
 def in_half_precision(setup: ProbeSetup) -> bool:
     """Whether training's passes run in 16 bits."""
     return setup.run.amp_dtype is not None or setup.policy.dtype != torch.float32

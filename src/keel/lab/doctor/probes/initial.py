@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.lab.doctor.probes.golds import answer_logp, golds, read_golds
+from keel.lab.doctor.probes.gold_likelihood import answer_logp, golds, read_golds
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import causal_lm
 

@@ -1,4 +1,4 @@
-"""Limits that cut: completions left out for their KL, ratios that are clipped, updates that a guard skips."""
+"""Limits that cut, or do not: completions left out for their KL, clipped ratios, skipped updates, old samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.reach import gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
+from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import LossOptions
 from keel.trainer.batch import StepBatch
@@ -31,9 +31,9 @@ FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
 
 def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """What the configured limits do to a policy that has moved as far as one that learns must."""
-    first: FirstUpdate | None = setup.shared.pop("update", None)  # the last that needs its gradients
+    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last that needs its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
-        codes = "kl/rejects-all, loss/clip, guard/skips-all"
+        codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
         return ProbeResult("limits", unchecked=(f"{codes}: no update could be tried",))
     figures: dict[str, float] = {}
     findings = (
@@ -41,6 +41,7 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_clips(setup, first, figures, thresholds),
         *_skips(setup, first, figures, thresholds),
         *_budget(setup, first, thresholds),
+        *_too_old(setup, first, figures, thresholds),
     )
     return ProbeResult("limits", findings, figures)
 
@@ -69,7 +70,7 @@ def _rejects(
     def by_chance(groups: Sequence[Group]) -> bool:
         return chance_above(shares(groups), most) > level(thresholds)
 
-    groups = more_groups(setup, lambda groups: fmean(shares(groups)) > most and by_chance(groups))
+    groups = more_groups(setup, "kl/rejects-all", lambda groups: fmean(shares(groups)) > most and by_chance(groups))
     chance, values = chance_above(shares(groups), most), torch.cat(ratios)
     over, count = int((values > limit).sum()), len(values)
     figures["rejected"] = over / count
@@ -221,4 +222,30 @@ def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> It
         f"{update:.2g}, and under {least:g} nothing can be seen to change",
         f"kl.budget.action={budget.action} ends every attempt to learn as soon as it begins",
         propose("set {}", {"kl.budget.max": advised}),
+    )
+
+
+def _too_old(
+    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+) -> Iterator[Finding]:
+    """Samples so old that the updates of those steps, as a random walk, have left the policy that drew them."""
+    run, limit = setup.run, thresholds["kl_per_update_peak"]
+    age = min(run.rollout.max_staleness, setup.config.run.max_steps)
+    per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
+    figures["sample_age_kl"] = age * per_step
+    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > limit:
+        return  # where one update is too long its own finding says so
+    younger = int(limit / thresholds["update_margin"] / per_step)
+    slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
+    yield finding(
+        "sampler/too-old",
+        f"samples may be {age} steps old, and in these the policy goes {figures['sample_age_kl']:.2g} nats per token "
+        f"as a random walk of updates of {first.peak_kl:.2g} each (over {limit:g})",
+        f"rollout.max_staleness={run.rollout.max_staleness}: what is trained on was drawn by another policy, further "
+        "away than weights can repair",
+        propose(
+            "set {}, or {}",
+            {"rollout.max_staleness": younger},
+            {"optim.learning_rate": one_digit(run.optimizer.learning_rate * slower)},
+        ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 
 import torch
@@ -22,6 +22,8 @@ from keel.lab.doctor.setup import ProbeSetup
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MAX_POSITIONS = 6
+_CHANGES = 3  # other tokens that are tried at a position
+_MOVED = 2  # answers of the model's own forward: one may lie at an edge of rounding
 
 
 def probe_masks(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -56,37 +58,36 @@ def is_blind(setup: ProbeSetup, thresholds: Thresholds) -> bool:
 
 def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     """Change tokens before the completion (and between its turns); what comes after must answer."""
-    if "blindness" not in setup.shared:
-        setup.shared["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
-    findings: list[Finding] = setup.shared["blindness"]
+    if "blindness" not in setup.of_batch:
+        setup.of_batch["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
+    findings: list[Finding] = setup.of_batch["blindness"]
     return findings
 
 
 def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer."""
-    seen = thresholds["mask_seen"]
     groups = [group for group in setup.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
     if not groups:
         return
     group = max(groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
     positions = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
-    hidden, answers = [], []
+    scored = _answering(setup, group, thresholds)
+    hidden = {}
     for position in positions:
-        tokens = list(group.prompt_tokens)
-        tokens[position] = _other(setup, tokens[position])
-        changed = replace(group, prompt_tokens=tuple(tokens))
-        where = _after_the_first(group).to(setup.mask.device) if position == last else None
-        answer = _answer(setup, group, changed, where)
-        answers.append(answer)
-        if answer <= seen and _forward_answer(setup, group, changed, where) > 100 * seen:
-            hidden.append(position)
+        where = scored & _after_the_first(group).to(scored.device) if position == last else scored
+        changed = [
+            replace(group, prompt_tokens=tokens) for tokens in _with_others(setup, group.prompt_tokens, position)
+        ]
+        answer = _blind_answer(setup, group, changed, where, thresholds)
+        if answer is not None:
+            hidden[position] = answer
     if not hidden:
         return
     yield finding(
         "mask/attention",
-        f"changing the prompt tokens at places {hidden} of {len(group.prompt_tokens)} moves the completion's "
-        f"log-probabilities by {max(answers[positions.index(p)] for p in hidden):.1g} nats in training's pass, "
+        f"changing the prompt tokens at places {[*hidden]} of {len(group.prompt_tokens)} moves the completion's "
+        f"log-probabilities by {max(hidden.values()):.1g} nats in training's pass, "
         "while the model's own forward answers",
         "the training pass cannot see the prompt: a loss mask serves as the attention mask",
         "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
@@ -101,9 +102,15 @@ def _after_the_first(group: Group) -> Tensor:
     return (positions > 0) & (positions < lengths[:, None])
 
 
+def _answering(setup: ProbeSetup, group: Group, thresholds: Thresholds) -> Tensor:
+    """`[B, T]`: the tokens whose score in training's pass depends on the text at all; a constant sees nothing."""
+    others = tuple(replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions)
+    before, after = (setup.logp(setup.pack([g])) for g in (group, replace(group, completions=others)))
+    return (before - after).abs() > thresholds["mask_seen"]  # false where either is no number
+
+
 def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """The same for a message between two turns, where there is one."""
-    seen = thresholds["mask_seen"]
     for group in setup.groups:
         for index, completion in enumerate(group.completions):
             observed = [i for i, action in enumerate(completion.action) if not action]
@@ -112,16 +119,18 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             if not inner:
                 continue
             position = inner[len(inner) // 2]
-            tokens = list(completion.tokens)
-            tokens[position] = _other(setup, tokens[position])
             single = replace(group, completions=(completion,), rewards=group.rewards[index : index + 1])
-            changed = replace(single, completions=(replace(completion, tokens=tuple(tokens)),))
-            after = torch.zeros(1, len(tokens), dtype=torch.bool, device=setup.mask.device)
+            changed = [
+                replace(single, completions=(replace(completion, tokens=tokens),))
+                for tokens in _with_others(setup, completion.tokens, position)
+            ]
+            after = torch.zeros(1, len(completion.tokens), dtype=torch.bool, device=setup.mask.device)
             after[0, [i for i in later if i > position + 1]] = True
+            after &= _answering(setup, single, thresholds)
             if not bool(after.any()):
                 continue
-            answer = _answer(setup, single, changed, after)
-            if answer > seen or _forward_answer(setup, single, changed, after) <= 100 * seen:
+            answer = _blind_answer(setup, single, changed, after, thresholds)
+            if answer is None:
                 return
             yield finding(
                 "mask/attention",
@@ -133,18 +142,25 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             return
 
 
-def _answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
-    """How far training's log-probabilities of the completions move; two passes, so that noise counts as an answer."""
-    before, after = (setup.logp(setup.pack([g])) for g in (group, changed))
-    return _moved(before - after, where)
+def _blind_answer(
+    setup: ProbeSetup, group: Group, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
+) -> float | None:
+    """How far training's log-probabilities of `where` `[B, T]` move with changes that they do not see; else None.
 
-
-def _forward_answer(setup: ProbeSetup, group: Group, changed: Group, where: Tensor | None = None) -> float:
-    return _moved(setup.forward_logp([group]) - setup.forward_logp([changed]), where)
-
-
-def _moved(difference: Tensor, where: Tensor | None) -> float:
-    return largest(difference if where is None else difference[where])
+    Each answer is of two passes, so that noise counts as one. The model's own forward must answer by more than the
+    rounding of a probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
+    """
+    unit = torch.finfo(torch.bfloat16).eps
+    expected = setup.forward_logp([group])
+    answers, moved = [], 0
+    for other in changed:
+        before, after = (setup.logp(setup.pack([g])) for g in (group, other))
+        answers.append(largest((before - after)[where]))
+        if answers[-1] > thresholds["mask_seen"]:
+            return None
+        moves = (expected - setup.forward_logp([other])).abs() > unit * expected.abs().clamp_min(1.0)
+        moved += int((moves & where).sum())
+    return max(answers) if moved >= _MOVED else None
 
 
 def _spread(positions: Sequence[int]) -> list[int]:
@@ -154,11 +170,17 @@ def _spread(positions: Sequence[int]) -> list[int]:
     return sorted({positions[round(i * (len(positions) - 1) / (_MAX_POSITIONS - 1))] for i in range(_MAX_POSITIONS)})
 
 
-def _other(setup: ProbeSetup, token: int) -> int:
-    """Another ordinary token."""
+def _with_others(setup: ProbeSetup, tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
+    """The tokens with others at one position."""
+    return [(*tokens[:position], other, *tokens[position + 1 :]) for other in _others(setup, tokens[position])]
+
+
+def _others(setup: ProbeSetup, token: int) -> list[int]:
+    """A few other ordinary tokens."""
     special = set(getattr(setup.policy.tokenizer, "all_special_ids", ()))
     size = setup.vocabulary
-    return next(t for t in ((token + step) % size for step in range(7, size + 7)) if t not in special and t != token)
+    ordinary = (t for t in ((token + step) % size for step in range(7, size + 7)) if t not in special and t != token)
+    return list(islice(ordinary, 0, 5 * _CHANGES, 5))
 
 
 def _longest(group: Group) -> int:
@@ -182,7 +204,7 @@ def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
 
 def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
-    if "foreign" not in setup.shared:
+    if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
         silent = (drawn.sample_logp == 0) & (logp < -thresholds["mask_silent"])
@@ -192,16 +214,16 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         others = (drawn.sample_logp - logp)[~runs & (drawn.sample_logp < 0)]
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
         another = another or setup.shared.get("other prompt", False)
-        setup.shared["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
-    marked: Tensor = setup.shared["foreign"]
+        setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
+    marked: Tensor = setup.of_batch["foreign"]
     return marked
 
 
 def batch_draws(setup: ProbeSetup) -> Draws:
     """The batch's own action tokens."""
-    if "draws" not in setup.shared:
-        setup.shared["draws"] = draws(setup, setup.groups)
-    drawn: Draws = setup.shared["draws"]
+    if "draws" not in setup.of_batch:
+        setup.of_batch["draws"] = draws(setup, setup.groups)
+    drawn: Draws = setup.of_batch["draws"]
     return drawn
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.golds import Gold, golds, read_golds
+from keel.lab.doctor.probes.gold_likelihood import Gold, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.result import ProbeResult
@@ -38,11 +38,14 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
     advice = "load the checkpoint with the class it was saved from, and check the names in its files (model.name)"
     if policy.missing:
-        others = f"; {len(policy.unexpected)} of the checkpoint's are not the model's, such as {policy.unexpected[0]}"
+        others = [
+            f"{len(policy.unexpected)} of the checkpoint's are not the model's, such as {name}"
+            for name in policy.unexpected[:1]
+        ]
         yield finding(
             "model/missing-weights",
             f"{len(policy.missing)} of {len(policy.model.state_dict())} weights are not in the checkpoint, such as "
-            f"{', '.join(policy.missing[:3])}{others if policy.unexpected else ''}",
+            f"{'; '.join([', '.join(policy.missing[:3]), *others])}",
             cause,
             advice,
         )

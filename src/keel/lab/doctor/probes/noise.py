@@ -40,7 +40,7 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         alike = all(len(set(tokens)) == 1 for tokens in _tokens(groups))
         return odds <= enough and (odds > _DOUBT or (alike and odds > _SURE))
 
-    groups = more_groups(setup, undecided)
+    groups = more_groups(setup, "sampler/noise", undecided)
     odds = copies(setup, groups, setup.sampling)
     if odds > enough:
         drawn = draws(setup, groups)

@@ -24,6 +24,7 @@ from keel.losses.reductions import get_reduction
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
 LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion
 UPDATES = 200
+PER_TOKEN = 0.05  # nats: the usual target of a controller
 
 
 def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -36,7 +37,7 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     findings = [
         *_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
-        *_steered(setup, figures, thresholds),
+        *([*_steered(setup, figures, thresholds)] or _targets(setup, thresholds)),
     ]
     line = (
         f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
@@ -184,6 +185,38 @@ def _steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshold
 
 def _at(level: float, update: int, beta: float) -> str:
     return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
+
+
+def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
+    options, controller = setup.config.kl.controller, setup.run.controller
+    target = (options.model_extra or {}).get("target")
+    if not isinstance(target, int | float) or not setup.config.kl.steers:
+        return
+    length = setup.completion_length
+    most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
+    tokens = 1.0 if controller.unit == "per_sequence" else length
+    start = float(controller.init().base)
+    lax = target * tokens > most and max(_betas(setup, most / tokens)) <= start
+    tight = target * tokens < least and _betas(setup, least / tokens)[-1] > start
+    if not lax and not tight:
+        return
+    unit = controller.unit.replace("_", " ")
+    usual = float(f"{PER_TOKEN if unit == 'per token' else PER_TOKEN * length:.1g}")
+    yield finding(
+        "kl/controller",
+        f"kl.controller.target={target:g} nats {unit}, {target * tokens:.3g} per completion of {length:.3g} tokens: β "
+        + (
+            f"never rises above {start:g}, not at {most / tokens:.3g} nats {unit}, where the policy has left every "
+            "useful range"
+            if lax
+            else f"rises from {start:g} at {least / tokens:.2g} nats {unit}, where nothing can be seen to change"
+        ),
+        "the target is in another unit than the controller's, or mistyped: "
+        + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
+        propose("set {}", {"kl.controller.target": usual}),
+        severity="warning",
+    )
 
 
 def _betas(setup: ProbeSetup, level: float) -> list[float]:

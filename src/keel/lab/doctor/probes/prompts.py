@@ -10,7 +10,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.golds import bos_gain
+from keel.lab.doctor.probes.gold_likelihood import bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,

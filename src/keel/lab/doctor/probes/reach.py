@@ -26,16 +26,21 @@ from keel.lab.doctor.setup import ProbeSetup
 MOST_UPDATES = 10_000  # a longer course is looked at in as many places
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0
 ADVISED_KL = 1e-4  # nats per token that an update at an advised rate takes
+IDLE = 1e-3  # of the peak rate: an update that moves nothing
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Course:
-    """The learning rate over a run, as factors of its peak: of so many updates, their sum and the largest."""
+    """The learning rate over a run, as factors of its peak: of so many updates, their sum and the largest.
+
+    `idle` is the share of updates at less than `IDLE` of the peak.
+    """
 
     updates: int
     total: float
     largest: float
+    idle: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -46,7 +51,8 @@ def course(schedule: Callable[[int], float], updates: int) -> Course:
     """A schedule's factors added up over a run."""
     count = min(updates, MOST_UPDATES)
     factors = [schedule(i * updates // count) for i in range(count)]
-    return Course(updates, sum(factors) * updates / count, max(factors))
+    idle = sum(factor < IDLE for factor in factors) / count
+    return Course(updates, sum(factors) * updates / count, max(factors), idle)
 
 
 def held_sum(total: float, decay: float) -> float:
@@ -56,7 +62,7 @@ def held_sum(total: float, decay: float) -> float:
 
 def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The gradient's own displacement over the whole run, weight decay's, and why there is none where there is none."""
-    first: FirstUpdate | None = setup.shared.get("update")
+    first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return ProbeResult("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
     if entropy(first.before) < thresholds["entropy_collapse"]:
@@ -118,11 +124,11 @@ class _Reach:
 
 
 def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
-    """Too short a reach, or a rate that never arrives; the reason is whatever mends it when it is taken away."""
+    """Too short a reach, a rate that never arrives or soon ends; the reason is what mends it when it is taken away."""
     rates, setup = reach.rates, reach.setup
     steps = setup.config.run.max_steps
-    never = rates.largest < 0.5
-    if not reach.short(figures["reach"]) and not never:
+    never, over = rates.largest < 0.5, rates.idle > 0.5
+    if not reach.short(figures["reach"]) and not never and not over:
         return
     cause, advice = _reason(reach) if reach.short(figures["reach"]) else _schedule(setup)
     at_most = math.sqrt(min(figures["reach"], reach.limit) / 2)
@@ -135,8 +141,8 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
         f"{setup.run.optimizer.learning_rate:g} takes it {reach.first.peak_kl:.2g} nats per token; the rate is "
         f"{rates.mean:.1%} of that on average"
         if reach.short(figures["reach"])
-        else f"the rate is at most {rates.largest:.1%} of optim.learning_rate in {steps} steps, and "
-        f"{rates.mean:.1%} on average",
+        else f"the rate is at most {rates.largest:.1%} of optim.learning_rate in {steps} steps, {rates.mean:.1%} on "
+        f"average, and under {IDLE:.1%} at {rates.idle:.0%} of the updates",
         cause,
         advice,
         severity=None if reach.short(figures["reach"]) or rates.mean < 0.1 else "warning",

@@ -13,16 +13,16 @@ from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 
 _QUESTION, _ANSWER = "keelquestionprobe", "keelanswerprobe"
+_THOUGHT = "<think>"  # belongs to what is answered, whoever writes it
 _WORDS = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """Texts around turns as a template writes them: what opens the user's and the assistant's, what ends the latter."""
+    """Texts as a template writes them: what opens the user's and the assistant's turn."""
 
     user: str
     assistant: str
-    end: str
 
 
 def rendered(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
@@ -45,24 +45,36 @@ def in_template(renderer: Renderer, problem: Problem) -> bool:
 
 
 def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
-    """Learned by rendering a question with and without an answer; None where the template does not tell."""
+    """Learned by rendering a question with and without a generation prompt; None where the template does not tell."""
     question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
 
-    def fill(*messages: dict[str, str]) -> str:
-        options = {"tokenize": False, "add_generation_prompt": False, "chat_template": template}
+    def fill(*messages: dict[str, str], opened: bool = False) -> str:
+        options = {"tokenize": False, "add_generation_prompt": opened, "chat_template": template}
         return str(tokenizer.apply_chat_template(list(messages), **options))
 
     if template is None:
         return None
     try:
         before, asked, after = fill(question).partition(_QUESTION)
-        _, asked_too, rest = fill(question, answer).partition(_QUESTION)
-        between, answered, end = rest.partition(_ANSWER)
+        header = fill(question, opened=True).removeprefix(before + asked + after)
+        if not header:
+            header = _between_turns(fill(question, answer), after)
     except Exception:  # templates raise what they like
         return None
-    if not (asked and asked_too and answered):
-        return None
-    return TurnMarks(_last_mark(tokenizer, before), between.removeprefix(after).strip(), end)
+    return TurnMarks(_last_mark(tokenizer, before), header.partition(_THOUGHT)[0].strip()) if asked else None
+
+
+def _between_turns(conversation: str, after: str) -> str:
+    """What opens an answer where a template has no generation prompt: the text between question and answer.
+
+    A template that always opens the assistant's turn has done so after a lone question, behind the end of that turn;
+    what more it writes before an answer, such as an empty thought, is no header.
+    """
+    between, answered, end = conversation.partition(_QUESTION)[2].partition(_ANSWER)
+    opened = after.strip().removeprefix(end.strip()).strip()
+    if end.strip() and opened != after.strip() and opened:
+        return opened
+    return between.removeprefix(after) if answered else ""
 
 
 def own_template(tokenizer: Any) -> str | None:

@@ -12,13 +12,17 @@ from keel.lab.doctor.setup import ProbeSetup
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One probe's findings, the figures that it measured, lines to show, and what it could not test (and why)."""
+    """One probe's findings, the figures that it measured, lines to show, and what it could not test (and why).
+
+    `undecided` are tests that were made, on a sample that is too small for either answer.
+    """
 
     name: str
     findings: tuple[Finding, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
 
 Probe = Callable[[ProbeSetup, Thresholds], ProbeResult]

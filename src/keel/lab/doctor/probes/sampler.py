@@ -14,7 +14,7 @@ from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, Severity, finding
-from keel.lab.doctor.probes.alternatives import Alternative, alternatives, applied
+from keel.lab.doctor.probes.alternatives import Alternative, alternatives, applied, filter_odds
 from keel.lab.doctor.probes.alternatives import fitted as fitted_alternative
 from keel.lab.doctor.probes.draws import (
     Draws,
@@ -32,6 +32,7 @@ from keel.lab.doctor.probes.gap import (
     in_half_precision,
     largest,
     quantized_scores,
+    reports_close,
     rounded_weights,
     rounding_explains,
     without_first,
@@ -66,9 +67,9 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     else:
         gap = reported.sample_logp - reported.logp(plain)
         figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        if not close(setup, gap, thresholds):
+        if not reports_close(setup, gap, thresholds):
             findings.append(_reported(setup, reported, gap, thresholds))
-            setup.shared["sampler mismatch"] = findings[-1].code == "sampler/mismatch"
+            setup.shared["reported"] = findings[-1].code
     if setup.sampling.filtered:
         findings += _after_filters(setup, drawn, thresholds)
     repeated = [*noise_findings(setup, thresholds)]
@@ -86,7 +87,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif chance < alarm or odds > -math.log(alarm):
-        findings.append(_drawn(more, setup, chance, others, thresholds))
+        findings.append(_drawn(more, setup, chance, others, odds, thresholds))
     elif setup.sampling.filtered:
         findings.append(_configured(setup, more, thresholds))
     lines = (
@@ -105,8 +106,13 @@ def _draw_statistics(
     more: Draws, sampling: SamplingParams, ends: Iterable[int]
 ) -> tuple[float, list[Alternative], float]:
     """The chance of these draws under the policy; other ways to draw, and the evidence for any of them in nats."""
-    plain = unfiltered(sampling)
-    return uniform_p_value(tail_masses(more, sampling)), *alternatives(more, plain, () if sampling.filtered else ends)
+    chance = uniform_p_value(tail_masses(more, sampling))
+    if sampling.filtered:  # beyond the configured filters; a token that they rule out is the chance's matter
+        inside = more.logp(sampling).isfinite()
+        more, sampling = replace(more, logits=more.distribution(sampling)).where(inside), SamplingParams()
+    others, odds = alternatives(more, sampling, ends)
+    both = torch.tensor([odds, filter_odds(more, sampling)], dtype=torch.float64)
+    return chance, others, float(both.logsumexp(0)) - math.log(2)
 
 
 def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
@@ -323,13 +329,13 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
 
 
 def _drawn(
-    more: Draws, setup: ProbeSetup, chance: float, others: Sequence[Alternative], thresholds: Thresholds
+    more: Draws, setup: ProbeSetup, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
 ) -> Finding:
     """Which distribution the tokens were drawn from: the likeliest of those that the tokens do not rule out."""
     sampling = setup.sampling
     size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
-    if chance >= thresholds["sampler_draws"] and others:
-        size = f"{len(more)} drawn tokens are e^{others[0].gain:.3g} times likelier under another way to draw"
+    if chance >= thresholds["sampler_draws"]:
+        size = f"{len(more)} drawn tokens are e^{odds:.3g} times likelier under other ways to draw"
     small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
     better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, draws, unfiltered
+from keel.lab.doctor.probes.gap import average, reports_close
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -48,22 +49,28 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     if apart < 1e-3:  # rounding: no alarm hangs on it
         return None  # the noise moved nothing: nothing can be told
     fresh, stale = _gap(setup, new), _gap(setup, old)
-    drawn = _ratio(setup, new, old)
+    drawn, decisive = _ratio(setup, new, old), thresholds["sync_drawn_share"] * apart
     lora = " (LoRA included: only the adapter was changed)" if setup.policy.lora is not None else ""
-    if stale < thresholds["sync_stale_share"] * fresh:
+    # what is wrong at unchanged weights is wrong at any, and more so at noisy ones: that tells nothing of a sync
+    unchanged = draws(setup, setup.groups)
+    sound = reports_close(setup, _differences(setup, unchanged), thresholds)
+    if stale < thresholds["sync_stale_share"] * fresh and (sound or drawn < decisive):
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the engine's log-probabilities are {stale:.3g} "
             f"nats from the old weights' and {fresh:.3g} from the new ones'"
         )
-    if drawn < -thresholds["sync_drawn_share"] * apart:
+    if drawn < -decisive:
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the drawn tokens are {-drawn:.3g} nats a token "
             "more probable under the old weights than under the new ones"
         )
-    before = _gap(setup, draws(setup, setup.groups))
-    # what makes the engine another one by its prompts makes it so with any weights, and more with noisy ones
-    floor = thresholds["sync_drawn_share"] * apart if setup.shared.get("sampler mismatch") else 0.0
-    if fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor):
+    rounded = setup.shared.get("reported") == "sampler/precision"
+    before = _gap(setup, unchanged)
+    floor = (
+        decisive if rounded or before > thresholds["scoring_gap"] else 0.0
+    )  # a narrow type rounds noisy weights by more
+    grown = fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor)
+    if grown and (sound or rounded):
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the gap grew from {before:.3g} to {fresh:.3g} "
             "nats: a part of the weights was left behind, or is used otherwise (a LoRA scale that differs)"
@@ -72,18 +79,19 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
 
 
 def _gap(setup: ProbeSetup, drawn: Draws) -> float:
-    """Mean distance of what was reported from these weights' log-probabilities; 0 where nothing was reported.
+    """Mean distance of what was reported from these weights' log-probabilities; 0 where nothing was reported."""
+    return average(_differences(setup, drawn))
+
+
+def _differences(setup: ProbeSetup, drawn: Draws) -> Tensor:
+    """The same token by token `[N]`.
 
     At the temperature, filtered or not, that fits best: a wrong temperature is another probe's finding.
     """
     scored = drawn.where(~drawn.sample_logp.isnan())
-    if not len(scored):
-        return 0.0
     plain = unfiltered(setup.sampling)
     variants = (plain, replace(plain, temperature=1.0), setup.sampling)
-    return min(
-        float((scored.sample_logp - scored.logp(params)).abs().nan_to_num(torch.inf).mean()) for params in variants
-    )
+    return min((scored.sample_logp - scored.logp(params) for params in variants), key=average)
 
 
 def _ratio(setup: ProbeSetup, new: Draws, old: Draws) -> float:

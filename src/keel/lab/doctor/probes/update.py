@@ -61,7 +61,7 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """
     batch, real_rewards = with_signal(scored(setup), setup)
     gradients, loss = loss_gradients(setup, batch)
-    own = setup.shared.get("own_states")
+    own = setup.of_batch.get("own_states")
     before = policy_states(setup) if own is None else own / setup.temperature
     first = setup.run.optimizer.schedule(0)
     results = {factor: step_kl(setup, gradients, loss, before, first * factor) for factor in FACTORS}
@@ -83,7 +83,7 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         figures["fitting_rate"] = figures["peak_rate"] * next(
             (f for f in LOWER if step_kl(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
         )
-    setup.shared["update"] = FirstUpdate(batch, gradients, loss, before, peak, real_rewards)
+    setup.of_batch["update"] = FirstUpdate(batch, gradients, loss, before, peak, real_rewards)
     findings = tuple(_findings(figures, thresholds, setup.config))
     line = (
         f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "

@@ -14,7 +14,7 @@ from keel.envs.judge import Judge
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _spread, probe_collection
-from keel.lab.doctor.probes.gold import gold_findings, judged_golds
+from keel.lab.doctor.probes.gold_rewards import _nearly_all, gold_findings, judged_golds
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first
 from lab.doctor.schooled import schooled_config
@@ -50,6 +50,7 @@ FAULTS = {
     "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
     "pay for length": ("reward/exploit", [reward("counts_characters")], "endless"),
     "pay for the answer anywhere": ("reward/exploit", [reward("anywhere")], "every answer"),
+    "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "sampled answers all earn the same"),
     "pay for any number": ("reward/exploit", [reward("any_digit")], "on 16 of 16 problems"),
 }
 
@@ -66,6 +67,24 @@ def test_the_collection_names_it_and_what_would_have_earned(fault: str) -> None:
 def test_it_is_the_first_finding_of_a_preflight_though_completions_earn_nothing_too(fault: str) -> None:
     code, overrides, _ = FAULTS[fault]
     check_named_first(code, overrides)
+
+
+def test_a_reward_of_the_call_before_is_the_cause_of_gold_answers_that_do_not_earn() -> None:
+    diagnosis = check_named_first("reward/fickle", [reward("call_before")])
+    assert "reward/gold" in [finding.code for finding in diagnosis.findings if finding.severity == "note"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_of_two_operands_that_is_right_half_of_the_time_is_luck(seed: int) -> None:
+    assert not collected(reward("last_number_earns"), f"run.seed={seed}").findings
+
+
+def test_an_attack_must_pay_on_nearly_all_problems_and_on_more_than_luck_explains() -> None:
+    thresholds = load_thresholds()
+    assert _nearly_all([1.0] * 16, thresholds)
+    assert _nearly_all([1.0] * 30 + [0.0] * 2, thresholds)
+    assert not _nearly_all([1.0] * 12, thresholds)
+    assert not _nearly_all([1.0] * 50 + [0.0] * 14, thresholds)
 
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:

@@ -17,7 +17,7 @@ from keel.envs.attacks import LESSONS, Attack, Batch, Turns
 from keel.envs.episode import close_now, step_now
 from keel.envs.exploits import Payoff, payoffs
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import chance_above, level
+from keel.lab.doctor.probes.evidence import LOOKS, chance_above, level
 from keel.lab.doctor.setup import ProbeSetup
 
 MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
@@ -154,7 +154,31 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
         return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
-    yield _explained(setup, judged, lacking, margin, by_chance)
+    form = _form(setup, lacking[:EXPLAINED], margin)
+    if form is None and _ignores_the_text(setup, judged, scale):
+        yield _textless(judged)
+        return
+    yield _explained(setup, judged, lacking, margin, by_chance, form)
+
+
+def _ignores_the_text(setup: ProbeSetup, judged: Sequence[JudgedGold], scale: float) -> bool:
+    """Whether every text earns the same on a problem, be it gold, wrong, empty or sampled, and problems differ."""
+    answers = [(row.gold, row.empty, *row.others) for row in judged]
+    sampled = [tuple(reward.total for reward in group.rewards) for group in setup.groups]
+    alike = all(max(totals) - min(totals) <= _SAME * scale for totals in (*answers, *sampled))
+    return alike and max(row.gold for row in judged) - min(row.gold for row in judged) > _SAME * scale
+
+
+def _textless(judged: Sequence[JudgedGold]) -> Finding:
+    low, high = min(row.gold for row in judged), max(row.gold for row in judged)
+    return finding(
+        "reward/exploit",
+        f"on each of {len(judged)} problems gold, wrong, empty and sampled answers all earn the same, and from "
+        f"{low:.3g} to {high:.3g} on different problems",
+        "the reward judges something that belongs to the problem, such as its prompt, and not the completion",
+        "let the reward read the completion's text: keel check-task lists what every attack earns",
+        severity="error",
+    )
 
 
 def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
@@ -163,7 +187,12 @@ def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
 
 
 def _explained(
-    setup: ProbeSetup, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float, by_chance: bool
+    setup: ProbeSetup,
+    judged: Sequence[JudgedGold],
+    lacking: Sequence[JudgedGold],
+    margin: float,
+    by_chance: bool,
+    form: tuple[str, str, int] | None,
 ) -> Finding:
     """The finding with what would have earned: another form, a part of the answer, another row's, the opposite."""
     average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
@@ -172,19 +201,20 @@ def _explained(
     completions = [reward.total for group in setup.groups for reward in group.rewards]
     earning = fmean(completions) > fmean(row.gold for row in lacking) + margin
     written = f"; the model's completions earn {fmean(completions):.3g}"
-    form = _form(setup, lacking[:EXPLAINED], margin)
     if form is not None:
         content, name, count = form
+        asked = earning or _asked_for(setup, name)
         what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns on {count}"
         return finding(
             "reward/gold",
-            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}",
+            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}"
+            + ("; prompts ask for that form, or completions have it" if asked else ""),
             "the reward compares a value, and the gold answer is more than that"
             if name == FORMS["{}"]
             else f"the reward reads answers in a form that gold answers do not have: {name}",
             "let task.gold return what the reward reads, and ask for that form in the prompt (data.system_prompt, or "
             "the task's prompt)",
-            severity="warning" if by_chance or earning or len(lacking) < len(judged) / 2 else "error",
+            severity="note" if asked else "warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
         )
     other = None if reversed_share > 0.9 else _other_row(setup, judged, lacking[:EXPLAINED], margin)
     if reversed_share > 0.9:
@@ -201,6 +231,15 @@ def _explained(
         "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
         severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
     )
+
+
+def _asked_for(setup: ProbeSetup, name: str) -> bool:
+    """Whether the prompts show the form that the reward reads: bare answers in the data are then as they should be."""
+    form = next(form for form, called in FORMS.items() if called == name)
+    marks = [mark for mark in re.split(r"\s+|\{+\}+|[{}$]", form) if len(mark) > 2]
+    decode = setup.policy.tokenizer.decode
+    prompts = [decode(list(group.prompt_tokens)) for group in setup.groups]
+    return bool(marks) and all(mark in prompt for prompt in prompts for mark in marks)
 
 
 def _form(setup: ProbeSetup, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
@@ -290,39 +329,54 @@ def _other_row(
 
 
 def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """Attacks that earn nearly what a gold answer does on most problems, the commonest first."""
+    """Attacks that earn nearly what a gold answer does, on average and on nearly all problems; the best first."""
     if setup.built.judge.remote or setup.failures:
         return
     silent = [float(row.empty >= row.gold - _SAME * max(abs(row.gold), _SAME)) for row in judged]
-    if _mostly(silent, thresholds):
+    if _nearly_all(silent, thresholds):
         yield _paid("an empty answer", "silence", silent, "", thresholds)
         return
-    shares: dict[str, list[tuple[Attack, Payoff]]] = {}
-    count = _affordable(setup)
-    attacked = payoffs(setup.run.task, setup.built.judge, count, setup.config.run.seed, None) if count else ()
-    for attack, payoff in attacked:
-        if payoff.failure is None and not attack.is_gold:
-            shares.setdefault(attack.name, []).append((attack, payoff))
-    full = thresholds["exploit_share"]
     rows = []
-    for name, entries in shares.items():
-        values = [float(payoff.share >= full) for _, payoff in entries]
-        if _mostly(values, thresholds):
-            rows.append((fmean(values), fmean(payoff.share for _, payoff in entries), name, values, entries[0]))
+    for entries in _attacked(setup, thresholds).values():
+        values = _as_good(entries, thresholds)
+        earned = fmean(min(payoff.share, 1.0) for _, payoff in entries)
+        if earned >= thresholds["exploit_share"] and _nearly_all(values, thresholds):
+            rows.append((fmean(values), fmean(payoff.share for _, payoff in entries), values, *entries[0]))
     if rows:
-        _, share, name, values, (attack, payoff) = max(rows, key=lambda row: row[:2])
+        _, share, values, attack, payoff = max(rows, key=lambda row: row[:2])
         example = f" ({payoff.text[:60]!r}, {share:.2f} times the gold answer's reward on average)"
-        yield _paid(f"the attack {name!r}", attack.family, values, example, thresholds)
+        yield _paid(f"the attack {attack.name!r}", attack.family, values, example, thresholds)
+
+
+def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple[Attack, Payoff]]]:
+    """What each attack earns, by its name; on further problems as long as luck may explain one that does well."""
+    entries: dict[str, list[tuple[Attack, Payoff]]] = {}
+    count = _affordable(setup)
+    for look in range(LOOKS if count else 0):
+        for attack, payoff in payoffs(setup.run.task, setup.built.judge, count, setup.config.run.seed + look, None):
+            if payoff.failure is None and not attack.is_gold:
+                entries.setdefault(attack.name, []).append((attack, payoff))
+        shares = [_as_good(row, thresholds) for row in entries.values()]
+        if not any(fmean(s) >= thresholds["exploit_share"] and not _nearly_all(s, thresholds) for s in shares):
+            break
+    return entries
+
+
+def _as_good(entries: Sequence[tuple[Attack, Payoff]], thresholds: Thresholds) -> list[float]:
+    """Whether an attack earns about what the gold answer does, problem by problem."""
+    return [float(payoff.share >= thresholds["exploit_share"]) for _, payoff in entries]
 
 
 def _affordable(setup: ProbeSetup) -> int:
-    """How many problems can be attacked in the time: enough to tell from luck, or none."""
+    """How many problems can be attacked at once in the time: enough to tell from luck, or none."""
     each = ATTACKS * setup.shared.get("seconds a judgement", 0.0)
     return 2 * EXPLAINED if 2 * EXPLAINED * each < 2 * SECONDS else EXPLAINED if EXPLAINED * each < 4 * SECONDS else 0
 
 
-def _mostly(values: Sequence[float], thresholds: Thresholds) -> bool:
-    return fmean(values) > 0.5 and chance_above(values, thresholds["exploit_luck"]) <= level(thresholds)
+def _nearly_all(values: Sequence[float], thresholds: Thresholds) -> bool:
+    """Whether so many problems pay that luck is ruled out: an answer that is one of two operands is right by half."""
+    by_chance = chance_above(values, thresholds["exploit_luck"]) > level(thresholds)
+    return fmean(values) >= thresholds["exploit_share"] and not by_chance
 
 
 def _paid(what: str, family: str, values: Sequence[float], example: str, thresholds: Thresholds) -> Finding:
