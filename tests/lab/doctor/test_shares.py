@@ -130,6 +130,7 @@ def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
     assert measured_kl_weight(exact, exact.shared["update"]) == pytest.approx(1.0, abs=0.2)
     for probe in (probe_reach, probe_balance, probe_limits, probe_exploration):
         assert not probe(exact, LIMITS).findings
+    assert "update" not in exact.of_batch  # its gradients are as large as the model
     assert fingerprint(exact.policy.model) == before
     assert exact.run.optimizer.updates == 0
     assert not exact.run.optimizer.inner.state
