@@ -39,7 +39,6 @@ from random import Random
 from random import seed as seed_global
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run beside each other
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than matrices this small
 

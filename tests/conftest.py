@@ -1,11 +1,22 @@
 """One thread, no set-up for matrices this small, and reproducible examples for every test."""
 
+import atexit
 import gc
 import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
 # oneDNN sets itself up for every new shape, which takes longer than multiplying the matrices of tests; BLAS does not.
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
+
+# What bench/ makes for a test is this session's own: a cache of another checkout would be read in its place.
+if "KEEL_BENCH_CACHE" not in os.environ:
+    os.environ["KEEL_BENCH_CACHE"] = tempfile.mkdtemp(prefix="keel-bench-tests-")
+    atexit.register(shutil.rmtree, os.environ["KEEL_BENCH_CACHE"], ignore_errors=True)
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import torch
 from hypothesis import settings

@@ -1,7 +1,8 @@
 """Operators: each breaks one property of a healthy subject, as mutation testing does for code.
 
 A subject is a configuration (a nested dict, for the preflight) or a log (`faults.logs.Log`, for `keel doctor LOG`).
-Whether an operator is held back is decided by the hash of its name: whoever writes probes looks at the other half.
+Whether an operator is held back is decided by the hash of its name: whoever writes probes looks at the other half. A
+test pins all names by a digest, so that no operator changes sides by being called otherwise.
 """
 
 from __future__ import annotations

@@ -530,7 +530,6 @@ class PromptCutRight(Wrapped):
     "engine/one-more-bos",
     "the engine puts a BOS token before prompts that are complete",
     "sampler/other-prompt",
-    "prompt/double-bos",
 )
 class OneMoreBos(Wrapped):
     def asked(self, request):
@@ -782,7 +781,6 @@ class PastTheEnd(Wrapped):
     "engine/cut-and-called-eos",
     "completions are cut after a token or two and reported as ended by themselves",
     "mask/end",
-    "output/truncated",
 )
 class CutAndCalledEos(Wrapped):
     def changed(self, completion, request, sampling):

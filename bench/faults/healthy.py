@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from faults.school import CACHE, School, asked, cached, digest, schooled
+from faults.school import CACHE, School, asked, cached, digest, schooled, version_of
 from keel.config import load_config
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
@@ -38,8 +38,11 @@ SCHOOLS = (
 )
 RATES = {"full": (1.5e-4, 4e-4), "lora": (8e-4, 2e-3)}
 MOVED = (1e-5, 0.02)  # nats per token that one update at the full rate moves the policy by
-SPREAD = 0.6  # share of groups whose rewards differ
+SPREAD = 0.25  # share of groups whose rewards differ
 DRAWS = 20
+VERSION = version_of(__file__)
+# Prompts a step and completions a group: small groups of many prompts, and many completions of one or two prompts.
+SIZES = ((8, 2), (16, 2), (6, 3), (8, 3), (1, 12), (1, 16), (2, 8), (2, 16))
 
 KL_TERMS: tuple[dict[str, Any], ...] = (
     {"estimator": "k3"},
@@ -94,10 +97,13 @@ def draw(random: Random) -> Config:
         rank = random.choice((4, 8, 16))
         config["model"]["lora"] = {"r": rank, "alpha": float(random.choice((rank, 2 * rank)))}
     config["rewards"] = deepcopy(random.choice(REWARDS))
+    usual = random.choice((4, 6, 8)), random.choice((4, 6, 8, 12, 16))
+    prompts, completions = random.choice(SIZES) if random.random() < 0.25 else usual
     config["rollout"] |= {
-        "prompts_per_step": random.choice((4, 6, 8)),
-        "num_generations": random.choice((4, 6, 8, 12, 16)),
-        "temperature": random.choice((1.0, 1.0, 1.0, 0.9, 0.8)),
+        "prompts_per_step": prompts,
+        "num_generations": completions,
+        "temperature": random.choice((1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 1.2)),
+        "top_p": random.choice((1.0,) * 9 + (0.95,)),
         "max_staleness": random.choice((0, 0, 0, 1)),
     }
     config["loss"] = _loss(random, loss_type)
@@ -181,11 +187,11 @@ def soundness(config: Config) -> Soundness:
     def write(path: Path) -> None:
         path.write_text(json.dumps(vars(_measure(config))))
 
-    return Soundness(**json.loads(cached(f"sound-{digest(config)}.json", write).read_text()))
+    return Soundness(**json.loads(cached(f"sound-{digest(VERSION, config)}.json", write).read_text()))
 
 
 def has_spread(config: Config) -> bool:
-    """Whether most groups of the run's own size differ in reward."""
+    """Whether enough groups of the run's own size differ in reward."""
     return soundness(config).spread >= SPREAD
 
 
@@ -194,7 +200,8 @@ def _measure(config: Config) -> Soundness:
     at_full_rate["optim"] |= {"warmup_steps": 0, "schedule": "constant"}
     at_full_rate["reward"] = {"warmup_steps": 0}
     at_full_rate["loss"]["dynamic_sampling"] = False
-    at_full_rate["rollout"] |= {"max_staleness": 0, "prompts_per_step": 8}
+    groups = max(8, 64 // config["rollout"]["num_generations"])  # smaller ones tell less each
+    at_full_rate["rollout"] |= {"max_staleness": 0, "prompts_per_step": groups}
     checked = load_config(at_full_rate)
     loaded = build_policy(checked)
     run = build_run(checked, loaded).run

@@ -98,7 +98,7 @@ def _(log: Log, random: Random) -> Log:
 @operator(
     "log/kl-swings",
     "An adaptive β over-corrects: β and KL swing against each other by a factor of ten.",
-    *("kl/controller", "kl/over-budget"),
+    "kl/controller",
     fits=has("kl", "beta"),
 )
 def _(log: Log, random: Random) -> Log:
@@ -282,7 +282,7 @@ def _(log: Log, random: Random) -> Log:
 @operator(
     "log/length-pays",
     "A length bonus pays for longer completions, and the answers get worse.",
-    *("reward/part-falling", "length/explosion"),
+    "reward/part-falling",
     fits=lambda log: has_parts(log) and has("length")(log),
 )
 def _(log: Log, random: Random) -> Log:

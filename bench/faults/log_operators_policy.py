@@ -27,7 +27,7 @@ from faults.log_writers import Log
 @operator(
     "log/gradient-zero",
     "The gradient is exactly 0 although rewards differ: the loss is detached.",
-    *("loss/no-gradient", "optim/no-update"),
+    "loss/no-gradient",
     fits=has("grad_norm"),
 )
 def _(log: Log, random: Random) -> Log:
@@ -37,7 +37,7 @@ def _(log: Log, random: Random) -> Log:
 @operator(
     "log/gradient-dies",
     "From some step on the gradient is exactly 0 although rewards differ.",
-    *("loss/no-gradient", "optim/no-update"),
+    "loss/no-gradient",
     fits=has("grad_norm"),
 )
 def _(log: Log, random: Random) -> Log:
@@ -83,9 +83,7 @@ def _(log: Log, random: Random) -> Log:
     return with_kl(still(log), kl)
 
 
-@operator(
-    "log/all-frozen", "Every figure is the same to the last digit from some step on.", "optim/no-update", "task/repeats"
-)
+@operator("log/all-frozen", "Every figure is the same to the last digit from some step on.", "optim/no-update")
 def _(log: Log, random: Random) -> Log:
     at = int(len(log.steps) * random.uniform(0.02, 0.3))
     names = [name for name in log.series if name != "learning_rate"]
@@ -132,7 +130,7 @@ def _(log: Log, random: Random) -> Log:
 @operator(
     "log/always-clipped",
     "The gradient norm is hundreds of times the limit at every step: the loss is summed, not averaged.",
-    *("loss/scale", "reward/scale"),
+    "loss/scale",
     fits=options_kept_with("grad_norm"),
 )
 def _(log: Log, random: Random) -> Log:
@@ -141,9 +139,7 @@ def _(log: Log, random: Random) -> Log:
     return changed(log, grad_norm=log.options["max_grad_norm"] * size * noise(log, random, 0.25), **scaled)
 
 
-@operator(
-    "log/skipped-by-guards", "A guard skips most updates.", "guard/skips-all", "optim/non-finite", fits=has("skipped")
-)
+@operator("log/skipped-by-guards", "A guard skips most updates.", "guard/skips-all", fits=has("skipped"))
 def _(log: Log, random: Random) -> Log:
     draws = np.random.default_rng(random.getrandbits(64)).random(len(log.steps))
     skipped = (draws < random.uniform(0.7, 1)).astype(float)

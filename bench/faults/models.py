@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from faults.base import edited, operator
 from faults.healthy import school_of
-from faults.school import CACHE, cached, digest, rows_file
+from faults.school import CACHE, cached, digest, rows_file, version_of
 from keel.base.types import Problem
 from keel.envs.arithmetic import Arithmetic, arithmetic
 
@@ -28,6 +28,7 @@ Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 HEADER = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 CONTENT = "message['content']"
+VERSION = version_of(__file__)
 
 
 def folder_of(config: Config) -> Path:
@@ -46,7 +47,7 @@ def with_folder(config: Config, change: Callable[[Path], None], *key: object) ->
         shutil.copytree(source, folder)
         change(folder)
 
-    return edited(config, {"model.name": str(cached(f"broken-{digest(source.name, *key)}", write))})
+    return edited(config, {"model.name": str(cached(f"broken-{digest(VERSION, source.name, *key)}", write))})
 
 
 def with_tensors(config: Config, change: Callable[[Tensors], Tensors], *key: object) -> Config:
@@ -548,7 +549,6 @@ def equal_value(problem: Problem, text: str) -> float:
     "data/tags-not-asked",
     "Answers are read from tags that no prompt asks for.",
     "reward/gold",
-    "output/unparseable",
     fits=reads_file,
 )
 def tags_not_asked(config: Config, random: Random) -> Config:
@@ -560,7 +560,7 @@ def answers_empty(config: Config, random: Random) -> Config:
     return _with_answers(config, lambda answers: [""] * len(answers))
 
 
-@operator("data/answers-all-right", "Every answer is accepted.", "reward/exploit", "reward/constant", fits=reads_file)
+@operator("data/answers-all-right", "Every answer is accepted.", "reward/exploit", fits=reads_file)
 def answers_all_right(config: Config, random: Random) -> Config:
     changed = _with_answers(config, lambda answers: [[str(digit) for digit in range(10)]] * len(answers))
     return edited(changed, {"rewards": [{"name": "task"}]})

@@ -91,13 +91,25 @@ def lora_alpha_tiny(config: Config, random: Random) -> Config:
     fits=full,
 )
 def weights_swallow_update(config: Config, random: Random) -> Config:
+    # In float32 a run still learns at this rate, by steps of 1e-8 nats; at the subject's own, bfloat16 learns as well.
     rate = config["optim"]["learning_rate"] * 1e-2
     return edited(config, {"model.dtype": "bfloat16", "optim.learning_rate": rate, "optim.precision": "auto"})
 
 
-@operator("option/reward-warmup-endless", "The advantages' weight rises over a million steps.", "optim/no-update")
+def advantages_alone(config: Config) -> bool:
+    """Whether nothing but advantages moves the policy."""
+    others = config["kl"]["beta"], config["loss"].get("entropy_coef", 0.0), config["optim"].get("weight_decay", 0.0)
+    return not any(others)
+
+
+@operator(
+    "option/reward-warmup-endless",
+    "The advantages' weight rises over ten million steps.",
+    "optim/no-update",
+    fits=advantages_alone,
+)
 def reward_warmup_endless(config: Config, random: Random) -> Config:
-    return edited(config, {"reward.warmup_steps": 10_000_000, "kl": {"beta": 0.0}, "loss.entropy_coef": 0.0})
+    return edited(config, {"reward.warmup_steps": 10_000_000})
 
 
 # ------------------------------------------------------------------------ the update is too much
@@ -118,22 +130,19 @@ def lora_scale_huge(config: Config, random: Random) -> Config:
     return edited(config, {"model.lora.alpha": 4096.0 * config["model"]["lora"]["r"]})
 
 
+def clips_second_pass(config: Config) -> bool:
+    loss = config["loss"]
+    return loss.get("num_iterations", 1) > 1 and loss["loss_type"] in ("grpo", "dapo", "bnpo")
+
+
 @operator(
-    "option/many-passes", "Each batch is used for many updates without clipping.", "optim/lr-too-high", "loss/clip"
+    "option/many-passes",
+    "Each batch is used several times, and the clip range cuts nothing.",
+    "loss/clip",
+    fits=clips_second_pass,
 )
 def many_passes(config: Config, random: Random) -> Config:
-    rate = config["optim"]["learning_rate"] * 5
-    return edited(
-        config,
-        {
-            "loss.loss_type": "grpo",
-            "loss.num_iterations": 16,
-            "loss.epsilon": 50.0,
-            "loss.epsilon_high": 50.0,
-            "optim.learning_rate": rate,
-            "optim.warmup_steps": 0,
-        },
-    )
+    return edited(config, {"loss.epsilon": 50.0, "loss.epsilon_high": 50.0})
 
 
 @operator("option/weight-decay", "Weight decay pulls harder than the gradient.", "optim/weight-decay", fits=full)
@@ -235,7 +244,12 @@ def delta_tiny(config: Config, random: Random) -> Config:
     return edited(config, {"loss.loss_type": "grpo", "loss.delta": 1e-4})
 
 
-@operator("option/cispo-cap", "The cap of cispo's weight is next to 0.", "loss/clip", "loss/scale", "loss/no-gradient")
+@operator(
+    "option/cispo-cap",
+    "The cap of cispo's weight is next to 0.",
+    *("loss/clip", "loss/scale", "loss/no-gradient"),
+    refusal="epsilon_high caps the ratio itself",
+)
 def cispo_cap(config: Config, random: Random) -> Config:
     changed = edited(config, {"loss.loss_type": "cispo", "loss.epsilon_high": 1e-5})
     changed["loss"].pop("epsilon", None)
@@ -312,7 +326,6 @@ def mask_truncated_all(config: Config, random: Random) -> Config:
     "option/turns-too-few",
     "Tools are offered and the episode ends with the first call.",
     "output/truncated",
-    "output/unparseable",
     "answer/unusable",
     fits=lambda config: not one_turn(config),
 )
@@ -333,11 +346,9 @@ def stop_in_answer(config: Config, random: Random) -> Config:
     )
 
 
-@operator(
-    "option/staleness-deep", "Sampling runs many steps ahead of large updates.", "sampler/too-old", "optim/lr-too-high"
-)
+@operator("option/staleness-deep", "Sampling runs many steps ahead of the updates.", "sampler/too-old")
 def staleness_deep(config: Config, random: Random) -> Config:
-    return edited(config, {"rollout.max_staleness": 64, "optim.learning_rate": config["optim"]["learning_rate"] * 10})
+    return edited(config, {"rollout.max_staleness": 64})
 
 
 # ------------------------------------------------------------------------ what is left out

@@ -304,7 +304,6 @@ def huge_scale(problem: Problem, text: str, scale: float = 1e4) -> Reward:
     "rewards differ by noise of a ten-thousandth, which scaling turns into full advantages",
     "advantage/amplified",
     "reward/weak",
-    "reward/exploit",
     fits=is_free_of_kl,
     also={"loss.scale_rewards": ("group",)},
     size=(1e-4, 1e-3),

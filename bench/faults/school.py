@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+import keel
 from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.envs import Task
@@ -28,11 +29,18 @@ from keel.rollout.render import Renderer
 from keel.run.build import build_named_task, build_renderer
 
 CACHE = Path(os.environ.get("KEEL_BENCH_CACHE", Path(tempfile.gettempdir()) / f"keel-bench-doctor-{os.getuid()}"))
-VERSION = "2"  # part of every key: raise it when what is taught changes
 WRONG = 0.4  # share of the answers that are taught wrong, so that groups differ in reward
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 WORLDS = ("signs", "words", "tagged", "file", "chat", "tools")
 SKILLS = {"max": "larger", "min": "smaller"}
+
+
+def version_of(file: str) -> str:
+    """Part of the keys of what a module of this package writes: another source or Keel may write otherwise."""
+    return f"{keel.__version__} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
+
+
+VERSION = version_of(__file__)
 
 
 @dataclass(frozen=True)

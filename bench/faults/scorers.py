@@ -195,8 +195,6 @@ scorer_fault(
     "scorer/one-more-bos",
     "rows are scored behind a BOS token that sampling did not see",
     "scoring/mismatch",
-    "sampler/other-prompt",
-    "prompt/double-bos",
     scorers=["one_more_bos"],
 )
 

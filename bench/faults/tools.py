@@ -124,7 +124,6 @@ tool_fault(
     "the answer comes in the second turn and one is allowed",
     "output/truncated",
     "answer/unusable",
-    "output/unparseable",
     tool="right",
     also={"rollout.max_turns": (1,)},
 )

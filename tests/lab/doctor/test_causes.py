@@ -8,6 +8,7 @@ import pytest
 
 from keel.lab.doctor import CODES, Finding, ranked
 from keel.lab.doctor.causes import CAUSES, covered, explain, symptoms
+from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.findings import Severity
 
 # what no other finding causes, and what causes none
@@ -105,6 +106,9 @@ def test_a_chain_holds_only_through_what_was_found():
         ("output/unparseable", "optim/lr-too-high"),
         ("output/random-weights", "reward/cliff"),  # the penalty is the task's own choice
         ("optim/no-update", "reward/constant"),
+        ("prompt/double-bos", "sampler/stale"),
+        ("reward/constant", "kl/too-strong"),
+        ("reward/constant", "optim/weight-decay"),
     ],
 )
 def test_two_faults_are_two_findings(codes):
@@ -125,8 +129,27 @@ def test_updates_have_not_caused_what_the_first_step_shows():
 def test_a_note_and_a_guess_explain_nothing():
     symptom = found("reward/constant")
     assert symptom in explain([symptom, found("output/unparseable", "note")], log=False)
-    assert symptom in explain([symptom, found("output/unparseable", cause="it could be the template")], log=False)
-    assert symptom in explain([symptom, found("output/unparseable", cause="the template may be wrong")], log=False)
+    guess = replace(found("output/unparseable"), guess=True)
+    assert symptom in explain([symptom, guess], log=False)
+    assert symptom not in explain([symptom, found("output/unparseable", cause="it may be the template")], log=False)
+    chain = explain([symptom, guess, found("output/random-weights")], log=False)  # a guess passes nothing on
+    assert [f.code for f in chain if f.severity == "note"] == ["output/unparseable", "reward/constant"]
+
+
+def test_a_cause_explains_nothing_broader_or_graver_than_itself():
+    symptom = replace(found("reward/constant"), share=1.0)
+    for share, severity in ((0.96, "note"), (0.5, "error")):
+        listed = explain([replace(found("output/truncated"), share=share), symptom], log=False)
+        assert {f.code: f.severity for f in listed} == {"output/truncated": "error", "reward/constant": severity}
+    mild = found("output/truncated", "warning")
+    assert explain([mild, found("reward/constant")], log=True) == (found("reward/constant"), mild)
+
+
+def test_what_is_for_the_doctor_alone_is_not_in_its_data():
+    names = {"code", "severity", "evidence", "cause", "advice", "options"}
+    (_, symptom) = explain([found("output/unparseable"), found("reward/constant")], log=False)
+    assert symptom.explained_by == "output/unparseable"
+    assert set(Diagnosis((symptom,)).as_dict()["findings"][0]) == names
 
 
 def test_a_mild_cause_is_as_grave_as_what_it_causes_and_comes_first():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
+from keel.lab.doctor.examine import examine
 from keel.lab.doctor.names import TRAINERS, canonical, keel_options, option_name, renamed, source_of
 from keel.lab.doctor.readers import read_history, runs_below
 from lab.doctor.test_readers import board, keel_run
@@ -275,3 +276,18 @@ def test_runs_below_a_folder_are_listed_once(tmp_path):
     assert runs_below(tmp_path) == [tmp_path / "a" / "keel", tmp_path / "b", tmp_path / "c" / "d"]
     assert runs_below(tmp_path / "b") == [tmp_path / "b"]
     assert runs_below(tmp_path / "b" / "runs") == [tmp_path / "b" / "runs" / "x"]
+
+
+def test_a_rate_that_three_decimals_round_to_0_is_no_rate_of_0(tmp_path):
+    """verl's console printed `{value:.3f}` of everything for years."""
+    rewards = [0.2 + 0.005 * step + 0.02 * (step % 3) for step in range(1, 61)]
+    lines = [
+        f"step:{step} - actor/lr:0.000 - actor/kl_loss:{0.0001 * step:.3f} - critic/score/mean:{reward:.3f} - "
+        f"actor/grad_norm:{0.3 + 0.01 * (step % 5):.3f} - actor/entropy:{1.5 - 0.004 * step:.3f}"
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(lines) + "\n")
+    history = read_history(log)
+    assert history.get("optim/learning_rate") is None
+    assert not [finding for finding in examine(log).findings if finding.severity != "note"]

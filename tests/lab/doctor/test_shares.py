@@ -90,7 +90,7 @@ def test_steps_beside_a_decay_come_to_the_sum_of_a_recursion(decay: float) -> No
 
 
 def test_the_displacement_of_weight_decay_is_that_of_shrunk_matrices(setup: ProbeSetup) -> None:
-    first, optimizer = setup.shared["update"], setup.run.optimizer
+    first, optimizer = setup.of_batch["update"], setup.run.optimizer
     before = [p.detach().clone() for p in optimizer.parameters]
     still = [None if g is None else torch.zeros_like(g) for g in first.gradients]
     with moved(setup, still, 0.0, 10.0):  # ten times the rate: the decay of ten updates

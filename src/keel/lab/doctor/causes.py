@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
 import yaml
 
-from keel.lab.doctor.findings import SEVERITIES, Finding, ranked
+from keel.lab.doctor.findings import CODES, SEVERITIES, Finding, ranked
 
-_UNSURE = re.compile(r"\b(could|may|might) be\b")
+_AS_BROAD = 0.9  # of the share that a symptom concerns
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,12 @@ class Cause:
 
     why: str
     explains: tuple[str, ...] = ()
-    in_preflight: tuple[str, ...] = ()
     in_logs: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
 
     def at_once(self, log: bool) -> tuple[str, ...]:
         """What it explains from the first step on."""
-        return (*self.explains, *(self.in_logs if log else self.in_preflight))
+        return (*self.explains, *(self.in_logs if log else ()))
 
 
 def _causes() -> dict[str, Cause]:
@@ -39,8 +37,15 @@ def _causes() -> dict[str, Cause]:
 CAUSES: Mapping[str, Cause] = _causes()
 
 
-def symptoms(code: str, among: Collection[str], *, log: bool, from_start: Collection[str] = ()) -> set[str]:
-    """Which codes of `among` a cause explains, directly or through others of them.
+def symptoms(
+    code: str,
+    among: Collection[str],
+    *,
+    log: bool,
+    from_start: Collection[str] = (),
+    holds: Callable[[str, str], bool] = lambda cause, symptom: True,
+) -> set[str]:
+    """Which codes of `among` a cause explains, directly or through others of them, by edges that hold.
 
     `log` says that they are of a run, and `from_start` which of them its first step has shown already: no update has
     caused those.
@@ -48,11 +53,12 @@ def symptoms(code: str, among: Collection[str], *, log: bool, from_start: Collec
     reached: set[str] = set()
     queue = [code]
     while queue:
-        row = CAUSES.get(queue.pop())
+        cause = queue.pop()
+        row = CAUSES.get(cause)
         if row is None:
             continue
         later = (symptom for symptom in row.later if log and symptom not in from_start)
-        fresh = {symptom for symptom in (*row.at_once(log), *later) if symptom in among} - reached
+        fresh = {s for s in (*row.at_once(log), *later) if s in among and holds(cause, s)} - reached
         reached |= fresh
         queue += fresh
     return reached
@@ -61,16 +67,29 @@ def symptoms(code: str, among: Collection[str], *, log: bool, from_start: Collec
 def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[str] = ()) -> tuple[Finding, ...]:
     """Findings worst first, those whose cause was found too as notes "explained by CAUSE: …".
 
-    A cause that is a note, or that says what it only could be, explains nothing; one that does is as grave as the
-    gravest that it explains.
+    A cause that is a note or a guess explains nothing, nor what is broader than itself, and one that is milder than
+    usual nothing that is graver; one that explains is as grave as the gravest of it.
     """
     listed = ranked(findings)
     serious = {finding.code: finding for finding in reversed(listed) if finding.severity != "note"}
-    causes = [code for code, finding in serious.items() if not _UNSURE.search(finding.cause)]
-    explained = {code: symptoms(code, serious, log=log, from_start=from_start) for code in causes}
+    causes = [code for code, finding in serious.items() if not finding.guess]
+
+    def holds(cause: str, symptom: str) -> bool:
+        return not serious[cause].guess and _accounts_for(serious[cause], serious[symptom])
+
+    explained = {code: symptoms(code, serious, log=log, from_start=from_start, holds=holds) for code in causes}
     roots = [code for code in causes if not any(code in explained[other] for other in causes)]
     root_of = {symptom: root for root in roots for symptom in explained[root]}  # the last one is the worst
     return tuple(ranked(_with_cause(finding, root_of, listed) for finding in listed))
+
+
+def _accounts_for(cause: Finding, symptom: Finding) -> bool:
+    """Whether a cause is broad and grave enough, where that is known."""
+    if cause.share is not None and symptom.share is not None and cause.share < _AS_BROAD * symptom.share:
+        return False
+    usual = CODES[cause.code].severity if cause.code in CODES else cause.severity
+    cause_rank, symptom_rank, usual_rank = map(SEVERITIES.index, (cause.severity, symptom.severity, usual))
+    return cause_rank <= usual_rank or cause_rank <= symptom_rank
 
 
 def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[Finding]) -> Finding:
@@ -82,6 +101,7 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
         return replace(
             finding,
             severity="note",
+            explained_by=root,
             evidence=f"explained by {root}: {CAUSES[root].why}; {finding.evidence}",
             advice=f"mend {root} first; if this stays, {finding.advice}",
         )
@@ -92,7 +112,7 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
 def covered() -> frozenset[str]:
     """Every code that the graph knows, as a cause or as a symptom."""
     rows = CAUSES.values()
-    return frozenset(CAUSES).union(*((*r.explains, *r.in_preflight, *r.in_logs, *r.later) for r in rows))
+    return frozenset(CAUSES).union(*((*r.explains, *r.in_logs, *r.later) for r in rows))
 
 
 __all__ = ["CAUSES", "Cause", "covered", "explain", "symptoms"]

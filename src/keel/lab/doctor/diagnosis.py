@@ -50,7 +50,7 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as `--json` prints it; findings.json holds its findings."""
         return {
-            "findings": [asdict(finding) for finding in ranked(self.findings)],
+            "findings": [finding.as_dict() for finding in ranked(self.findings)],
             "hypotheses": [asdict(hypothesis) for hypothesis in self.hypotheses],
             "unchecked": list(self.unchecked),
             "notes": [_ESCAPES.sub("", line) for line in self.notes],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable
 
@@ -21,7 +20,6 @@ SHOWN = 3  # findings of the short form, where there is room for them
 WIDE = 100  # columns in which the evidence of most findings is one line
 NARROWEST, UNLIMITED = 40, 10_000  # columns
 INDENT = "  "
-_EXPLAINED = re.compile(r"explained by (\S+): ")
 Line = tuple[str, str]  # text and style
 
 
@@ -66,12 +64,6 @@ def _counted(diagnosis: Diagnosis) -> str:
     return counted
 
 
-def explained_by(finding: Finding) -> str | None:
-    """The code of the cause that explains a finding away."""
-    match = _EXPLAINED.match(finding.evidence)
-    return match[1] if match and finding.severity == "note" else None
-
-
 def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
     """Errors and warnings, as many as there is room for; what is left of it goes to the first."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
@@ -98,7 +90,7 @@ def _brief(finding: Finding, width: int) -> list[Line]:
 
 def _full(finding: Finding, diagnosis: Diagnosis, width: int, *, with_cause: bool) -> list[Line]:
     """The code, a line or two of evidence, a line of the cause, what to change, and what the finding explains."""
-    symptoms = [other.code for other in diagnosis.findings if explained_by(other) == finding.code]
+    symptoms = [other.code for other in diagnosis.findings if other.explained_by == finding.code]
     return [
         (f"{finding.severity} {finding.code}", STYLES[finding.severity]),
         *_indented(finding.evidence, "", width, at_most=2 if width < WIDE else 1),
@@ -137,7 +129,7 @@ def _sound(diagnosis: Diagnosis, width: int) -> str:
 
 def _hidden(diagnosis: Diagnosis, width: int) -> str:
     """The last line: what the short form leaves out; notes by their codes where these have room."""
-    codes = [f.code for f in diagnosis.findings if f.severity == "note" and explained_by(f) is None]
+    codes = [f.code for f in diagnosis.findings if f.severity == "note" and f.explained_by is None]
     unchecked = f"{len(diagnosis.unchecked)} could not be checked; " if diagnosis.unchecked else ""
     rest = f"{unchecked}more: --verbose"
     named = f"notes: {_listed(codes)}; {rest}" if codes else rest

@@ -60,7 +60,8 @@ def overrides(options: Options) -> tuple[str, ...]:
 class Finding:
     """One thing that is wrong: the figures and steps that show it, the likely cause, the exact option to change.
 
-    `options` are the advice's proposals as overrides, one tuple for each.
+    `options` are the advice's proposals as overrides, one tuple for each. The others are for the doctor itself: whether
+    the cause is only a guess, how much of what was looked at it concerns, and which code explains it.
     """
 
     code: str
@@ -69,13 +70,21 @@ class Finding:
     cause: str
     advice: str
     options: tuple[tuple[str, ...], ...] = ()
+    guess: bool = False
+    share: float | None = None
+    explained_by: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for others."""
+        return {name: getattr(self, name) for name in ("code", "severity", "evidence", "cause", "advice", "options")}
 
 
 @dataclass(frozen=True)
 class Code:
     """What a code means, how it is decided, its usual severity, and its rank among equals.
 
-    `rank` puts causes before their symptoms: of two errors the one with the lower rank is named first.
+    `rank` puts causes before their symptoms: of two errors the one with the lower rank is named first. `skill` says
+    that it depends on how much the policy has learned.
     """
 
     name: str
@@ -83,6 +92,7 @@ class Code:
     decided: str
     severity: Severity
     rank: int
+    skill: bool = False
 
 
 def _codes() -> dict[str, Code]:
@@ -93,12 +103,21 @@ def _codes() -> dict[str, Code]:
 CODES = _codes()
 
 
-def finding(code: str, evidence: str, cause: str, advice: str | Advice, severity: Severity | None = None) -> Finding:
+def finding(
+    code: str,
+    evidence: str,
+    cause: str,
+    advice: str | Advice,
+    severity: Severity | None = None,
+    *,
+    guess: bool = False,
+    share: float | None = None,
+) -> Finding:
     """A finding under a known code, as severe as its row says unless `severity` does."""
     if code not in CODES:
         raise unknown("finding code", code, CODES)
     options = tuple(overrides(proposal) for proposal in advice.proposals) if isinstance(advice, Advice) else ()
-    return Finding(code, severity or CODES[code].severity, evidence, cause, str(advice), options)
+    return Finding(code, severity or CODES[code].severity, evidence, cause, str(advice), options, guess, share)
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:

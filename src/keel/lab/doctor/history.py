@@ -14,6 +14,7 @@ from keel.lab.runs import number, option_of
 
 Record = Mapping[str, Any]
 LARGEST = 3.4e38  # of fp32: what a training run logs beyond it has overflowed, and its square would here
+MOVING = ("ema", "snapshot", "kl_triggered")  # references
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 
 
@@ -138,6 +139,11 @@ class History:
     def unpenalized(self) -> bool:
         """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown where 0 is logged then."""
         return self.beta == 0 or (self.beta is None and self.source != "TRL")  # TRL logs no KL at β = 0
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether the reference is meant to move."""
+        return self.option("reference.kind") in MOVING or bool(self.option("reference.moves"))
 
     @property
     def steps(self) -> int:

@@ -15,7 +15,7 @@ from keel.envs import Task
 from keel.lab.doctor.budget import budget_note, within_budget
 from keel.lab.doctor.causes import explain
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.lab.doctor.findings import Finding, finding, ranked
+from keel.lab.doctor.findings import CODES, Finding, finding, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
@@ -150,19 +150,11 @@ def _failed(name: str, reason: str) -> ProbeResult:
 
 # What a policy writes and how far an update takes it depend on how much it has learned.
 _SKILL_PROBES = ("collection", "advantage", "update", "truncation")
-_SKILL_CODES = (
-    "output/",
-    "reward/constant",
-    "reward/weak",
-    "reward/cliff",
-    "advantage/",
-    "optim/lr-too-high",
-)
 
 
 def _softened(finding: Finding, cut: str) -> Finding:
     """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
-    if not finding.code.startswith(_SKILL_CODES):
+    if not CODES[finding.code].skill:
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")
 

@@ -100,7 +100,8 @@ the code does so. Plain k3 in the loss pulls along ∇KL(ref‖policy) and so co
 
 A finding whose cause was found too is a note that begins "explained by CAUSE": it is still there, and steps back. The
 cause is as grave as the gravest that it explains. Rows are followed through what was found; a cause that is itself a
-note, or that says what it only could be, explains nothing, and what no row connects stays: two faults are two findings.
+note or a guess explains nothing, none explains what concerns more of the batch than itself, and a case that is milder
+than its code's usual one explains nothing graver. What no row connects stays: two faults are two findings.
 In a log, what updates do to a policy is put down to them only where the first step did not show it.
 
 {causes}
@@ -153,15 +154,14 @@ def doctor_page() -> str:
         (f"{row.name} {row.title}", row.priority, _confirmed(row), _rule_outs(row), row.interacts) for row in SUSPECTS
     )
     causes = (
-        (f"`{code}`", row.why, *map(_codes, (row.explains, row.in_preflight, row.in_logs, row.later)))
-        for code, row in CAUSES.items()
+        (f"`{code}`", row.why, *map(_codes, (row.explains, row.in_logs, row.later))) for code, row in CAUSES.items()
     )
     return PAGE.format(
         example=_example(),
         left_out=", ".join(LEFT_OUT),
         shown=("no", "one", "two", "three")[SHOWN],
         passes=", ".join(PASSES),
-        causes=_table(("cause", "why", "explains", "in a preflight", "in a log", "in a log, later"), causes),
+        causes=_table(("cause", "why", "explains", "in a log", "in a log, later"), causes),
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),
         codes=_table(("code", "severity", "what it means", "how it is decided"), codes),

@@ -25,7 +25,10 @@ Jump = tuple[str, Change]
 def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
     """Steps at which metrics of two families or more jump and stay, with these jumps; neighbouring steps are one."""
     at: dict[int, list[Jump]] = {}
+    moves = history.moves_reference
     for family in FAMILIES:
+        if moves and family[0].startswith("kl/policy_ref"):
+            continue  # falls whenever the reference moves, and the gradient with it
         name = next((name for name in family if history.get(name) is not None), None)
         if name is None:
             continue

@@ -45,7 +45,6 @@ from keel.lab.doctor.shapes import trend as trend_of
 from keel.lab.judge import kl_limit
 
 KL = "KL(policy‖reference)"
-MOVING = ("ema", "snapshot", "kl_triggered")
 DROPS = ("model.dropout", "model.lora.dropout")
 
 
@@ -208,7 +207,7 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
     if len(series) < least:
         yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
         return
-    if _moves(history):
+    if history.moves_reference:
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
         return
     now, flat = series.tail(RECENT), reward_flat(history, thresholds)
@@ -312,7 +311,7 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
     if history.kl is None:
         yield not_recorded(code, KL)
         return
-    if _moves(history):
+    if history.moves_reference:
         return
     name, series = history.kl
     most = max(abs(value) for value in series.finite.values)
@@ -332,17 +331,12 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
-def _moves(history: History) -> bool:
-    """Whether the reference is meant to move."""
-    return history.option("reference.kind") in MOVING or bool(history.option("reference.moves"))
-
-
 def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     """KL that falls to next to nothing from one step to the next: the reference was replaced."""
     if history.kl is None:
         yield not_recorded("reference/moving", KL)
         return
-    if _moves(history):
+    if history.moves_reference:
         return
     name, series = history.kl
     finite = series.finite

@@ -84,6 +84,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
             _weighed(history),
             joined="; ",
         ),
+        guess=code == "sampler/temperature",
         severity="error" if now.mean > size.error else "warning",
     )
 

@@ -219,6 +219,7 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             "check the end token and rollout.stop",
         ),
         severity="error" if share > thresholds["truncated_completions_error"] else "warning",
+        share=share,
     )
 
 
@@ -257,6 +258,7 @@ def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
         "the model does not know the form that is asked for",
         "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
         severity="error" if rate < thresholds["parse_rate"] and not in_doubt else "warning",
+        share=1 - rate,
     )
 
 
@@ -327,6 +329,7 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
         "without a spread there is no advantage and no policy gradient",
         either("choose problems that the model solves now and then", "reward partial success", more),
         severity="warning" if in_doubt else None,
+        share=flat,
     )
 
 

@@ -48,7 +48,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_bos(setup, prompts, thresholds),
         *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
         *repeat_findings(setup, thresholds),
-        *eval_leak(setup),
+        *eval_leak(setup, thresholds),
     ]
     figures = {"prompts_read": float(len(prompts))}
     return ProbeResult("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
@@ -30,14 +30,14 @@ def training_steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...
 
 def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """A single prompt, the same ones at every step, fewer than a run can learn from, or a step of copies."""
-    steps = [[prompt for _, prompt in step] for step in training_steps(setup)]
+    steps = [[_content(setup, problem, prompt) for problem, prompt in step] for step in training_steps(setup)]
     counts = Counter(prompt for step in steps for prompt in step)
     asked, per_step = counts.total(), setup.config.rollout.prompts_per_step
-    shown = setup.policy.tokenizer.decode(list(steps[0][0]))[-80:]
+    shown = setup.policy.tokenizer.decode(list(steps[0][0][0]))[-80:]
     total = (setup.config.run.max_steps or 0) * per_step
     same = len({frozenset(step) for step in steps}) == 1
-    few = len(counts) < thresholds["distinct_problems"] and total > thresholds["problem_repeats"] * len(counts)
-    if len(counts) == 1 or same or few:
+    often = total > thresholds["problem_repeats"] * len(counts)
+    if len(counts) == 1 or (often and (same or len(counts) < thresholds["distinct_problems"])):
         each = ", the same at every step" if same and len(counts) > 1 else ""
         yield finding(
             "task/repeats",
@@ -58,7 +58,16 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         )
 
 
-def _copies_in_steps(steps: list[list[tuple[int, ...]]]) -> float:
+def _content(setup: ProbeSetup, problem: Problem, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """What tells problems apart, whatever their keys: the prompt.
+
+    Episodes of several turns may all begin alike: there the answer and what else a problem holds count too.
+    """
+    several = setup.config.rollout.max_turns > 1 and setup.run.task.several_turns
+    return prompt, repr((problem.answer, dict(problem.info))) if several else ""
+
+
+def _copies_in_steps(steps: Sequence[Sequence[Hashable]]) -> float:
     """The chance of as many equal pairs within steps, at the rate of pairs of neighbouring steps (exact binomial).
 
     Neighbours, since a curriculum draws from other problems later.
@@ -74,12 +83,13 @@ def _copies_in_steps(steps: list[list[tuple[int, ...]]]) -> float:
     return float(bdtrc(equal - 1, pairs, rate)) if equal else 1.0
 
 
-def eval_leak(setup: ProbeSetup) -> Iterator[Finding]:
-    """A prompt that is held out is not trained on, whatever its key."""
-    trained = {prompt for step in training_steps(setup) for _, prompt in step}
+def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Prompts that are held out are not trained on, whatever their keys; the odd duplicate of a data set is no leak."""
+    trained = {_content(setup, problem, prompt) for step in training_steps(setup) for problem, prompt in step}
     held_out = setup.run.task.held_out(_HELD_OUT)
-    shared = [p for p, prompt in zip(held_out, rendered(setup, held_out), strict=True) if prompt in trained]
-    if not shared:
+    pairs = zip(held_out, rendered(setup, held_out), strict=True)
+    shared = [problem for problem, prompt in pairs if _content(setup, problem, prompt) in trained]
+    if len(shared) <= thresholds["eval_leaked"] * len(held_out):
         return
     asked = sum(map(len, training_steps(setup)))
     yield finding(

@@ -13,7 +13,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.lab.doctor.history import History, series_of
-from keel.lab.doctor.names import from_map, renamed, source_of
+from keel.lab.doctor.names import canonical, from_map, renamed, source_of
 
 TABLES, PRINTED = (".csv", ".tsv", ".jsonl", ".ndjson", ".json"), (".log", ".txt", ".out")
 SUFFIXES = (*TABLES, *PRINTED)
@@ -167,12 +167,28 @@ def printed_rows(lines: Iterable[str]) -> list[Row]:
     rows = []
     for line in lines:
         text = _COLOURS.sub("", line)
-        row = _dictionary(text) or {name: float(value) for name, value in _PAIR.findall(text)}
+        row = _dictionary(text) or _pairs(text)
         named = sum(name.lower() not in _STEPS for name in row)
         if named >= 2 or (named and any(name.lower() in _STEPS for name in row)):
             rows.append(row)
     steps = [row for row in rows if any(name.lower() in _STEPS for name in row)]
     return steps or rows  # lines without a step lie between those that have one
+
+
+def _pairs(text: str) -> Row:
+    """Names and numbers; rates and KLs that three decimals leave at or near 0 were not measured by them."""
+    return {
+        name: float(value)
+        for name, value in _PAIR.findall(text)
+        if not (_COARSE.fullmatch(value) and _is_small(canonical(name)))
+    }
+
+
+_COARSE = re.compile(r"-?0\.0{2,4}\d?")  # a digit at most of what a trainer rounds to a few decimals
+
+
+def _is_small(name: str | None) -> bool:
+    return name == "optim/learning_rate" or (name is not None and name.startswith("kl/"))
 
 
 def _dictionary(text: str) -> Row:
