@@ -127,7 +127,7 @@ def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
     exact = build_setup(schooled_config("kl.estimator=exact", "loss.loss_type=dapo"))
     before = fingerprint(exact.policy.model)
     probe_update(exact, LIMITS)
-    assert measured_kl_weight(exact, exact.shared["update"]) == pytest.approx(1.0, abs=0.2)
+    assert measured_kl_weight(exact, exact.of_batch["update"]) == pytest.approx(1.0, abs=0.2)
     for probe in (probe_reach, probe_balance, probe_limits, probe_exploration):
         assert not probe(exact, LIMITS).findings
     assert "update" not in exact.of_batch  # its gradients are as large as the model
