@@ -8,14 +8,21 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Reward
 from keel.lab.doctor import budget
 from keel.lab.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
 from keel.lab.doctor.preflight import LEFT_OUT, preflight
 from keel.lab.doctor.probes import PROBES, evidence
+from keel.lab.doctor.probes.balance import probe_balance
+from keel.lab.doctor.probes.reach import probe_reach
+from keel.lab.doctor.probes.update import probe_update, scored
 from keel.lab.doctor.setup import ProbeSetup, build_setup
 from lab.doctor.schooled import schooled_config
 
+LIMITS = load_thresholds()
 LONG = ("model.name=lab.doctor.schooled:fresh_model", "rollout.max_completion_length=40")  # noise seldom ends
 
 
@@ -50,7 +57,7 @@ def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup,
             length = len(cut.tokens)
             assert cut.tokens == completion.tokens[:length]
             assert cut.sample_logp == completion.sample_logp[:length]
-            assert cut.stop_reason == (completion.stop_reason if length == len(completion.tokens) else "length")
+            assert cut.stop_reason == completion.stop_reason  # loss.mask_truncated_completions goes by it
     assert budget_note(less, setup).startswith(f"passes over the model were tried on {4 * len(less.groups)} of 16 comp")
 
 
@@ -71,6 +78,52 @@ def test_quick_leaves_experiments_out_and_says_so():
         assert name not in diagnosis.sound
     (stale,) = [row for row in diagnosis.hypotheses if row.name == "H06"]
     assert stale.verdict == "not testable here"
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "grpo", "dapo"])
+def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
+    """Weights of the loss and nats per completion are those of whole completions, whatever is left of them."""
+    config = schooled_config(*LONG, f"loss.loss_type={loss}", "kl.reduction=loss", "kl.estimator=exact")
+    whole = build_setup(config, reward=lambda problem, text: Reward(float(len(text) % 5)))
+    monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
+    with closing(whole.run):
+        cut = within_budget(whole)
+        assert max(len(c.tokens) for c in cut.batch.completions) == LEAST_TOKENS
+        figures = []
+        for setup in (whole, cut):
+            probe_update(setup, LIMITS)
+            figures.append({**probe_reach(setup, LIMITS).figures, **probe_balance(setup, LIMITS).figures})
+    assert figures[1]["advantage_weight"] == pytest.approx(figures[0]["advantage_weight"], rel=0.05)
+    assert figures[1]["advantage"] == figures[0]["advantage"]
+    assert figures[1]["kl_weight"] == pytest.approx(figures[0]["kl_weight"], rel=0.3)
+    assert figures[1]["reach"] == pytest.approx(figures[0]["reach"], rel=0.5)
+
+
+def test_truncated_completions_are_those_that_were_sampled_so(monkeypatch):
+    config = schooled_config("loss.mask_truncated_completions=true", "kl.collect_max=0.5")
+    monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
+    monkeypatch.setattr(budget, "LEAST_TOKENS", 1)
+    whole = build_setup(config)
+    with closing(whole.run):
+        cut = within_budget(whole)
+        mask = scored(cut).rows.policy_mask
+        assert mask is not None
+        ended = [c.stop_reason != "length" for c in cut.batch.completions]
+        assert any(ended)
+        assert mask.any(-1).tolist() == ended
+    diagnosis = preflight(config)
+    assert not {"optim/no-update", "kl/rejects-all", "kl/too-strong"} & {f.code for f in diagnosis.findings}
+
+
+def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
+    def full(setup, thresholds):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("keel.lab.doctor.preflight.PROBES", [("reach", full)])
+    diagnosis = preflight(schooled_config())
+    assert not diagnosis.findings
+    assert any(line.startswith("reach: no memory left for it") for line in diagnosis.unchecked)
+    assert "reach" not in diagnosis.sound
 
 
 def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeypatch):

@@ -127,9 +127,10 @@ def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
     exact = build_setup(schooled_config("kl.estimator=exact", "loss.loss_type=dapo"))
     before = fingerprint(exact.policy.model)
     probe_update(exact, LIMITS)
-    assert measured_kl_weight(exact, exact.shared["update"]) == pytest.approx(1.0, abs=0.2)
+    assert measured_kl_weight(exact, exact.of_batch["update"]) == pytest.approx(1.0, abs=0.2)
     for probe in (probe_reach, probe_balance, probe_limits, probe_exploration):
         assert not probe(exact, LIMITS).findings
+    assert "update" not in exact.of_batch  # its gradients are as large as the model
     assert fingerprint(exact.policy.model) == before
     assert exact.run.optimizer.updates == 0
     assert not exact.run.optimizer.inner.state
@@ -137,9 +138,9 @@ def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
 
 
 def test_the_median_spread_is_bounded_from_below_by_order_statistics() -> None:
-    assert least_typical(torch.tensor([30.0] * 6)) == 0.0  # 2⁻⁶ is more than 1 in 100
-    assert least_typical(torch.arange(1.0, 8.0)) == 1.0
-    assert least_typical(torch.arange(1.0, 12.0)) == 2.0
+    assert least_typical(torch.tensor([30.0] * 6), 0.01) == 0.0  # 2⁻⁶ is more than 1 in 100
+    assert least_typical(torch.arange(1.0, 8.0), 0.01) == 1.0
+    assert least_typical(torch.arange(1.0, 12.0), 0.01) == 2.0
 
 
 def test_what_is_drawn_at_a_temperature_and_after_filters() -> None:

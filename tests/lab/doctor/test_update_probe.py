@@ -12,7 +12,7 @@ from keel.base.thresholds import load_thresholds
 from keel.base.types import Reward
 from keel.lab.doctor.probes.advantage import amplification, group_spreads, probe_advantage, token_weights
 from keel.lab.doctor.probes.truncation import probe_truncation
-from keel.lab.doctor.probes.update import probe_update, undone
+from keel.lab.doctor.probes.update import loss_gradients, probe_update, scored, undone, with_signal
 from keel.lab.doctor.setup import ProbeSetup, build_setup
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
@@ -128,3 +128,27 @@ def test_lengths_of_an_ordinary_batch(setup: ProbeSetup) -> None:
     lengths = [len(c.tokens) for g in setup.groups for c in g.completions]
     assert outcome.figures["longest_completion"] == max(lengths)
     assert not outcome.findings
+
+
+def test_a_loss_scale_changes_nothing_but_the_precision(setup: ProbeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 multiplies the loss and the step divides by the same number: norm and KL are those of the gradient."""
+    plain = probe_update(setup, LIMITS).figures
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.zeros(()))
+    monkeypatch.setattr(setup.run.optimizer, "scaler", scaler)
+    scaled = probe_update(setup, LIMITS).figures
+    assert scaled == pytest.approx(plain, rel=1e-3)
+    assert scaler.get_scale() == 2.0**16
+
+
+def test_a_scale_that_overflows_is_lowered(setup: ProbeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, _ = with_signal(scored(setup), setup)
+    gradients, _ = loss_gradients(setup, batch)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scaler.scale(torch.zeros(()))
+    monkeypatch.setattr(setup.run.optimizer, "scaler", scaler)
+    lowered, _ = loss_gradients(setup, batch)
+    for before, after in zip(gradients, lowered, strict=True):
+        assert before is not None
+        assert after is not None
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-7)

@@ -18,8 +18,8 @@ LEAST_GROUPS, LEAST_TOKENS = 2, 16
 def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
     """The setup as it is where a pass over its batch is cheap; else one of fewer completions, cut where they are long.
 
-    Rewards stay what the whole completions earned, and the groups whose rewards differ most are preferred: what is
-    compared pass against pass needs few tokens, and an update needs advantages.
+    Rewards and ends stay those of the whole completions, and the groups whose rewards differ most are preferred: what
+    is compared pass against pass needs few tokens, and an update needs advantages.
     """
     limit = token_budget(setup, quick)
     groups = sorted(setup.groups, key=lambda group: -pstdev(reward.total for reward in group.rewards))
@@ -42,7 +42,7 @@ def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
         setup,
         built=replace(setup.built, sampling=sampling),
         batch=setup.pack(shorter),
-        sampled=setup.groups,
+        cut_from=setup,
         of_batch={},
     )
 
@@ -68,7 +68,7 @@ def _tokens(groups: Sequence[Group]) -> int:
 
 
 def _cut(setup: ProbeSetup, completion: Completion, length: int) -> Completion:
-    """The beginning of a completion, which the policy has sampled as well."""
+    """The beginning of a completion, which the policy has sampled as well; how the whole one ended stays."""
     if len(completion.tokens) <= length:
         return completion
     tokens = completion.tokens[:length]
@@ -79,5 +79,4 @@ def _cut(setup: ProbeSetup, completion: Completion, length: int) -> Completion:
         sample_logp=completion.sample_logp[:length],
         filtered_logp=completion.filtered_logp[:length],
         text=setup.policy.tokenizer.decode(tokens, skip_special_tokens=True),
-        stop_reason="length",
     )

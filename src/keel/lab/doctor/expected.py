@@ -84,9 +84,10 @@ def measure_term(
 def spread_factor(reference: Tensor, direction: Tensor) -> float:
     """The factor of a displacement of logits at which the mean KL is `TARGET_KL`, by bisection; 1 if there is none."""
 
+    ref_logp = reference.log_softmax(-1)
+
     def apart(factor: float) -> float:
-        moved = (reference + factor * direction).log_softmax(-1)
-        return exact_kl(moved, reference.log_softmax(-1)).mean().item()
+        return exact_kl((reference + factor * direction).log_softmax(-1), ref_logp).mean().item()
 
     if not bool(direction.any()):
         return 1.0

@@ -22,6 +22,7 @@ from keel.lab.doctor.probes import PROBES, ProbeResult
 from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.rollout.engine import OtherModel, StaleWeights
+from keel.trainer.memory import is_out_of_memory
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -65,7 +66,9 @@ def preflight(
             except (OtherModel, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
             except Exception as error:  # a user's part may raise anything
-                outcome = _failed(name, f"{type(error).__name__}: {first_line(error)}")
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                no_room = ProbeResult(name, unchecked=(f"{name}: no memory left for it beside the run ({reason})",))
+                outcome = no_room if is_out_of_memory(error) else _failed(name, reason)
             outcome = replace(outcome, undecided=(*outcome.undecided, *undecided_tests(setup)))
             outcomes.append(outcome)
             if on_probe is not None:

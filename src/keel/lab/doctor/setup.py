@@ -34,6 +34,7 @@ from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
+SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
 _MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
 
 
@@ -55,7 +56,7 @@ class ProbeSetup:
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
     of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
     doubt_s: float = 120.0  # for samples beyond the batch, which tests that are in doubt ask for
-    sampled: tuple[Group, ...] = ()  # the groups as they were sampled, where the batch holds less of them
+    cut_from: ProbeSetup | None = None  # the setup of all that was sampled, where the batch holds less of it
 
     @property
     def run(self) -> TrainingRun:
@@ -68,6 +69,32 @@ class ProbeSetup:
     @property
     def groups(self) -> tuple[Group, ...]:
         return self.batch.groups
+
+    @property
+    def whole(self) -> ProbeSetup:
+        """The setup of all that was sampled: what is typical of rewards and lengths is read there."""
+        return self if self.cut_from is None else self.cut_from
+
+    @property
+    def sampled(self) -> tuple[Group, ...]:
+        """The groups as they were sampled."""
+        return self.whole.groups
+
+    @property
+    def completion_length(self) -> float:
+        """Mean of the trained tokens of a completion, as they were sampled."""
+        return float(self.whole.mask.sum()) / len(self.whole.mask)
+
+    @property
+    def loss_length(self) -> int:
+        """`max_completion_length` for the loss: shorter by as much as the batch's completions are than sampled ones.
+
+        A sum over a constant then weighs a cut completion as it weighs a whole one.
+        """
+        limit = self.run.rollout.max_completion_length
+        if self.cut_from is None:
+            return limit
+        return max(1, round(limit * float(self.mask.sum()) / len(self.mask) / self.completion_length))
 
     @property
     def mask(self) -> Tensor:
@@ -188,13 +215,14 @@ class ProbeSetup:
         Afterwards every weight has the very bits it had.
         """
         trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
-        originals = [p.detach().clone() for p in trainable]
-        generator = torch.Generator().manual_seed(seed)
+        originals = backup(trainable)
+        device = self.policy.device
+        generator = torch.Generator(device).manual_seed(seed)
         try:
             with torch.no_grad():
                 for parameter in trainable:
                     size = float(parameter.float().square().mean().sqrt()) or 1.0
-                    noise = torch.randn(parameter.shape, generator=generator) * (relative * size)
+                    noise = torch.randn(parameter.shape, generator=generator, device=device) * (relative * size)
                     parameter.add_(noise.to(parameter))
             yield
         finally:
@@ -206,6 +234,15 @@ class ProbeSetup:
     def vocabulary(self) -> int:
         """How many tokens the model can choose from."""
         return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
+
+
+def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies to restore from, in main memory where the device has little room beside them."""
+    devices, size = {tensor.device for tensor in tensors}, sum(tensor.nbytes for tensor in tensors)
+    free = min((torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda"), default=None)
+    if free is not None and SPARE_TIMES * size > free:
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def build_setup(
@@ -284,4 +321,4 @@ def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tup
         return loaded, (f"training would refuse this model: {refusal}",)
 
 
-__all__ = ["ProbeSetup", "build_setup"]
+__all__ = ["ProbeSetup", "backup", "build_setup"]

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.advice import changes, no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.probes.advantage import group_spreads
+from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.probes.objective import ADVANTAGES, loss_gradient
 from keel.lab.doctor.probes.reach import course, gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
-from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.setup import ProbeSetup, backup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
+from keel.trainer.step import with_advantages
 
 PULLED_AT = 0.02  # nats per token at which the KL's pull is measured: no rounding, and still quadratic
 MOST_STEPS = 2_000
-ENOUGH_GROUPS, MORE_ROUNDS = 8, 4
 SMALL_ADVANTAGE = 0.05
 ADVISED_KL = 100.0  # nats per completion that an advised β allows: 0.07 under advantages of size 1
 
@@ -80,27 +82,34 @@ def _balance(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -
     """None where no KL term acts, or where nothing is known of the advantages' size."""
     if setup.run.reference is None or not setup.run.kl.penalizes or not first.peak_kl > 0:
         return None
-    figures["advantage"] = typical_advantage(first, normalised=scale_rewards(setup.run.loss) != "none")
+    figures["advantage"] = typical_advantage(setup, first)
     warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
     if warmup:
         figures["advantage"] *= course(lambda step: min(1.0, (step + 1) / warmup), steps).mean
-    length = float(setup.mask.sum()) / len(setup.mask)
     weight = _advantage_weight(setup)
     pull = kl_weight(setup, first, weight)
     if not (pull > 0 and weight > 0 and figures["advantage"] > 0):
         return None  # a term that pulls nowhere, or away, is named by its own probe
     figures |= {"advantage_weight": weight, "kl_weight": pull}
-    return Balance(weight * figures["advantage"], pull, length)
+    return Balance(weight * figures["advantage"], pull, setup.completion_length)
 
 
-def typical_advantage(first: FirstUpdate, *, normalised: bool) -> float:
-    """The advantages' root mean square over groups whose rewards differ; 0 where none do and no division makes it 1."""
-    rows = first.batch.rows
+def typical_advantage(setup: ProbeSetup, first: FirstUpdate) -> float:
+    """Root mean square of the advantages of all sampled groups whose rewards differ.
+
+    0 where none do and no division makes it 1.
+    """
+    if not first.real_rewards:
+        return float(scale_rewards(setup.run.loss) != "none")
+    return advantage_size(with_advantages(setup.whole.batch, setup.run, setup.run.reward.warmup_steps))
+
+
+def advantage_size(batch: StepBatch) -> float:
+    """Root mean square of a batch's advantages, without the groups whose rewards are all the same."""
+    rows = batch.rows
     assert rows.advantages is not None
     assert rows.rewards is not None
     assert rows.group is not None
-    if not first.real_rewards:
-        return float(normalised)
     alive = ~zero_variance(rows.rewards, rows.group)
     chosen = rows.advantages[alive] if bool(alive.any()) else rows.advantages
     return float(chosen.double().square().mean().sqrt())
@@ -124,7 +133,7 @@ def kl_weight(setup: ProbeSetup, first: FirstUpdate, advantage_weight: float) ->
 
 def typical_spread(setup: ProbeSetup) -> float:
     """The median within-group std of the rewards that differ; 1 where none do."""
-    rows = setup.batch.rows
+    rows = setup.whole.batch.rows
     assert rows.rewards is not None
     assert rows.group is not None
     spreads = group_spreads(rows.rewards, rows.group)
@@ -137,13 +146,16 @@ def measured_kl_weight(setup: ProbeSetup, first: FirstUpdate) -> float:
     KL grows with the square of the distance, so that its derivative along the way is twice itself.
     """
     optimizer = setup.run.optimizer
-    start = [p.detach().clone() for p in optimizer.parameters]
+    start = backup(optimizer.parameters)
     factor = math.sqrt(PULLED_AT / first.peak_kl)
     with moved(setup, first.gradients, first.loss, factor, weight_decay=0.0):
         kl = mean_kl(policy_states(setup), first.before)
-        way = [p.detach() - before for p, before in zip(optimizer.parameters, start, strict=True)]
         gradients, _ = loss_gradients(setup, _without_advantages(first.batch), beta=1.0, entropy_coef=0.0)
-    pull = sum(float((g.double() * w.double()).sum()) for g, w in zip(gradients, way, strict=True) if g is not None)
+        pull = sum(
+            float((gradient.double() * (p.detach() - before.to(p)).double()).sum())
+            for p, before, gradient in zip(optimizer.parameters, start, gradients, strict=True)
+            if gradient is not None
+        )
     return pull / (2 * kl) if kl > 0 else 0.0
 
 
@@ -200,7 +212,7 @@ def _too_strong(
 
 def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """Rewards far from a scale of 1 where nothing divides by it before they meet β or the entropy bonus."""
-    rows, scale, kl = setup.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
+    rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
     assert rows.group is not None
     in_reward = kl.placement == "reward" and "equilibrium" in figures
@@ -211,8 +223,16 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thre
     spreads, limit = group_spreads(rows.rewards, rows.group), thresholds["reward_scale"]
     if not len(spreads) or not float(spreads.max()) > limit:
         return
-    spreads = _more_spreads(setup, spreads)
-    if not least_typical(spreads) > limit:
+
+    def too_wide(spreads: Tensor) -> bool:
+        return least_typical(spreads, level(thresholds)) > limit
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        spreads = group_spreads(*rewards_of(groups))
+        return bool(len(spreads)) and float(spreads.median()) > limit and not too_wide(spreads)
+
+    spreads = group_spreads(*rewards_of(more_groups(setup.whole, "reward/scale", undecided)))
+    if not too_wide(spreads):
         return
     spread = float(spreads.median())
     figures["reward_spread"] = spread
@@ -239,21 +259,10 @@ def _after_division(setup: ProbeSetup) -> dict[str, object]:
     return {"kl.placement": "loss", **({} if formula is None else formula.change), **loss}
 
 
-def _more_spreads(setup: ProbeSetup, spreads: Tensor) -> Tensor:
-    """Spreads of further groups, until there are `ENOUGH_GROUPS` that differ or `MORE_ROUNDS` have not brought them."""
-    for step in range(1, MORE_ROUNDS + 1):
-        if len(spreads) >= ENOUGH_GROUPS:
-            break
-        problems = setup.run.task.sample(len(setup.groups), seed=setup.config.run.seed, step=step)
-        rewards, group = rewards_of(setup.collect(problems, step=step))
-        spreads = torch.cat([spreads, group_spreads(rewards, group)])
-    return spreads
-
-
-def least_typical(spreads: Tensor) -> float:
-    """A bound that the median spread is below with a chance under 1 in 100: of n groups all lie above it with 2⁻ⁿ."""
+def least_typical(spreads: Tensor, chance: float) -> float:
+    """A bound that the median spread is below with less than that chance: of n groups all lie above it with 2⁻ⁿ."""
     ordered, count = spreads.sort().values, len(spreads)
-    below = next((k for k in range(count) if sum(math.comb(count, i) for i in range(k + 1)) / 2**count > 0.01), 0)
+    below = next((k for k in range(count) if sum(math.comb(count, i) for i in range(k + 1)) / 2**count > chance), 0)
     return float(ordered[below - 1]) if below else 0.0
 
 
@@ -264,7 +273,7 @@ def _entropy(
     coefficient = setup.run.loss.entropy_coef
     if coefficient == 0.0:
         return
-    batch = first.batch
+    batch = first.batch.with_rows(policy_mask=None)
     rows = batch.rows
     assert rows.advantages is not None
     assert rows.rewards is not None
@@ -272,8 +281,10 @@ def _entropy(
     alone = batch.with_rows(advantages=torch.zeros_like(rows.advantages), kl_advantages=None)
     bonus = gradient_norm(loss_gradients(setup, alone, beta=0.0)[0])
     policy = gradient_norm(loss_gradients(setup, batch.with_rows(kl_advantages=None), beta=0.0, entropy_coef=0.0)[0])
-    alive = float((~zero_variance(rows.rewards, rows.group)).double().mean()) if first.real_rewards else 1.0
-    policy = policy / alive if alive > 0 else policy
+    if first.real_rewards:
+        alive = float((~zero_variance(rows.rewards, rows.group)).double().mean())
+        if alive > 0:  # a batch that was cut holds the largest advantages
+            policy *= typical_advantage(setup, first) / advantage_size(batch) / alive
     if not policy > 0:
         return
     figures["entropy_share"] = bonus / (bonus + policy)

@@ -27,7 +27,7 @@ def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
 def _turns(setup: ProbeSetup) -> Sequence[Group]:
     """The turns of the batch as the engine gave them, each after its own context."""
     if setup.config.rollout.max_turns == 1:
-        return setup.sampled or setup.groups
+        return setup.sampled
     problems = {group.problem.key: group.problem for group in setup.groups}
     chosen = [turn for turn in setup.turns if turn.request.key in problems]
     return [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in chosen]

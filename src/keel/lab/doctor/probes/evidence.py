@@ -20,12 +20,14 @@ from keel.lab.doctor.setup import ProbeSetup
 TESTS = (
     "advantage/amplified",
     "data/misaligned",
+    "kl/rejects-all",
     "output/truncated",
     "output/unparseable",
     "reward/cliff",
     "reward/constant",
     "reward/exploit",
     "reward/gold",
+    "reward/scale",
     "reward/weak",
     "sampler/noise",
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.reach import gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
@@ -21,8 +23,6 @@ from keel.losses import LossOptions
 from keel.trainer.batch import StepBatch
 from keel.trainer.guards import WINDOW, spike_limit
 
-CHANCE = 0.01  # that a share over a limit is luck
-MORE_ROUNDS = 3
 STEPS = 400  # of a simulated guard
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
 CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio
@@ -31,7 +31,7 @@ FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
 
 def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """What the configured limits do to a policy that has moved as far as one that learns must."""
-    first: FirstUpdate | None = setup.of_batch.get("update")
+    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last that needs its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
         codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
         return ProbeResult("limits", unchecked=(f"{codes}: no update could be tried",))
@@ -52,26 +52,36 @@ def _rejects(
     """Completions over kl.collect_max once the policy is `kl_not_learning` away from where it was.
 
     Samples of the old policy against the moved one stand for samples of the moved one against the reference: both are
-    a policy's own tokens at that distance. More are drawn while chance may decide.
+    a policy's own tokens at that distance. More are drawn while chance may decide; a problem is one observation.
     """
     limit = setup.config.kl.collect_max
     if limit is None or setup.run.reference is None:
         return
-    level, most = thresholds["kl_not_learning"], thresholds["rejected_most"]
-    values, step = _log_ratios(setup, first, setup.batch, level), 1
-    while _undecided(values > limit, most) and step <= MORE_ROUNDS:
-        problems = setup.run.task.sample(len(setup.groups), seed=setup.config.run.seed, step=step)
-        batch = setup.pack(setup.collect(problems, step=step))
-        values, step = torch.cat([values, _log_ratios(setup, first, batch, level)]), step + 1
+    distance, most = thresholds["kl_not_learning"], thresholds["rejected_most"]
+    ratios: list[Tensor] = []  # [completions] of each group
+
+    def shares(groups: Sequence[Group]) -> list[float]:
+        if more := groups[len(ratios) :]:
+            batch = setup.pack(more) if ratios else setup.batch
+            values = _log_ratios(setup, first, batch, distance)
+            ratios.extend(values.split([len(group.completions) for group in batch.groups]))
+        return [float((values > limit).double().mean()) for values in ratios]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(shares(groups), most) > level(thresholds)
+
+    groups = more_groups(setup, "kl/rejects-all", lambda groups: fmean(shares(groups)) > most and by_chance(groups))
+    chance, values = chance_above(shares(groups), most), torch.cat(ratios)
     over, count = int((values > limit).sum()), len(values)
     figures["rejected"] = over / count
-    if not _beyond(over, count, most):
+    if chance > level(thresholds):
         return
-    usual = float(f"{max(10 * level, 5 * float(values.abs().quantile(0.9))):.1g}")
+    usual = float(f"{max(10 * distance, 5 * float(values.abs().quantile(0.9))):.1g}")
     yield finding(
         "kl/rejects-all",
-        f"at {level:g} nats per token from the reference, which every policy that learns passes, {over} of {count} "
-        f"completions are over kl.collect_max={limit:g} (over {most:.0%}, chance {CHANCE:g})",
+        f"at {distance:g} nats per token from the reference, which every policy that learns passes, {over} of {count} "
+        f"completions of {len(groups)} problems are over kl.collect_max={limit:g} (over {most:.0%}; by chance once in "
+        f"{1 / max(chance, 1e-300):.1g})",
         "a completion's own KL is mostly noise: what the policy has just learned to prefer leaves the policy term, and "
         "the KL penalty stays",
         propose("set {}, or {}", {"kl.collect_max": usual}, {"kl.collect_max": None}),
@@ -79,22 +89,18 @@ def _rejects(
 
 
 def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
-    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token."""
+    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
+
+    Where completions were cut it scatters about its mean as that of whole ones would: by the root of their length.
+    """
     mask, before = batch.rows.action_mask, setup.logp(batch)
     with moved(setup, first.gradients, first.loss, math.sqrt(level / first.peak_kl), weight_decay=0.0):
         ratio = before - setup.logp(batch)
-    return ratio.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp_min(1)
-
-
-def _undecided(over: Tensor, share: float) -> bool:
-    """Whether the true share may be on either side."""
-    number, count = int(over.sum()), len(over)
-    return not _beyond(number, count, share) and bool(stats.binom.cdf(number, count, share) >= CHANCE)
-
-
-def _beyond(over: int, count: int, share: float) -> bool:
-    """Whether so many of `count` would be luck if at most that share were so."""
-    return bool(stats.binom.sf(over - 1, count, share) < CHANCE)
+    values = ratio.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp_min(1)
+    if setup.cut_from is None:
+        return values
+    shorter = float(mask.sum()) / len(mask) / setup.completion_length
+    return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
 
 
 def _several_updates(setup: ProbeSetup) -> bool:
@@ -203,7 +209,7 @@ def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> It
     budget = setup.config.kl.budget
     if budget is None or budget.action == "warn":
         return
-    length = float(setup.mask.sum()) / len(setup.mask)
+    length = setup.completion_length
     allowed = budget.max * (length if budget.unit == "per_token" else 1.0)
     update = first.peak_kl * setup.run.optimizer.schedule(0) ** 2 * length
     least = thresholds["reach_least"]

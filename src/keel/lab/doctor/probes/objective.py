@@ -33,7 +33,7 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(setup, advantage)
     reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
-    weights = token_weights(mask, reduction, setup.run.rollout.max_completion_length)
+    weights = token_weights(mask, reduction, setup.loss_length)
     figures: dict[str, float] = {}
     findings = [
         *_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
@@ -76,7 +76,7 @@ def loss_gradient(
         setup.run.kl,
         beta,
         pairing=setup.run.pairing,
-        max_completion_length=setup.run.rollout.max_completion_length,
+        max_completion_length=setup.loss_length,
     )
     if not out.loss.requires_grad:
         return torch.zeros_like(logp)
@@ -193,7 +193,7 @@ def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     target = (options.model_extra or {}).get("target")
     if not isinstance(target, int | float) or not setup.config.kl.steers:
         return
-    length = float(setup.mask.sum()) / len(setup.mask)
+    length = setup.completion_length
     most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
     tokens = 1.0 if controller.unit == "per_sequence" else length
     start = float(controller.init().base)

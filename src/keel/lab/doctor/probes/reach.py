@@ -72,7 +72,7 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
     longer = max(1.0, thresholds["steps_to_judge"] * per_step / rates.updates)  # a trial run is judged as a short one
-    length = float(setup.mask.sum()) / len(setup.mask)
+    length = setup.completion_length
     reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
     figures = {"updates": float(rates.updates), "mean_rate": rates.mean, "reach": reach.kl()}
     findings = list(_no_update(reach, figures))

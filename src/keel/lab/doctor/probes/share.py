@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keel.lab.doctor.probes.update import loss_gradients
 from keel.lab.doctor.setup import ProbeSetup
-from keel.losses import global_denominators, objective
-from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
+from keel.trainer.batch import StepBatch, score_policy, score_reference
 from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
 
 
@@ -65,15 +65,7 @@ def _in_reward(setup: ProbeSetup, batch: StepBatch) -> Tensor:
 
 
 def _norm(setup: ProbeSetup, batch: StepBatch, beta: float) -> float:
-    run = setup.run
-    loss = run.loss.model_copy(update={"entropy_coef": 0.0})
-    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
-    for micro in batch.micros:
-        scores = score_micro(micro, batch, run)
-        # the probe's own policy, not what sampled
-        view = replace(batch.view(micro), old_logp=None, sample_logp=None, filtered_logp=None, stale=False)
-        out = objective(scores, view, loss, run.kl, beta, counts, pairing=run.pairing)
-        out.loss.backward()
-    squares = [p.grad.double().square().sum() for p in run.optimizer.parameters if p.grad is not None]
-    run.optimizer.inner.zero_grad(set_to_none=True)
+    own = batch.with_rows(old_logp=None, sample_logp=None, filtered_logp=None, stale=False)  # not what sampled
+    gradients, _ = loss_gradients(setup, own, beta=beta, entropy_coef=0.0)
+    squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
     return torch.stack(squares).sum().sqrt().item() if squares else 0.0

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
-from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.setup import ProbeSetup, backup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
-from keel.trainer.step import penalize_rewards, with_advantages
+from keel.trainer.step import penalize_rewards, reject, sampled_kl, with_advantages
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
@@ -95,22 +95,27 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
 
 
 def scored(setup: ProbeSetup) -> StepBatch:
-    """The batch as the loop has it before its first update."""
+    """The batch as the loop has it before its first update, after the reward's warm-up."""
     run, beta = setup.run, setup.beta
     batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
-    batch = penalize_rewards(batch, run, beta)
+    if run.kl.placement == "reward" and beta != 0.0 and run.reference is not None:
+        batch = replace(batch, kl=sampled_kl(batch, run))
+    batch = penalize_rewards(reject(batch, run), run, beta)
     return with_advantages(batch, run, run.reward.warmup_steps)
 
 
 def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
-    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place."""
-    advantage = batch.rows.advantages
+    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place.
+
+    So do completions that all leave the policy term.
+    """
+    advantage, mask = batch.rows.advantages, batch.rows.policy_mask
     assert advantage is not None
-    if bool((advantage != 0).any()):
+    if bool((advantage != 0 if mask is None else (advantage != 0) & mask.any(-1)).any()):
         return batch, True
     generator = torch.Generator().manual_seed(setup.config.run.seed)
     signs = torch.randint(0, 2, advantage.shape[:1], generator=generator).mul(2).sub(1).to(advantage)
-    return batch.with_rows(advantages=signs), False
+    return batch.with_rows(advantages=signs, policy_mask=None), False
 
 
 def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
@@ -121,18 +126,31 @@ def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple
     run = setup.run
     beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
     loss = run.loss.model_copy(update=changes)
-    counts = global_denominators(batch.rows, run.rollout.max_completion_length)
+    counts = global_denominators(batch.rows, setup.loss_length)
+    gradients: list[Tensor | None] = []
     total = 0.0
-    for micro in batch.micros:
-        out = objective(
-            score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
-        )
-        if out.loss.requires_grad:  # a loss that is detached is named by the objective
-            out.loss.backward()
-        total += out.loss.item()
-    gradients = [None if p.grad is None else p.grad.clone() for p in run.optimizer.parameters]
-    run.optimizer.inner.zero_grad(set_to_none=True)
+    for scale in _loss_scales(run.optimizer):
+        total = 0.0
+        for micro in batch.micros:
+            out = objective(
+                score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
+            )
+            if out.loss.requires_grad:  # a loss that is detached is named by the objective
+                (out.loss * scale).backward()
+            total += out.loss.item()
+        gradients = [p.grad if p.grad is None or scale == 1.0 else p.grad / scale for p in run.optimizer.parameters]
+        run.optimizer.inner.zero_grad(set_to_none=True)
+        if all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients):
+            break
     return gradients, total
+
+
+def _loss_scales(optimizer: Optimizer) -> tuple[float, ...]:
+    """What the loss is multiplied by, so that fp16 does not round its gradient to 0; less where that overflows."""
+    if optimizer.scaler is None:
+        return (1.0,)
+    scale = optimizer.scaler.get_scale()
+    return (scale, scale / 2**8, 1.0)
 
 
 def step_kl(
@@ -150,8 +168,9 @@ def moved(
     """The policy after one such update; the gradient's norm before clipping comes with it."""
     optimizer = setup.run.optimizer
     with undone(optimizer):
+        scale = _loss_scales(optimizer)[0]  # which the step divides by
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
+            parameter.grad = None if gradient is None else gradient * scale
         for group in optimizer.inner.param_groups:
             group |= settings
         optimizer.schedule = lambda update: factor
@@ -161,7 +180,7 @@ def moved(
 @contextmanager
 def undone(optimizer: Optimizer) -> Iterator[None]:
     """Whatever happens to weights, moments and schedule inside: afterwards they have the very bits they had."""
-    weights = [parameter.detach().clone() for parameter in optimizer.parameters]
+    weights = backup(optimizer.parameters)
     state, schedule = copy.deepcopy(optimizer.state_dict()), optimizer.schedule
     try:
         yield
