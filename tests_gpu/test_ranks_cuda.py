@@ -49,9 +49,12 @@ def test_a_sharded_policy_computes_the_step_of_a_plain_one(name, nccl):
 def test_gradients_travel_by_nccl(nccl, monkeypatch):
     """One process alone, told that it is two: tensors go through NCCL in fp32 and come back as they were."""
     sent, all_reduce = [], dist.all_reduce
-    monkeypatch.setattr(
-        dist, "all_reduce", lambda flat: (sent.append((flat.dtype, flat.device.type)), all_reduce(flat))
-    )
+
+    def recorded(flat: torch.Tensor, group: object = None) -> None:
+        sent.append((flat.dtype, flat.device.type))
+        all_reduce(flat, group=group)
+
+    monkeypatch.setattr(dist, "all_reduce", recorded)
     tensors = [torch.ones(3, device="cuda"), torch.ones(2, device="cuda", dtype=torch.bfloat16)]
     World(0, 2).sum_(tensors)
     assert sent == [(torch.float32, "cuda")] * 2
