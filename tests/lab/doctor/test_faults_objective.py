@@ -51,7 +51,7 @@ FAULTS = {
     "an end token that is stripped": ("mask/end", [engine("EndStripped")]),
     "an engine that runs past the end": ("mask/end", [engine("PastTheEnd"), "rollout.max_completion_length=12"]),
     "first tokens that are no actions": ("mask/not-actions", [engine("FirstTokenLeftOut")]),
-    "a prompt without its first token": ("sampler/mismatch", [engine("PromptBeheaded")]),
+    "a prompt without its first token": ("sampler/other-prompt", [engine("PromptBeheaded")]),
     "an adapter at twice its scale": ("sampler/stale", [LORA, engine("LoraTwice")]),
     "a repetition penalty": ("sampler/filter", [engine("RepetitionPenalty")]),
     "a scorer that ignores the last token": ("scoring/shifted", [f"model.scorer={HERE}:last_token_ignored"]),
@@ -63,7 +63,7 @@ FAULTS = {
     "a reference that is not saved": ("reference/not-saved", [f"reference.kind={HERE}:not_saved"]),
     "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
     "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
-    "the same problems at every step": ("task/repeats", [task("same_every_step")]),
+    "the same problems at every step": ("task/repeats", [task("same_every_step"), "run.max_steps=100"]),
     "a task of one problem": ("task/repeats", [task("one_problem")]),
     "spaces at the prompt's end": ("prompt/format", [task("spaces_at_the_end")]),
     "a shifted vocabulary": ("prompt/format", [f"model.name={HERE}:shifted_vocabulary"]),
@@ -71,9 +71,9 @@ FAULTS = {
 
 
 PHRASES = {  # of which the explanation is the fault itself
-    "a prompt without its first token": "loses its first token",
+    "a prompt without its first token": "under prompts without their first 1 tokens",
     "a scorer that ignores the last token": "the last token of each completion",
-    "a repetition penalty": "repetition penalty of 1.5",
+    "a repetition penalty": "repetition penalty of 1.",
     "half of k3": "0.5 times ∇KL(ref‖policy)",
 }
 

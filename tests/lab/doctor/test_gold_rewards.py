@@ -100,6 +100,7 @@ def spread(values: list[float], gold: float | None):
         failures=(),
         groups=groups[:4],
         shared={"groups": groups},
+        doubt_s=120.0,
         config=config,
         built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -104,7 +105,7 @@ def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict
         if print_scored != print_perturbed:
             figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)
             return [_moving(setup, "scoring with it changed its weights", figures)]
-        return _updates(setup, figures, ref, print_scored, noise, thresholds)
+        return _updates(setup, figures, ref, print_scored, noise if steady else math.inf, thresholds)
 
 
 def reference_fingerprint(setup: ProbeSetup) -> str:
