@@ -99,7 +99,7 @@ def spread(values: list[float], gold: float | None):
     setup = SimpleNamespace(
         failures=(),
         groups=groups[:4],
-        shared={"groups": groups},
+        shared={"further groups": groups[4:]},
         doubt_s=120.0,
         config=config,
         built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4)),
