@@ -215,7 +215,7 @@ def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         "the target is in another unit than the controller's, or mistyped: "
         + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
         propose("set {}", {"kl.controller.target": usual}),
-        severity="warning",
+        severity="warning" if lax else None,  # a β that only rises rules the update in the end
     )
 
 
