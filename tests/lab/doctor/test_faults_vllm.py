@@ -76,7 +76,7 @@ def test_a_fault_of_the_server_is_named_first(fault: str) -> None:
     with serving(backend(*make())) as url:
         diagnosis = check_named_first(code, [*by_server(url), *options])
     if code in ("sampler/stale", "sampler/other-model"):
-        assert not any("read back" in note for note in diagnosis.notes)
+        assert not any("weights read back" in note for note in diagnosis.notes)
 
 
 def test_a_sync_that_is_omitted_is_named_first() -> None:
