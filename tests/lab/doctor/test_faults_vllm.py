@@ -105,7 +105,7 @@ def test_a_healthy_server_gives_no_alarm_and_what_was_read_back_is_said(name: st
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
     base = len(dict(schooled_model()[0].named_parameters()))
     tensors = base + 2 * 7 * 2 if name == "with an adapter" else base
-    (proof,) = [note for note in diagnosis.notes if "read back" in note]
+    (proof,) = [note for note in diagnosis.notes if "weights read back" in note]
     assert proof == (
         f"weight sync: tried and found sound: weights read back: all {tensors} tensors of the sampler are the policy's"
     )
