@@ -391,15 +391,14 @@ def _configured(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> Findi
     """Filters that the configuration itself asks for: the samples are not the policy's own."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
-    kl = float(lost[torch.isfinite(lost)].mean())
+    kl, cut = float(lost[torch.isfinite(lost)].mean()), 1 - float((-lost).exp().mean())
     return finding(
         "sampler/filter",
         f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "
-        f"{100 * (1 - float((-lost).exp().mean())):.1f} % of the probability on average: KL(sampler‖policy) is "
-        f"{kl:.3g} nats per token",
+        f"{100 * cut:.1f} % of the probability on average: KL(sampler‖policy) is {kl:.3g} nats per token",
         "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
         setting("set {} for training", whole_distribution(setup.config.to_dict())),
-        severity=_severity(kl, thresholds),
+        severity=_severity(kl, thresholds) if cut > thresholds["filtered_mass"] else "note",
     )
 
 
