@@ -157,7 +157,8 @@ def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None
     assert "as gradient spikes up to step 14" in result.stopped
     assert [e["code"] for e in read(result.directory / "events.jsonl") if e["kind"] == "stop"] == ["optim/spike"]
     severities = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
-    assert severities["optim/spike"] == "error"
+    assert "optim/spike" in severities  # a note where its cause was found, which then is the error
+    assert "error" in severities.values()
     assert "optim/non-finite" not in severities
 
 
