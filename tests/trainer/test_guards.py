@@ -156,10 +156,11 @@ def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None
     assert result.exit_status == 1
     assert "as gradient spikes up to step 14" in result.stopped
     assert [e["code"] for e in read(result.directory / "events.jsonl") if e["kind"] == "stop"] == ["optim/spike"]
-    severities = {f["code"]: f["severity"] for f in json.loads((result.directory / "findings.json").read_text())}
-    assert "optim/spike" in severities  # a note where its cause was found, which then is the error
-    assert "error" in severities.values()
-    assert "optim/non-finite" not in severities
+    findings = {f["code"]: f for f in json.loads((result.directory / "findings.json").read_text())}
+    assert findings["optim/lr-too-high"]["severity"] == "error"  # a rate of 0.01, which the spikes come from
+    assert findings["optim/spike"]["evidence"].startswith("explained by optim/lr-too-high: ")
+    assert "as gradient spikes up to step 14" in findings["optim/spike"]["evidence"]
+    assert "optim/non-finite" not in findings
 
 
 def test_a_step_with_one_bad_update_of_two_is_a_bad_step(tmp_path: Path) -> None:
