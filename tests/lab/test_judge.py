@@ -46,8 +46,8 @@ def tones(run: Path, about: str) -> dict[str, str]:
 )
 def test_doctor_and_report_share_the_kl_limit(tmp_path: Path, overrides: list[str], limit: float) -> None:
     for kl, over in ((limit - 0.05, False), (limit + 0.05, True)):
-        values = [0.0] + [kl] * 20
-        summary = {"steps": 21, "kl": {"k3": {"mean": kl, "se": 0.001}}}
+        values = [kl * min(1.0, step / 40) * (1 + 0.02 * (-1) ** step) for step in range(61)]
+        summary = {"steps": 61, "kl": {"k3": {"mean": kl, "se": 0.001}}}
         run = recorded(tmp_path / "run", overrides, "kl/policy_ref/k3/mean", values, summary=summary)
         warned = [f for f in examine(run).findings if f.code == "kl/over-budget" and f.severity != "note"]
         assert bool(warned) == over

@@ -95,8 +95,9 @@ def test_the_next_attempt_meets_other_problems(recovered: Any) -> None:
 def test_the_finding_and_the_report_tell_the_story(recovered: Any) -> None:
     run = recovered.directory
     finding = findings(run)["guard/rolled-back"]
-    assert finding["severity"] == "warning"
     assert "step 11" in finding["evidence"]
+    assert finding["evidence"].startswith("explained by reward/non-finite")
+    assert "steps 7–11" in findings(run)["reward/non-finite"]["evidence"]
     page = (run / "report.html").read_text()
     for text in (
         "5 updates in a row were skipped up to step 11: back to checkpoint step-3, attempt 1, learning rate × 0.5",
@@ -285,7 +286,8 @@ def test_a_run_that_cannot_be_helped_stops_at_its_last_good_model(tmp_path: Path
     assert [line["step"] for line in lines(run, "metrics.jsonl")] == [1, 2, 3]
     assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
     assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == 3
-    assert findings(run)["optim/non-finite"]["severity"] == "error"
+    assert findings(run)["reward/non-finite"]["severity"] == "error"
+    assert findings(run)["optim/non-finite"]["evidence"].startswith("explained by reward/non-finite")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3
     assert {"guard/rolled-back", "optim/non-finite"} <= set(summary["findings"])

@@ -76,7 +76,7 @@ FAULTS = {
     "top-k that nobody is told of": ("sampler/filter", [engine("HiddenTopK")]),
     "min-p that nobody is told of": ("sampler/filter", [engine("HiddenMinP")]),
     "filtered log-probabilities": ("sampler/filter", [engine("ReportsFiltered")]),
-    "top-p by configuration": ("sampler/filter", ["rollout.top_p=0.7"]),
+    "top-p by configuration": ("sampler/filter", ["rollout.top_p=0.5"]),
     "an engine never synced": ("sampler/stale", [engine("NeverSynced")]),
     "an engine never synced, with LoRA": ("sampler/stale", [LORA, engine("NeverSynced")]),
     "an engine synced once": ("sampler/stale", [engine("SyncedOnce")]),

@@ -37,10 +37,11 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     bad = set(series.bad_steps) if series is not None else set()
     single = [record for record in _trained(history) if finite(record.get("reward")) is None]
     failures = [event for event in _failures(history) if _no_number(event)]
+    skips = [event for event in history.events if event.get("nonfinite") in ("reward", "advantage")]
     if series is None and not history.rollouts:
         yield not_recorded("reward/non-finite", "the reward")
-    if bad or single or failures:
-        steps = sorted(bad | {step_of(record) for record in (*single, *failures)})
+    if bad or single or failures or skips:
+        steps = sorted(bad | {step_of(record) for record in (*single, *failures, *skips)})
         judge_messages = f"; the judge said {len(failures)} times: {failures[0].get('message')}" if failures else ""
         yield finding(
             "reward/non-finite",
