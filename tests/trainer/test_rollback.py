@@ -97,7 +97,7 @@ def test_the_finding_and_the_report_tell_the_story(recovered: Any) -> None:
     finding = findings(run)["guard/rolled-back"]
     assert "step 11" in finding["evidence"]
     assert finding["evidence"].startswith("explained by reward/non-finite")
-    assert "steps 7–11" in findings(run)["reward/non-finite"]["evidence"]
+    assert "steps 7, 8, 9, 10, 11" in findings(run)["reward/non-finite"]["evidence"]
     page = (run / "report.html").read_text()
     for text in (
         "5 updates in a row were skipped up to step 11: back to checkpoint step-3, attempt 1, learning rate × 0.5",
