@@ -99,10 +99,13 @@ def _answer_mean(gold: Gold, logp: Tensor) -> float:
     return float(logp[len(gold.prompt) - 1 : -1].gather(-1, answer).mean())
 
 
-def bos_gain(setup: ProbeSetup, bos: int) -> list[float]:
-    """By how many nats a token each gold answer is likelier where its prompt begins with BOS."""
+def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:
+    """By how many nats a token each gold answer is likelier where its prompt begins with BOS, and what it has then.
+
+    The second is a mean of −log p: a model to which the answers mean nothing is confused by any token.
+    """
     chosen = golds(setup)
     if not chosen:
-        return []
+        return [], 0.0
     with_bos = answer_logp(setup, [Gold((bos, *gold.prompt), gold.answer) for gold in chosen])
-    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)]
+    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)], -fmean(with_bos)
