@@ -25,6 +25,7 @@ from keel.lab.doctor.probes.evidence import (
 )
 from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.setup import ProbeSetup
 
 _SAME = 1e-9
@@ -63,6 +64,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
         *_fickle(setup, thresholds),
+        *unpaid_findings(setup, judged, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
