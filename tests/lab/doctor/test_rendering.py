@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from keel.base.types import Problem
 from keel.lab.doctor.probes.rendering import turn_marks
+from keel.lab.doctor.probes.templates import KNOWN, _by_chance, _rendered
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from keel.rollout.render import TEMPLATES
+from keel.rollout.render import TEMPLATES, Renderer
 
 CHATML = TEMPLATES["chatml"]
 HEADER = "{{ '<|im_start|>assistant\\n' }}"
@@ -54,3 +56,30 @@ def test_a_template_that_refuses_conversations_still_tells_its_header() -> None:
     marks = turn_marks(tiny_tokenizer(), lone + CHATML)
     assert marks is not None
     assert (marks.assistant, marks.answered, marks.fault) == ("<|im_start|>assistant", "", None)
+
+
+def test_known_templates_are_tried_where_the_tokenizer_has_their_marks() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3 ="}]
+    problems = [Problem("a", messages)]
+    own = Renderer(tiny_tokenizer())
+    assert _rendered(own, problems, "<|user|>…") == []  # its own
+    assert _rendered(own, problems, "ChatML") == []  # marks that it lacks
+    (zephyr,) = _rendered(own, problems, "Zephyr")
+    expected = "<|system|>\nBe brief.<eos>\n<|user|>\n2 + 3 =<eos>\n<|assistant|>\n"
+    assert own.tokenizer.decode(list(zephyr)) == expected
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_each_known_template_holds_the_messages(name: str) -> None:
+    marks, template = KNOWN[name]
+    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}]
+    text = tiny_tokenizer().apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    assert text.index("first") < text.index("second")
+    assert all(mark in text for mark in marks)
+
+
+def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one() -> None:
+    assert _by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
+    assert _by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1

@@ -149,6 +149,8 @@ def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
     limit = thresholds["entropy_uniform_share"]
     if fmean(fmean(unfinished(setup, group)) for group in setup.groups) > thresholds["truncated_completions"]:
         return
+    if "another template" in setup.shared:
+        return  # which has its finding
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
         return
     if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:

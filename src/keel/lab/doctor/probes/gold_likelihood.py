@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.setup import ProbeSetup
@@ -109,3 +111,8 @@ def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:
         return [], 0.0
     with_bos = answer_logp(setup, [Gold((bos, *gold.prompt), gold.answer) for gold in chosen])
     return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)], -fmean(with_bos)
+
+
+def blind_surprise(setup: ProbeSetup, thresholds: Thresholds) -> float:
+    """Nats a token over which an answer is one that the model cannot know."""
+    return thresholds["bos_surprise"] * math.log(setup.vocabulary)

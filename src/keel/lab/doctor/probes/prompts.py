@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gold_likelihood import bos_gain
+from keel.lab.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,
@@ -24,6 +23,7 @@ from keel.lab.doctor.probes.rendering import (
 )
 from keel.lab.doctor.probes.repeats import eval_leak, repeat_findings
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.templates import template_findings
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -47,6 +47,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_lost(setup, prompts),
         *_headless(setup, prompts),
         *_bos(setup, prompts, thresholds),
+        *template_findings(setup, thresholds),
         *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
         *repeat_findings(setup, thresholds),
         *eval_leak(setup, thresholds),
@@ -182,8 +183,8 @@ def _bos(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -
         )
     elif not any(bos in head[:1] for head in heads):
         gain, surprise = bos_gain(setup, bos)
-        knows = surprise < thresholds["bos_surprise"] * math.log(setup.vocabulary)
-        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0 and knows:
+        known = surprise < blind_surprise(setup, thresholds)
+        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0 and known:
             yield finding(
                 "prompt/no-bos",
                 f"gold answers are {fmean(gain):.2g} nats a token likelier after prompts that begin with "

@@ -83,8 +83,8 @@ def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
     header = fill(question, opened=True).removeprefix(before + asked + after) or _between_turns(conversation, after)
     between, _, end = conversation.partition(_QUESTION)[2].partition(_ANSWER)
     answered = between.removeprefix(after) if end else ""
-    headers = (text.partition(_THOUGHT)[0].strip() for text in (header, answered))
-    return TurnMarks(_last_mark(tokenizer, before), *headers, end.strip(), before.strip()) if asked else None
+    assistant, answered = (text.partition(_THOUGHT)[0].strip() for text in (header, answered))
+    return TurnMarks(_last_mark(tokenizer, before), assistant, answered, end.strip(), before.strip()) if asked else None
 
 
 def _between_turns(conversation: str, after: str) -> str:
