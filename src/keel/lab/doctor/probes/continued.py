@@ -28,6 +28,7 @@ from keel.lab.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
+from keel.lab.doctor.probes.evidence import log_mean_exp
 from keel.lab.doctor.probes.gap import average, largest
 from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.probes.masks import batch_draws
@@ -234,7 +235,7 @@ def _other(
     if not fits:
         return None
     _, best = max(fits, key=lambda entry: entry[1].gain)
-    odds = _log_mean_exp([entry.gain for _, entry in fits])
+    odds = log_mean_exp([entry.gain for _, entry in fits])
     enough = max(-math.log(thresholds["travel_chance"]), _otherwise(setup, scored))
     if odds <= enough or best.chance <= thresholds["sampler_explained"]:
         return None
@@ -276,10 +277,6 @@ def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
         *(-own - cost(params) for _, params in filters(plain)),
         alternatives(scored, plain, setup.policy.eos_ids)[1],
     )
-
-
-def _log_mean_exp(values: Sequence[float]) -> float:
-    return float(torch.tensor(values).double().logsumexp(0)) - math.log(len(values))
 
 
 def _finding(evidence: str) -> Finding:
