@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.limits import clipped_side
+from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first
@@ -95,6 +99,45 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "severity", "because"),
+    [
+        ("clipped_on_the_wrong_side", "error", "cuts the wrong side"),
+        ("clipped_on_both_sides", "warning", "never comes back"),
+        ("not_clipped", "warning", "no limit"),
+    ],
+)
+def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
+    setup = build_setup(schooled_config(loss(wrong), "loss.num_iterations=2"))
+    (finding,) = clipped_side(setup, {}, load_thresholds())
+    assert (finding.code, finding.severity) == ("loss/clip", severity)
+    assert because in finding.cause
+
+
+def test_every_clip_of_keels_own_cuts_its_side() -> None:
+    setup = build_setup(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
+    for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
+        run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
+        assert not [*clipped_side(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        (["+-", "+---"], "all but the first token"),
+        (["++", "++--"], "all but the first 2 tokens"),
+        (["+-", "+++-"], "the last token"),
+        (["-+", "---+"], "all but the last token"),
+        (["-+", "-+++"], "the first token"),
+        (["+-", "-+"], ""),
+        (["+++", "+"], ""),
+    ],
+)
+def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], where: str) -> None:
+    mask = torch.arange(4)[None] < torch.tensor([len(row) for row in rows])[:, None]
+    assert left_out(mask, torch.tensor([sign == "+" for row in rows for sign in row])) == where
 
 
 def test_weights_of_ones_own_are_noted_and_not_judged() -> None:

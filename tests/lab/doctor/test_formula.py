@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
@@ -135,6 +136,20 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     assert finding.code == "kl/reversed"
     assert "where the configured formula has ∇KL(policy‖ref)" in finding.cause
     assert finding.options == ()
+
+
+def absolute(d: Tensor) -> Tensor:
+    """An estimator of one's own whose gradient is the total variation's."""
+    return d.abs()
+
+
+def test_the_total_variation_is_right_only_for_who_asks_for_it() -> None:
+    own, named = (
+        [finding.code for finding in _probed(name, "loss", "plain", "token").findings]
+        for name in ("lab.doctor.test_formula:absolute", "abs")
+    )
+    assert own == ["kl/reversed"]
+    assert not named
 
 
 def test_no_penalty_is_no_wrong_one() -> None:

@@ -86,6 +86,8 @@ FOUND = {
     "prompts without their end": ("sampler/other-prompt", [engine("WithoutEndReported")]),
     "prompts without their end, in silence": ("sampler/other-prompt", [engine("WithoutEndSilent")]),
     "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
+    "a text of its own before the prompts": ("sampler/other-prompt", [engine("PrefixedReported")]),
+    "prompts that have lost their spaces": ("sampler/other-prompt", [engine("SpacelessReported")]),
     "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),

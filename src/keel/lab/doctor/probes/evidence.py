@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -111,8 +112,44 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
     single = [-logp for same, logp in pairs if same]
     every = [sum(-logp for _, logp in chain)] if chain and all(same for same, _ in chain) else []
     terms = [math.log(0.5), *(value - math.log(4 * len(pairs)) for value in single), *(v - math.log(4) for v in every)]
-    top = max(terms)
-    return top + math.log(sum(math.exp(term - top) for term in terms))
+    return log_mean_exp(terms) + math.log(len(terms))
+
+
+def odds_of_patterns(groups: Sequence[tuple[Sequence[Hashable], Sequence[float]]]) -> list[float]:
+    """Evidence in nats that all groups repeat themselves in one way, for each; of completions and log-probabilities.
+
+    In blocks of b a completion is a copy of the first of its block, in rounds of b that of the one b before it. For
+    each Π 1[same]/p(source) over all groups is 1 on average where completions are drawn apart, and so is the mean.
+    """
+    return [
+        sum(
+            -logp[source] if completions[i] == completions[source] else -math.inf
+            for completions, logp in groups
+            for i, source in enumerate(pattern(len(completions)))
+            if source != i
+        )
+        for pattern in _PATTERNS
+    ]
+
+
+def _blocks(length: int, size: int) -> list[int]:
+    return [i - i % length for i in range(size)]
+
+
+def _rounds(length: int, size: int) -> list[int]:
+    return [i % length for i in range(size)]
+
+
+_LENGTHS = (2, 3, 4, 8)
+_PATTERNS = [partial(_rounds, 1), *(partial(kind, length) for length in _LENGTHS for kind in (_blocks, _rounds))]
+
+
+def log_mean_exp(values: Sequence[float]) -> float:
+    """The logarithm of the mean of e^values, in which a mixture of odds is reckoned."""
+    top = max(values)
+    if not math.isfinite(top):
+        return top
+    return top + math.log(fmean(math.exp(value - top) for value in values))
 
 
 def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool]) -> list[Group]:
