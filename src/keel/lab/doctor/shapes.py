@@ -103,6 +103,11 @@ def ends(series: Series) -> Change | None:
     return Change(before, after, int(series.finite.steps[-1]), min(1.0, chance))
 
 
+def course(series: Series) -> Change | None:
+    """A steady change, or one that was over early: the less likely of the two under noise."""
+    return min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
+
+
 def rank_trend(series: Series) -> Change | None:
     """As `trend` for the few values of an evaluation, each its own block; seven at least."""
     values = series.finite.values

@@ -11,9 +11,11 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import option_name
-from keel.lab.doctor.shapes import Change, median, noise, trend
+from keel.lab.doctor.shapes import LEAST, Change, course, frozen_since, median, noise, trend
 
+KL = "KL(policy‖reference)"
 RECENT = 10  # steps that "now" is the mean of
+SMALL_VOCABULARY = 32_000  # of today's models: what is near uniform over it is near uniform over theirs
 SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
 
 
@@ -99,6 +101,25 @@ def reward_size(history: History) -> float:
     return 0.0 if rewards is None else max(abs(value) for value in rewards.finite.values)
 
 
+def equal_groups(history: History) -> Series | None:
+    """The share of groups whose rewards are equal; from their spread, or from a reward that never changes."""
+    share = history.get("reward/zero_variance_fraction")
+    if share is not None:
+        return share
+    spread = history.get("reward/within_group_std") or history.get("reward/std") or same_rewards(history)
+    if spread is None:
+        return None
+    return Series.of((s, 1.0 if v == 0 else 0.0) for s, v in zip(spread.steps, spread.values, strict=True))
+
+
+def same_rewards(history: History) -> Series | None:
+    """A spread of 0 where the mean reward is the same to the last digit at every step."""
+    rewards = history.get("reward/mean")
+    if rewards is None or frozen_since(rewards)[1] < max(LEAST, len(rewards)):
+        return None
+    return Series.of((step, 0.0) for step in rewards.steps)
+
+
 def level(thresholds: Thresholds) -> float:
     """The chance of a false alarm that each test of a shape may have."""
     return thresholds["log_chance"] / SHAPES
@@ -109,11 +130,24 @@ def clear(change: Change | None, thresholds: Thresholds) -> bool:
     return change is not None and change.chance <= level(thresholds)
 
 
+def shape_of(
+    history: History, code: str, name: str, what: str, shape: Callable[[Series], Change | None] = trend
+) -> tuple[Series, Change] | Unchecked:
+    """A metric and its shape, or why it has none: what every check of a shape begins with."""
+    series = history.get(name)
+    if series is None:
+        return not_recorded(code, what)
+    change = shape(series)
+    if change is None:
+        return Unchecked(code, f"{len(series.finite)} logged steps are too few to tell the course of {what} from noise")
+    return series, change
+
+
 def movement(history: History, thresholds: Thresholds) -> str | None:
     """What shows that the policy moves, other than its KL; None where nothing does."""
     for name in ("reward/mean", "entropy/mean", "length/mean"):
         series = history.get(name)
-        if series is not None and clear(change := trend(series), thresholds) and change is not None:
+        if series is not None and clear(change := course(series), thresholds) and change is not None:
             return f"{name} goes from {change.before:.3g} to {change.after:.3g}"
     clipped = history.get("ratio/clip_fraction")
     if clipped is not None and clipped.mean > 0:

@@ -74,6 +74,7 @@ def calls(history: History, thresholds: Thresholds) -> CheckResults:
         cause,
         advice,
         severity="error" if share > thresholds["tool_errors_error"] else "warning",
+        share=share,
     )
 
 
@@ -90,7 +91,8 @@ def ends(history: History, thresholds: Thresholds) -> CheckResults:
         now = series.finite.tail(RECENT)
         if now.mean > thresholds["unusable_answers"] and not (unread and name == "answer/missing"):
             what, cause, advice = ENDS[name]
-            yield finding(code, f"{what}: {now.mean:.2g} an episode over {now.span}", cause, advice)
+            evidence = f"{what}: {now.mean:.2g} an episode over {now.span}"
+            yield finding(code, evidence, cause, advice, share=min(1.0, now.mean))
 
 
 def _weighted(shares: Series, calls: Series) -> float:
