@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
@@ -182,6 +183,30 @@ def running_median(series: Series, index: int, window: int = 20, least: int = 5)
     """Of the finite values before `index`; None where there are too few."""
     before = [value for value in series.values[max(0, index - window) : index] if math.isfinite(value)]
     return statistics.median(before) if len(before) >= least else None
+
+
+def omitted_steps(history: History, name: str, *companions: str) -> list[int]:
+    """Steps that have what is logged beside a metric and not the metric: some trainers leave out what is not finite.
+
+    None where it is logged more rarely, or on a schedule of its own.
+    """
+    series = history.get(name)
+    beside = next((other for n in companions if (other := history.get(n)) is not None), None)
+    if series is None or beside is None:
+        return []
+    missing = sorted(set(beside.steps) - set(series.steps))
+    within = [step for step in missing if series.steps[0] < step < series.steps[-1]]
+    scheduled = len(within) > 2 and len({after - before for before, after in pairwise(within)}) == 1
+    rarely = 3 * len(within) > len(beside) or series.steps[0] != beside.steps[0]
+    return [] if scheduled or rarely or len(missing) < 3 else [int(step) for step in missing]
+
+
+def begins_late(series: Series) -> str | None:
+    """Why a log says nothing of a run's first steps, as after a resume; None where it does."""
+    steps = series.finite.steps
+    if len(steps) < 2 or steps[0] <= 2 * (steps[1] - steps[0]):
+        return None
+    return f"the log begins at step {steps[0]:.0f}: what was learned before is not in it"
 
 
 def opt(history: History, dotted: str) -> str:

@@ -73,7 +73,7 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
     if not clear(up, thresholds) or up is None or up.size <= 0:
         return
     for name, series in logged.items():
-        change = shapes.trend(series) or shapes.rank_trend(series)
+        change = shapes.trend(series) or shapes.few_trend(series)
         if clear(change, thresholds) and change is not None and -change.size > thresholds["gap_reward"] * change.before:
             yield finding(
                 "eval/train-gap",

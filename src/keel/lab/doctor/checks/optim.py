@@ -15,6 +15,7 @@ from keel.lab.doctor.checks.base import (
     clear,
     movement,
     not_recorded,
+    omitted_steps,
     opt,
     reward_trend,
 )
@@ -88,12 +89,13 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
             )
             return
     held = _held_back(history, thresholds)
-    still = _standstill(history, thresholds) or (held if _nothing_learned(history, thresholds) else None)
+    still, since = _standstill(history, thresholds)
+    still = still or (held if _nothing_learned(history, thresholds) else None)
     if still is None:
         if history.kl is None and history.get("entropy/mean") is None:
             yield not_recorded(code, f"{KL} or the entropy")
         return
-    if (moving := movement(history, thresholds)) is not None:
+    if (moving := movement(history.since(since), thresholds)) is not None:
         yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
         return
     silent = history.get("reward/zero_variance_fraction")
@@ -146,8 +148,8 @@ def _nothing_learned(history: History, thresholds: Thresholds) -> bool:
     return history.kl is None or history.kl[1].tail(RECENT).mean < thresholds["kl_not_learning"]
 
 
-def _standstill(history: History, thresholds: Thresholds) -> str | None:
-    """What shows that the policy does not change: no KL at all, or a figure that is the same to the last digit.
+def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, int]:
+    """What shows that the policy does not change: no KL at all, or a figure the same to the last digit; and since when.
 
     A KL to a reference that moves along shows nothing.
     """
@@ -155,20 +157,20 @@ def _standstill(history: History, thresholds: Thresholds) -> str | None:
         name, series = history.kl
         most = max(abs(value) for value in series.finite.values)
         if most <= thresholds["kl_no_move"] and (most > 0 or not history.unpenalized):
-            return f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps"
+            return f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps", 0
         since, count = frozen_since(series)
         if most > 0 and count >= max(LEAST, thresholds["idle_share"] * len(series)) and series.finite.values[-1] != 0:
-            return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}"
+            return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}", since
     if history.kl is not None:
-        return None
+        return None, 0
     for name, text in FROZEN.items():
         series = history.get(name)
         since, count = frozen_since(series) if series is not None else (0, 0)
         if series is None or count < max(LEAST, thresholds["idle_share"] * len(series)):
             continue
         if abs(value := series.finite.values[-1]) > (thresholds["entropy_collapse"] if name == "entropy/mean" else 0):
-            return f"{text} is {value:.6g} at every step since step {since}"
-    return None
+            return f"{text} is {value:.6g} at every step since step {since}", since
+    return None, 0
 
 
 # What a new batch changes, if only in its last digits; not what may be 0 for good reasons.
@@ -217,6 +219,8 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
         yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
         return
     bad_steps = {step for series in watched for step in series.bad_steps}
+    for name in ("loss/total", "grad/norm"):
+        bad_steps.update(omitted_steps(history, name, "optim/learning_rate"))
     if skipped is not None:
         bad_steps |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
     skips = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts

@@ -11,6 +11,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     Unchecked,
+    begins_late,
     clear,
     no_trend,
     not_recorded,
@@ -46,6 +47,9 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
         return
     if history.moves_reference:
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
+        return
+    if (late := begins_late(series)) is not None:
+        yield Unchecked("kl/not-learning", late)
         return
     now, flat = series.tail(RECENT), reward_flat(history, thresholds)
     if solved(history, thresholds) or saturated(history, thresholds) or now.mean < -thresholds["kl_no_move"]:

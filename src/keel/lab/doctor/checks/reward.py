@@ -15,6 +15,7 @@ from keel.lab.doctor.checks.base import (
     equal_groups,
     no_trend,
     not_recorded,
+    omitted_steps,
     opt,
     reward_flat,
     reward_rose,
@@ -38,6 +39,7 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """A reward that is no number."""
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
+    omitted = omitted_steps(history, "reward/mean", "length/mean", "length/truncated_fraction", "reward/std")
     single = [record for record in _trained(history) if finite(record.get("reward")) is None]
     failures = [event for event in _failures(history) if _no_number(event)]
     skips = [event for event in history.events if event.get("nonfinite") in ("reward", "advantage")]
@@ -50,9 +52,22 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
             "reward/non-finite",
             f"reward is not a finite number at {_steps(steps)}{judge_messages}",
             "a reward function divides by zero, takes a logarithm of 0, or passes on the NaN of another model",
-            "return a finite number for every completion, malformed and empty ones included; for Keel, "
-            "reward.on_error says what a failing reward earns",
+            FINITE_REWARD,
         )
+    elif omitted:
+        yield finding(
+            "reward/non-finite",
+            f"the mean reward is missing at {_steps(omitted)}, whose other figures were logged",
+            "trainers leave out what is not finite: a reward function divides by zero, or takes a logarithm of 0",
+            FINITE_REWARD,
+            severity="warning",
+        )
+
+
+FINITE_REWARD = (
+    "return a finite number for every completion, malformed and empty ones included; for Keel, reward.on_error says "
+    "what a failing reward earns"
+)
 
 
 def failed(history: History, thresholds: Thresholds) -> CheckResults:
