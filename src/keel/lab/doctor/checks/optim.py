@@ -111,6 +111,7 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
         still += f"; the learning rate is {median(rates):.3g}"
     norms = history.get("grad/norm")
     still += f"; {held}" if held and held not in still else ""
+    looser = {opt(history, "optim.max_grad_norm"): 1.0} if held and held.startswith("clipping") else {}
     yield finding(
         code,
         still + (f"; the gradient norm is {median(norms):.3g}" if norms is not None else ""),
@@ -118,7 +119,9 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
         "longer than the run, gradients clipped to nothing, frozen parameters, or weights in a type that rounds the "
         "update away",
         either(
-            times(history.config, "optim.learning_rate", 100, "a hundred times", history.source),
+            setting("set {}", looser)
+            if looser
+            else times(history.config, "optim.learning_rate", 100, "a hundred times", history.source),
             f"see {opt(history, 'optim.max_grad_norm')}, what is trainable, and keep the weights in float32",
             joined="; ",
         ),
@@ -130,7 +133,7 @@ def _held_back(history: History, thresholds: Thresholds) -> str | None:
     norms, factors, rates = (history.get(n) for n in ("grad/norm", "grad/clip_factor", "optim/learning_rate"))
     limit = history.figure("optim.max_grad_norm")
     left = median(factors) if factors is not None else 1.0
-    if norms is not None and limit is not None and (usual := median(norms)) > 0 and limit >= 0:
+    if norms is not None and limit is not None and (usual := median(norms)) > 0 and limit > 0:
         left = min(left, limit / usual)
     if left < thresholds["grad_left"]:
         at = f" at {opt(history, 'optim.max_grad_norm')} = {limit:g}" if limit is not None else ""
@@ -164,11 +167,11 @@ def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, i
     if history.kl is not None:
         return None, 0
     for name, text in FROZEN.items():
-        series = history.get(name)
-        since, count = frozen_since(series) if series is not None else (0, 0)
-        if series is None or count < max(LEAST, thresholds["idle_share"] * len(series)):
+        if (figures := history.get(name)) is None:
             continue
-        if abs(value := series.finite.values[-1]) > (thresholds["entropy_collapse"] if name == "entropy/mean" else 0):
+        (since, count), value = frozen_since(figures), figures.finite.values[-1]
+        least = thresholds["entropy_collapse"] if name == "entropy/mean" else 0.0
+        if count >= max(LEAST, thresholds["idle_share"] * len(figures)) and abs(value) > least:
             return f"{text} is {value:.6g} at every step since step {since}", since
     return None, 0
 

@@ -19,7 +19,7 @@ from keel.lab.doctor.checks.base import (
     shape_of,
 )
 from keel.lab.doctor.findings import Options, finding
-from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.history import History, Series, finite
 from keel.lab.doctor.shapes import course, trend
 
 
@@ -52,21 +52,30 @@ def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
 
 
 def truncated(history: History, thresholds: Thresholds) -> CheckResults:
-    """The share of completions that end at the limit."""
-    series = history.get("length/truncated_fraction")
-    if series is None:
-        yield not_recorded("output/truncated", "the share of truncated completions")
-        return
-    now = series.tail(RECENT)
-    if now.mean <= thresholds["truncated_completions"]:
-        return
-    limit = history.option("rollout.max_completion_length")
+    """The share of completions that end at the limit; where it is not recorded, lengths that lie there on average."""
+    series, limit = history.get("length/truncated_fraction"), history.option("rollout.max_completion_length")
+    length, longest = history.get("length/mean"), finite(limit)
     at = f" at {opt(history, 'rollout.max_completion_length')} = {limit}" if limit else ""
     turn = history.option("rollout.max_turn_length")
     at += f", or a turn at rollout.max_turn_length = {turn}" if turn else ""
+    if series is not None:
+        now = series.tail(RECENT)
+        evidence = f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}"
+        share: float | None = now.mean
+        alarm = now.mean > thresholds["truncated_completions"]
+        grave = now.mean > thresholds["truncated_completions_error"]
+    elif length is not None and longest is not None and longest > 0:
+        now, share = length.finite.tail(RECENT), None
+        evidence = f"completions of {now.span} have {now.mean:.4g} tokens on average{at}"
+        alarm, grave = now.mean > thresholds["near_limit_from"] * longest, False
+    else:
+        yield not_recorded("output/truncated", "the share of truncated completions")
+        return
+    if not alarm:
+        return
     yield finding(
         "output/truncated",
-        f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",
+        evidence,
         "the limit is too short for the task, or the model never writes its end-of-text token",
         either(
             times(history.config, "rollout.max_completion_length", 2, "twice", history.source),
@@ -74,8 +83,8 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
             "start that ends its answers",
             joined="; ",
         ),
-        severity="error" if now.mean > thresholds["truncated_completions_error"] else "warning",
-        share=now.mean,
+        severity="error" if grave else "warning",
+        share=share,
     )
 
 
@@ -194,6 +203,22 @@ def shorter(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
+def empty(history: History, thresholds: Thresholds) -> CheckResults:
+    """Completions without a token, or requests that came back without one."""
+    length, aborted = history.get("length/mean"), history.get("length/aborted_fraction")
+    now = length.finite.tail(RECENT) if length is not None else None
+    share = aborted.finite.tail(RECENT).mean if aborted is not None else 0.0
+    if share > thresholds["truncated_completions"] or (now is not None and now.mean < 1):
+        lengths = f"completions have {now.mean:.2g} tokens over {now.span}" if now is not None else ""
+        yield finding(
+            "length/collapse",
+            ", ".join(filter(None, (lengths, f"{100 * share:.0f} % of the requests came back empty" * (share > 0)))),
+            "nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine "
+            "gives requests up",
+            "read a prompt and its completion with special tokens shown; see the engine's log, stop strings and limits",
+        )
+
+
 def _loss(history: History, name: str) -> Options:
     """Another loss, unless one of those that do not favour length is used or none is known."""
     now = history.option("loss.loss_type")
@@ -202,4 +227,4 @@ def _loss(history: History, name: str) -> Options:
     return {opt(history, "loss.loss_type"): name}
 
 
-CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter)
+CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter, empty)

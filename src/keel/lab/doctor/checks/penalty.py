@@ -135,6 +135,36 @@ def penalty(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
+def steered(history: History, thresholds: Thresholds) -> CheckResults:
+    """A logged β that has gone where no coefficient is."""
+    betas = history.get("kl/beta")
+    if betas is None:
+        yield not_recorded("kl/controller", "β")
+        return
+    first, (step, largest), lowest = betas.finite.values[0], betas.top(), min(betas.finite.values)
+    if lowest < 0 or largest > max(thresholds["controller_beta"], 10 * first):
+        yield finding(
+            "kl/controller",
+            f"β was {first:.3g} at first and is {betas.finite.values[-1]:.3g} now; it was {largest:.3g} at most (step "
+            f"{step}) and {lowest:.3g} at least",
+            "a controller whose target is out of reach, or whose sign or unit is another one, goes on without end",
+            "bounds on β, and a target in the unit in which the KL is measured",
+        )
+
+
+def rejected(history: History, thresholds: Thresholds) -> CheckResults:
+    """Completions that are left out of the policy term for their KL."""
+    share = history.get("kl/rejected_fraction")
+    if share is not None and (now := share.finite.tail(RECENT)).mean > thresholds["rejected_most"]:
+        yield finding(
+            "kl/rejects-all",
+            f"{100 * now.mean:.0f} % of the completions of {now.span} were left out of the policy term for their KL",
+            "completions are left out for what was made likelier, so that what is learned is no longer taught",
+            times(history.config, "kl.collect_max", 10, "ten times", history.source),
+            share=now.mean,
+        )
+
+
 def unneeded(history: History, thresholds: Thresholds) -> CheckResults:
     """A penalty that the recipe means to be without."""
     loss_type, beta = history.option("loss.loss_type"), history.figure("kl.beta")
@@ -173,4 +203,4 @@ def pairing(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
-CHECKS = (not_learning, penalty, unneeded, pairing)
+CHECKS = (not_learning, penalty, steered, rejected, unneeded, pairing)

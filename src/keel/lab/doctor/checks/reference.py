@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import KL, CheckResults, movement, not_recorded
+from keel.lab.doctor.checks.base import KL, CheckResults, clear, movement, not_recorded, reward_size
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import LEAST, noise
+from keel.lab.doctor.shapes import LEAST, fall, noise
 
 
 def follows(history: History, thresholds: Thresholds) -> CheckResults:
@@ -52,6 +52,7 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
         if usual > least and after[0] <= thresholds["reference_follows"] * usual and max(after) < 0.5 * min(before):
             drops.append((int(finite.steps[index]), usual, after[0]))
     if not drops:
+        yield from _wasting(history, thresholds)
         return
     step, usual, after_drop = drops[0]
     known = bool(history.config)
@@ -64,6 +65,27 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
         "load the reference from where training started, also after a resume; if it is meant to be synced, nothing",
         severity=None if known or len(drops) == 1 else "warning",
     )
+
+
+def _wasting(history: History, thresholds: Thresholds) -> CheckResults:
+    """KL that goes back to next to nothing little by little, while the reward keeps what it gained."""
+    if history.kl is None:
+        return
+    name, series = history.kl
+    change, reward = fall(series), history.get("reward/mean")
+    if change is None or not clear(change, thresholds) or change.before <= thresholds["kl_not_learning"]:
+        return
+    lost = fall(reward) if reward is not None else None
+    back = lost is None or (clear(lost, thresholds) and -lost.size > thresholds["gap_reward"] * reward_size(history))
+    if change.after <= thresholds["reference_follows"] * change.before and not back:
+        yield finding(
+            "reference/moving",
+            f"{name} falls from {change.before:.3g} to {change.after:.2g} nats per token, from step {change.step} on "
+            f"(chance under noise: {change.chance:.1g}), and the reward stays",
+            "the reference comes after the policy: an average that includes it, or copies of it",
+            "load the reference from where training started; if it is meant to come after, nothing",
+            severity="warning",
+        )
 
 
 CHECKS = (follows, dropped)
