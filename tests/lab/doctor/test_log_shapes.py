@@ -85,7 +85,10 @@ FAULTS = {
     "half of the ratios": ("ratio/all-clipped", altered("ratio/clip_high_fraction", lambda s, w: 0.6)),
     "other old log-probabilities": ("ratio/all-clipped", logged(healthy(), "kl/old_policy/k1/mean", lambda s: 2.7)),
     "ratios without a mean of 1": ("ratio/all-clipped", logged(healthy(), "ratio/mean", lambda s: 3.1)),
-    "a reward that is left out": ("reward/non-finite", without_steps(healthy(), REWARD, 5, 17, 18, 40)),
+    "a reward that is left out": (
+        "reward/non-finite",
+        without_steps(healthy(source="prime-rl", config={}), REWARD, 5, 17, 18, 40),
+    ),
     "a divergence from the sampler": ("sampler/mismatch", logged(unmeasured(), "sampler/js_divergence", lambda s: 0.1)),
     "turns used up": (
         "answer/unusable",
@@ -117,7 +120,10 @@ HEALTHY = {
     "a log that begins late": replace(
         still(healthy()), series={name: late(series) for name, series in still(healthy()).series.items()}
     ),
-    "a reward every other step": without_steps(healthy(), REWARD, *range(2, 61, 2)),
+    "a reward every other step": without_steps(healthy(source="prime-rl", config={}), REWARD, *range(2, 61, 2)),
+    "an entropy summed over completions": altered(
+        ENTROPY, lambda s, w: 40 * w, flat(healthy(source="table", config={}, vocabulary=None))
+    ),
     "a KL that goes back with the reward": altered(
         REWARD, lambda s, w: 0.3 + (0.3 if 10 < s < 25 else 0.0), altered(KL, falling(0.06, 1e-4))
     ),

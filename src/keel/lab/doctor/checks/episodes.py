@@ -93,9 +93,10 @@ def ends(history: History, thresholds: Thresholds) -> CheckResults:
             what, cause, advice = ENDS[name]
             evidence = f"{what}: {now.mean:.2g} an episode over {now.span}"
             yield finding(code, evidence, cause, advice, share=min(1.0, now.mean))
+    yield from _limits(history, thresholds)
 
 
-def limits(history: History, thresholds: Thresholds) -> CheckResults:
+def _limits(history: History, thresholds: Thresholds) -> CheckResults:
     """Episodes of several turns that end because their turns are used up, and those that end in an error."""
     reached, turns = history.get("turn/limit_fraction"), history.get("turn/mean")
     if reached is not None and turns is not None and turns.finite.tail(RECENT).mean > 1:
@@ -132,4 +133,4 @@ def _names_error(event: object) -> bool:
     return isinstance(event, dict) and event.get("kind") == "tool/errors" and bool(event.get("error"))
 
 
-CHECKS = (calls, ends, limits)
+CHECKS = (calls, ends)

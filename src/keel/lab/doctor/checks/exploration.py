@@ -27,7 +27,13 @@ from keel.lab.doctor.history import History
 from keel.lab.doctor.shapes import course, median
 
 
-def cold(history: History, thresholds: Thresholds) -> CheckResults:
+def temperature(history: History, thresholds: Thresholds) -> CheckResults:
+    """Sampling that leaves nothing to explore, or nothing but noise."""
+    yield from _cold(history, thresholds)
+    yield from _hot(history, thresholds)
+
+
+def _cold(history: History, thresholds: Thresholds) -> CheckResults:
     """Groups of copies, and sampling options or an entropy from the first step on that make them."""
     code, equal, entropy = "rollout/temperature", equal_groups(history), history.get("entropy/mean")
     greedy = _greedy(history, thresholds)
@@ -65,7 +71,7 @@ def _greedy(history: History, thresholds: Thresholds) -> str:
     return ""
 
 
-def hot(history: History, thresholds: Thresholds) -> CheckResults:
+def _hot(history: History, thresholds: Thresholds) -> CheckResults:
     """Noise from the first step on, by an entropy that no trained model has, or a temperature that no recipe has."""
     entropy, temperature = history.get("entropy/mean"), history.figure("rollout.temperature")
     if reward_rose(history, thresholds) or solved(history, thresholds) or saturated(history, thresholds):
@@ -171,4 +177,4 @@ def _wider(history: History) -> Options:
     return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
 
 
-CHECKS = (cold, hot, collapse, rising)
+CHECKS = (temperature, collapse, rising)

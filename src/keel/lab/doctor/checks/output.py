@@ -7,6 +7,7 @@ import math
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, stronger, times
 from keel.lab.doctor.checks.base import (
+    LARGE_VOCABULARY,
     RECENT,
     SMALL_VOCABULARY,
     CheckResults,
@@ -31,6 +32,9 @@ def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
         return
     size = history.vocabulary or SMALL_VOCABULARY
     uniform, first = math.log(size), entropy.finite.head(3)
+    if history.vocabulary is None and first.mean > math.log(LARGE_VOCABULARY):
+        yield Unchecked(code, f"an entropy of {first.mean:.3g} is none per token in nats: its unit is another one")
+        return
     blind = first.mean > thresholds["entropy_uniform_share"] * uniform
     temperature = history.figure("rollout.temperature")
     usual = temperature is not None and temperature < thresholds["temperature_hot"]
@@ -179,7 +183,8 @@ def _into_limit(history: History, thresholds: Thresholds) -> str:
 
 
 def shorter(history: History, thresholds: Thresholds) -> CheckResults:
-    """Length that shrinks to next to nothing while the reward does not grow."""
+    """Length that shrinks to next to nothing while the reward does not grow, or is nothing."""
+    yield from _empty(history, thresholds)
     code = "length/collapse"
     shape = shape_of(history, code, "length/mean", "the length of completions")
     if isinstance(shape, Unchecked):
@@ -203,7 +208,7 @@ def shorter(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
-def empty(history: History, thresholds: Thresholds) -> CheckResults:
+def _empty(history: History, thresholds: Thresholds) -> CheckResults:
     """Completions without a token, or requests that came back without one."""
     length, aborted = history.get("length/mean"), history.get("length/aborted_fraction")
     now = length.finite.tail(RECENT) if length is not None else None
@@ -227,4 +232,4 @@ def _loss(history: History, name: str) -> Options:
     return {opt(history, "loss.loss_type"): name}
 
 
-CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter, empty)
+CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter)
