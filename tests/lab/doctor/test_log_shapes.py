@@ -98,6 +98,10 @@ FAULTS = {
     "a β without bound": ("kl/controller", altered("kl/beta", lambda s, w: 0.01 * 1.3**s)),
     "completions left out": ("kl/rejects-all", logged(healthy(), "kl/rejected_fraction", lambda s: 0.6)),
     "a KL that wastes away": ("reference/moving", altered(KL, falling(0.06, 1e-4))),
+    "held out at zero": (
+        "eval/train-gap",
+        logged(healthy(120, 120, source="verl", config={}, evaluations=()), "eval/math/acc", lambda s: 0.0),
+    ),
     "weights that decay": ("optim/weight-decay", altered(RATE, lambda s, w: 0.1, configured(optim__weight_decay=1.0))),
 }
 
