@@ -48,6 +48,8 @@ FAULTS = {
     "a reward that never pays": ("reward/gold", [reward("nothing_earns")], "gold answers earn 0 on average"),
     "graded by the next row": ("reward/gold", task("GradedByNextRow"), "another problem's gold answer, 1 after it"),
     "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
+    "boxed answers, compared as texts": ("reward/gold", task("BoxedAnswers"), "of them are not paid"),
+    "one answer for all": ("reward/exploit", task("OneAnswer"), "have one and the same gold answer, '7'"),
     "pay for length": ("reward/exploit", [reward("counts_characters")], "endless"),
     "pay for the answer anywhere": ("reward/exploit", [reward("anywhere")], "every answer"),
     "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "sampled answers all earn the same"),

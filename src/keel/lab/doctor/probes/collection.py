@@ -13,6 +13,7 @@ from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alignment import alignment_findings
+from keel.lab.doctor.probes.episodes import episode_findings, unfinished
 from keel.lab.doctor.probes.evidence import (
     at_least,
     between,
@@ -24,6 +25,7 @@ from keel.lab.doctor.probes.evidence import (
 )
 from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.setup import ProbeSetup
 
 _SAME = 1e-9
@@ -53,14 +55,16 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     findings = [
         *_failed(setup),
         *_random(figures, setup.vocabulary, thresholds),
-        *_misfit(figures, thresholds),
+        *_misfit(setup, figures, thresholds),
         *alignment_findings(setup, thresholds),
         *gold_findings(setup, judged, thresholds),
         *_cliff(setup, earned, thresholds),
         *_truncated(setup, thresholds),
+        *episode_findings(setup, thresholds),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
         *_fickle(setup, thresholds),
+        *unpaid_findings(setup, judged, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -137,9 +141,16 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     )
 
 
-def _misfit(figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does."""
+def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
+
+    Episodes that were on their way to an answer say nothing of its form.
+    """
     limit = thresholds["entropy_uniform_share"]
+    if fmean(fmean(unfinished(setup, group)) for group in setup.groups) > thresholds["truncated_completions"]:
+        return
+    if "another template" in setup.shared:
+        return  # which has its finding
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
         return
     if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
@@ -162,22 +173,25 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
     deep = -lowest > thresholds["reward_cliff_depth"] * scale
+    steep = best > 0 and -lowest >= thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
     if lowest >= 0 or not (deep or -lowest >= thresholds["reward_cliff_penalty"] * scale):
         return
 
     def at_the_bottom(groups: Sequence[Group]) -> list[float]:
         return [fmean(reward.total <= lowest + _SAME for reward in group.rewards) for group in groups]
 
-    def wide(groups: Sequence[Group]) -> bool:
-        return fmean(at_the_bottom(groups)) >= thresholds["reward_cliff_share"]
+    def wide(groups: Sequence[Group], *, rare: bool) -> bool:
+        """Whether enough completions lie there, and not by chance; of a steep cliff it need not be most."""
+        shares = at_the_bottom(groups)
+        least, usual = ("healthy_solved", "healthy_solved") if rare else ("reward_cliff_share", "cliff_parsed")
+        return fmean(shares) >= thresholds[least] and chance_above(shares, thresholds[usual]) <= level(thresholds)
 
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(at_the_bottom(groups), thresholds["cliff_parsed"]) > level(thresholds)
+    def doubtful(groups: Sequence[Group]) -> bool:
+        return fmean(at_the_bottom(groups)) >= thresholds[least] and not wide(groups, rare=steep)
 
-    groups = (
-        setup.groups if deep else more_groups(setup, "reward/cliff", lambda groups: wide(groups) and by_chance(groups))
-    )
-    if not deep and (not wide(groups) or by_chance(groups)):
+    least = "healthy_solved" if steep else "reward_cliff_share"
+    groups = setup.groups if deep else more_groups(setup, "reward/cliff", doubtful)
+    if not deep and not wide(groups, rare=steep):
         return
     fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + _SAME)
     yield finding(
@@ -187,10 +201,20 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
         "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
         "are lost in rounding"
         if deep
+        else f"failing costs {-lowest / best:.2g} times what success earns: trying pays only for who is right in "
+        f"{100 * -lowest / (best - lowest):.0f} % of the cases, so that what is learned is to avoid it"
+        if steep
         else "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
         "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
         "reward.warmup_steps eases it in",
+        severity=None if deep or wide(groups, rare=False) else "warning",
     )
+
+
+def _drops(lowest: float, totals: Sequence[float]) -> bool:
+    """Whether the lowest reward lies far below all others, by more than they differ among themselves."""
+    others = [total for total in totals if total > lowest + _SAME]
+    return bool(others) and min(others) - lowest > max(others) - min(others)
 
 
 def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ TESTS = (
     "reward/scale",
     "reward/weak",
     "sampler/noise",
+    "tool/failing",
 )
 LOOKS = 4  # how often a test may look at its sample while that grows
 MOST_COMPLETIONS = 768  # that are sampled for doubts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -150,7 +151,7 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     unpaid = [float(row in lacking) for row in judged]
     by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
     if not lacking or (by_chance and fmean(unpaid) < 1):
-        yield from _exploits(setup, judged, thresholds)
+        yield from [*_one_for_all(setup, judged, thresholds)] or _exploits(setup, judged, thresholds)
         return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
@@ -159,6 +160,21 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
         yield _textless(judged)
         return
     yield _explained(setup, judged, lacking, margin, by_chance, form)
+
+
+def _one_for_all(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """One text that is the gold answer of nearly all problems: saying it always is all there is to learn."""
+    counts = Counter(row.turns for row in judged)
+    (common, count), total = counts.most_common(1)[0], len(judged)
+    if setup.run.task.several_turns or total < 2 * EXPLAINED or count < thresholds["exploit_share"] * total:
+        return
+    yield finding(
+        "reward/exploit",
+        f"{count} of {total} different problems have one and the same gold answer, {common[-1][:60]!r}",
+        "the answers are those of a single row, a constant or a default, so that one text earns whatever is asked",
+        "check the column that the answers are read from; leave most problems with the commonest answer out where the "
+        "data are like that",
+    )
 
 
 def _ignores_the_text(setup: ProbeSetup, judged: Sequence[JudgedGold], scale: float) -> bool:
