@@ -177,7 +177,7 @@ def _clips(
     own_far = _clipped(setup, signs, far, own, mask)
     options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
     mend = propose("set {}, the loss's own", {f"loss.{name}": None for name in chosen})
-    limit = thresholds["clipped_ratios"]
+    limit = thresholds["clipped_moved"]
     if figures["clipped"] > limit and own_near < 1 - limit:
         yield finding(
             "loss/clip",
