@@ -101,6 +101,20 @@ def all_at_position_zero(model, rows, *, temperature):
     return scored(model, rows, temperature, position_ids=torch.zeros_like(rows.position_ids))
 
 
+def rolled(model, rows, *, temperature):
+    return right(model, rows, temperature=temperature).roll(1, 0) * rows.completion_mask
+
+
+def by_length(model, rows, *, temperature):
+    order = rows.completion_mask.sum(-1).argsort(stable=True)
+    return right(model, rows, temperature=temperature)[order] * rows.completion_mask
+
+
+def shared_between_rows(model, rows, *, temperature):
+    scores = right(model, rows, temperature=temperature)
+    return (0.9 * scores + 0.1 * scores.mean(0)) * rows.completion_mask
+
+
 def one_place_late(model, rows, *, temperature):
     logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask).logits[:, 1:].float() / temperature
     return rows.completion(logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None]).squeeze(-1))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from keel.lab.doctor.probes.alternatives import Context, alternatives, applied, fitted
+from keel.lab.doctor.probes.alternatives import Context, alternatives, applied, filter_odds, fitted
 from keel.lab.doctor.probes.draws import Draws, tail_masses, tightest, uniform_p_value
 from keel.rollout.sampling import SamplingParams
 
@@ -133,3 +133,23 @@ def test_the_tightest_filter_is_the_one_that_was_on() -> None:
         explained = [p for _, p in tightest(filtered, PLAIN) if uniform_p_value(tail_masses(filtered, p)) > 0.01]
         changed = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(PLAIN, name)]
         assert any(getattr(p, changed[0]) == pytest.approx(getattr(params, changed[0]), rel=0.1) for p in explained)
+
+
+def test_nothing_is_found_where_tokens_were_left_out() -> None:
+    drawn = written(texts=400).without([3, 5])
+    assert not {3, 5} & set(drawn.tokens.tolist())
+    assert alternatives(drawn, PLAIN, [END])[1] < -math.log(1e-3)
+    assert uniform_p_value(tail_masses(drawn, PLAIN)) > 0.01
+
+
+def test_tokens_that_are_all_alike_let_no_filter_be_fitted() -> None:
+    tokens = torch.randint(0, 119, (2000,), generator=torch.Generator().manual_seed(0))
+    alike = Draws(torch.zeros(2000, 119, dtype=torch.float64), tokens, tokens.double(), tokens)
+    assert filter_odds(alike, PLAIN) < 1.0
+    pairs = alike.logits + torch.arange(119) // 2 / 10  # two of each
+    for params in (replace(PLAIN, top_k=5), replace(PLAIN, top_p=0.9), replace(PLAIN, min_p=0.1)):
+        filtered = replace(alike, logits=pairs).distribution(params)
+        picked = torch.multinomial(filtered.exp(), 1, generator=torch.Generator().manual_seed(0)).squeeze(-1)
+        own = replace(alike, logits=pairs, tokens=picked)
+        gain = float((own.logp(params) - own.logp(PLAIN)).sum())
+        assert filter_odds(own, PLAIN) == pytest.approx(gain, abs=math.log(100))

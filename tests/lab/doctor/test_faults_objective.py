@@ -9,9 +9,10 @@ import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.limits import clipped_side
+from keel.lab.doctor.probes.limits import clipped_side, probe_limits
 from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
+from keel.lab.doctor.probes.update import probe_update
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
@@ -114,6 +115,15 @@ def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severit
     (finding,) = clipped_side(setup, {}, load_thresholds())
     assert (finding.code, finding.severity) == ("loss/clip", severity)
     assert because in finding.cause
+
+
+@pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "go up"), ((0.0, 0.28), "go down"), ((0.2, 0.28), "")])
+def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side: str) -> None:
+    options = [f"{name}={value}" for name, value in zip(("loss.epsilon", "loss.epsilon_high"), limits, strict=True)]
+    setup = build_setup(schooled_config("loss.num_iterations=4", *options))
+    probe_update(setup, load_thresholds())
+    named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
+    assert [f"tokens that {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
 
 
 def test_every_clip_of_keels_own_cuts_its_side() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
+from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.masks import are_rounded_away
+from keel.lab.doctor.probes.scoring import probe_scoring
+from keel.lab.doctor.setup import build_setup
+from lab.doctor import faults
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
 
@@ -115,6 +123,28 @@ def diagnosed(*overrides: str) -> Diagnosis:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
     check_named_first(*FAULTS[fault], whole=not repeated(FAULTS, fault))
+
+
+def test_rows_that_mix_are_not_called_padding() -> None:
+    with closing((setup := build_setup(schooled_config(scorer("right")))).run):
+        for score, code, phrase in (
+            (faults.rolled, "scoring/mismatch", "have the log-probabilities of another row"),
+            (faults.by_length, "scoring/mismatch", "have the log-probabilities of another row"),
+            (faults.shared_between_rows, "scoring/mismatch", "beside a row of its own length"),
+            (faults.left_padding_that_is_seen, "scoring/positions", "without padding"),
+        ):
+            broken = replace(setup, built=replace(setup.built, run=replace(setup.run, scorer=score)), of_batch={})
+            (finding,) = probe_scoring(broken, load_thresholds()).findings
+            assert finding.code == code, score
+            assert phrase in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("reported", "coarse"), [([0, 0, -1, -1, -3], True), ([0, -0.4, 0, -1.3, -2.9], False), ([0] * 5, False)]
+)
+def test_zeros_of_rounded_numbers_are_no_text_of_others(reported: list[float], coarse: bool) -> None:
+    logp = torch.tensor([-0.1, -0.4, -0.6, -1.3, -2.9])
+    assert are_rounded_away(torch.tensor(reported), logp, 1e-3) == coarse
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("FiltersUnsaid", True), ("OnlyAfterFilters", False)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from keel.lab.doctor.probes.draws import Draws, filters
 from keel.rollout.sampling import SamplingParams
@@ -123,7 +124,7 @@ def filter_odds(drawn: Draws, params: SamplingParams) -> float:
     """
     logp = drawn.distribution(params)
     own, best = logp.gather(-1, drawn.tokens[:, None]), logp.max(-1, keepdim=True).values
-    masses = logp.topk(min(_RANKS, logp.shape[-1])).values.exp().cumsum(-1)
+    masses = _masses(logp)
     above = logp > own + 1e-9
     rank, nucleus = above.sum(-1), torch.where(above, logp.exp(), 0.0).sum(-1)
     whole = torch.cat((masses, torch.ones_like(masses[:, :1])), -1)
@@ -140,6 +141,15 @@ def filter_odds(drawn: Draws, params: SamplingParams) -> float:
             inside = (nucleus < other.top_p) | (last.squeeze(-1) == masses.shape[-1])
         gains.append(-float(left.clamp(1e-12, 1.0).log().sum()) if bool(inside.all()) else -math.inf)
     return float(torch.tensor(gains, dtype=torch.float64).logsumexp(0)) - math.log(len(gains))
+
+
+def _masses(logp: Tensor) -> Tensor:
+    """`[N, ranks]`: what the likeliest 1, 2, … tokens have together with all that are as likely as the last of them."""
+    ordered = logp.topk(min(_RANKS, logp.shape[-1])).values
+    tied = ordered[:, 1:] >= ordered[:, :-1] - 1e-9  # with the next one
+    whole = logp.exp().where(logp >= ordered[:, -1:] - 1e-9, 0.0).sum(-1, keepdim=True)
+    sums = torch.cat((ordered.exp().cumsum(-1)[:, :-1].masked_fill(tied, torch.inf), whole), -1)
+    return sums.flip(-1).cummin(-1).values.flip(-1)
 
 
 def fitted(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Alternative:

@@ -50,6 +50,13 @@ class Draws:
         chosen: dict[str, Any] = {name: value[keep] for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **chosen)
 
+    def without(self, tokens: Iterable[int]) -> Draws:
+        """The draws of other tokens than these, with the policy's distribution over the others."""
+        outside = torch.tensor(sorted(set(tokens)), dtype=torch.long, device=self.tokens.device)
+        return replace(self, logits=self.logits.index_fill(-1, outside, -torch.inf)).where(
+            ~torch.isin(self.tokens, outside)
+        )
+
     def distribution(self, params: SamplingParams) -> Tensor:
         """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
         logits = self.logits / (params.temperature or 1.0)

@@ -95,6 +95,33 @@ def unbatched_scores(setup: ProbeSetup) -> Tensor:
     return torch.cat(rows)
 
 
+def other_rows(gap: Gap) -> tuple[int, int]:
+    """How many rows have the scores of another row, as far as both go, of how many whose scores are not their own."""
+    lengths = gap.completion_mask.sum(-1)
+    taken = broken = 0
+    for i, scored in enumerate(gap.scored):
+        both = gap.completion_mask & gap.completion_mask[i]
+        differences = scored - gap.forward_logp
+        if not lengths[i] or gap.close(differences[i], gap.completion_mask[i]):
+            continue
+        broken += 1
+        taken += any(bool(both[j].any()) and gap.close(differences[j], both[j]) for j in range(len(lengths)) if j != i)
+    return taken, broken
+
+
+def beside_alike(setup: ProbeSetup) -> Tensor:
+    """`[N]`: how far each group's longest completion is off after others of its own length, where nothing is padded."""
+    differences = []
+    for group in setup.groups:
+        own = max(group.completions, key=lambda completion: len(completion.tokens))
+        others = [replace(own, tokens=tuple((t + k) % setup.vocabulary for t in own.tokens)) for k in (7, 13)]
+        for rows in ([own, *others], [*others, own]):  # a row may read those before it alone, or those after it
+            alike = replace(group, completions=tuple(rows), rewards=group.rewards[:1] * len(rows))
+            scored, expected = setup.logp(setup.pack([alike])), setup.forward_logp([alike])
+            differences.append((scored - expected)[rows.index(own)])
+    return torch.cat(differences)
+
+
 def shifted_scores(setup: ProbeSetup, shift: int) -> Tensor:
     """Log-probabilities of the tokens from the logits one position off; 0 where there is none."""
     logp = (setup.logits() / setup.temperature).log_softmax(-1)

@@ -28,6 +28,7 @@ STEPS = 400  # of a simulated guard
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
 CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio
 FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
+FEW_MOVED = 20  # tokens that one update has moved, of one side
 HUGE_RATIO = 4.0  # and that every limit of a weight should bound
 
 
@@ -173,20 +174,28 @@ def _clips(
     own = setup.run.loss.model_copy(update=dict.fromkeys(CLIPS))
     figures["clipped"] = _clipped(setup, signs, near, setup.run.loss, mask & (near != 0))
     figures["clipped_far"] = _clipped(setup, signs, far, setup.run.loss, mask)
-    own_near = _clipped(setup, signs, near, own, mask & (near != 0))
     own_far = _clipped(setup, signs, far, own, mask)
     options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
     mend = propose("set {}, the loss's own", {f"loss.{name}": None for name in chosen})
     limit = thresholds["clipped_moved"]
-    if figures["clipped"] > limit and own_near < 1 - limit:
-        yield finding(
-            "loss/clip",
-            f"after one update of a batch {figures['clipped']:.0%} of the tokens that it moved the right way have no "
-            f"gradient left (over {limit:.0%}), {own_near:.0%} with the loss's own range",
-            f"{options}: the range is narrower than one update, so that all further ones of a batch are cut",
-            mend,
-        )
-    elif figures["clipped_far"] < 1 - limit and own_far > limit:
+    up = torch.ones_like(signs)
+    sides = {"it moved the right way": (signs, near)}
+    if int((mask & (step != 0)).sum()) >= FEW_MOVED:  # the other side may have room
+        sides |= {"go up by as much as it moved them": (up, step.abs())}
+        sides |= {"go down by as much as it moved them": (-up, -step.abs())}
+    for way, (advantages, steps) in sides.items():
+        tokens = mask & (steps != 0)
+        clipped, usual = (_clipped(setup, advantages, steps, loss, tokens) for loss in (setup.run.loss, own))
+        if clipped > limit and usual < limit / 2:
+            yield finding(
+                "loss/clip",
+                f"after one update of a batch {clipped:.0%} of the tokens that {way} have no gradient left (over "
+                f"{limit:.0%}), {usual:.0%} with the loss's own range",
+                f"{options}: the range is narrower than one update, so that all further ones of a batch are cut",
+                mend,
+            )
+            return
+    if figures["clipped_far"] < 1 - limit and own_far > limit:
         yield finding(
             "loss/clip",
             f"at a ratio of e the gradient of {figures['clipped_far']:.0%} of the tokens is cut, {own_far:.0%} with "

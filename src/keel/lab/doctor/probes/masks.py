@@ -15,7 +15,7 @@ from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import batch_draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
-from keel.lab.doctor.probes.gap import average, largest
+from keel.lab.doctor.probes.gap import average, in_half_precision, largest
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
@@ -207,7 +207,9 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
+        rounding = "scoring_gap_half" if in_half_precision(setup) else "scoring_gap"
         silent = (drawn.sample_logp == 0) & (logp < -thresholds["mask_silent"])
+        silent &= not are_rounded_away(drawn.sample_logp, logp, thresholds[rounding])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
@@ -217,6 +219,15 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.of_batch["foreign"]
     return marked
+
+
+def are_rounded_away(sample_logp: Tensor, logp: Tensor, rounding: float) -> bool:
+    """Whether zeros were reported `[N]` of likely tokens alone, of all down to some log-probability.
+
+    Coarse numbers do that; text that nobody sampled has likely and unlikely tokens.
+    """
+    zeros, others = logp[sample_logp == 0], logp[sample_logp < 0]
+    return bool(len(zeros) and len(others) and zeros.min() >= others.max() - rounding)
 
 
 def _foreign(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from keel.lab.doctor.probes.gap import (
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
+_UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
@@ -160,6 +161,10 @@ def _pattern(reported: Draws, plain: SamplingParams) -> str:
     off = float((reported.sample_logp - factor * true).abs().mean())
     if abs(factor - 1) > 0.01 and off <= 0.01 * float(true.abs().mean()):
         return f"; they are {factor:.3g} times the right ones"
+    for unit in _UNITS:
+        steps = reported.sample_logp / unit
+        if largest(steps - steps.round()) < 1e-4 and largest(reported.sample_logp - true) < unit:
+            return f"; they are the right ones in steps of {unit:g}"
     for shift, where in ((1, "next"), (-1, "previous")):
         neighbour = true.roll(-shift)
         same = reported.row == reported.row.roll(-shift)

@@ -114,8 +114,4 @@ def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = rang
         total = sum(sum(c.action) for group in groups for c in group.completions)
         if total >= target:
             break
-    fresh = draws(setup, groups)
-    if not bool(excluded.any()):
-        return fresh
-    excluded_tokens = set(batch_draws(setup).tokens[excluded].tolist())  # leave out what looks like the foreign text
-    return fresh.where(torch.tensor([int(t) not in excluded_tokens for t in fresh.tokens], device=fresh.tokens.device))
+    return draws(setup, groups).without(batch_draws(setup).tokens[excluded].tolist())  # what looks like foreign text

@@ -15,12 +15,15 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gap import (
     Gap,
     average,
+    beside_alike,
     bf16_scores,
+    close,
     ended_early,
     fitting_temperature,
     forward_logp_at,
     largest,
     other_positions,
+    other_rows,
     padded_scores,
     rounding_explains,
     scaled,
@@ -135,9 +138,10 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         return
     alone = unbatched_scores(setup)
     if not gap.broken(alone):
-        yield finding(
+        size = f"{size} in a batch and by {gap.worst(alone):.1g} when each completion is scored alone"
+        yield _between_rows(gap, size) or finding(
             "scoring/positions",
-            f"{size} in a batch and by {gap.worst(alone):.1g} when each completion is scored alone, without padding",
+            f"{size}, without padding; beside a row of its own length too it is right",
             "padding moves the real tokens: position ids count it (left padding), or attention sees it",
             "pad on the right, or give position_ids = attention_mask.cumsum(-1) - 1 and pass the attention mask",
         )
@@ -202,4 +206,28 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         "positions and precision explains it",
         "compare model.scorer with scorer native: logits[:, :-1] / temperature, log_softmax in fp32, gather "
         "tokens[:, 1:]",
+    )
+
+
+def _between_rows(gap: Gap, size: str) -> Finding | None:
+    """Rows that get another one's scores, or read each other where nothing is padded."""
+    taken, broken = other_rows(gap)
+    if taken > broken / 2:
+        return finding(
+            "scoring/mismatch",
+            f"{size}; {taken} of the {broken} rows that are off have the log-probabilities of another row",
+            "model.scorer gives scores back in another order than its rows (rolled, or sorted by length and not put "
+            "back): each completion is trained by another one's",
+            "return the scores in the order of the rows, or undo the sorting",
+        )
+    beside = beside_alike(gap.setup)
+    if close(gap.setup, beside, gap.thresholds):
+        return None
+    return finding(
+        "scoring/mismatch",
+        f"{size}; beside a row of its own length, where nothing is padded, it is off by up to {largest(beside):.3g}",
+        "rows of a batch read each other: packed into one without a mask between them, a cache or statistics that they "
+        "share",
+        "let every row attend to its own tokens alone (a block-diagonal mask, cu_seqlens), with positions that begin "
+        "anew at each",
     )
