@@ -40,7 +40,7 @@ from keel.rollout.request import Request
 _MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
 _TOKENS = 256  # drawn tokens that tell prompts apart
 _MORE_STEP = 2_000_003  # noise of its own
-_MORE = 16  # completions a problem
+_MORE, _MORE_TOKENS = 16, 512  # completions a problem at most, and tokens that are enough
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     """Nothing where the scored prompts explain what was drawn; else the prompts that do, if any."""
     turns = _first_turns(setup)
     few = sum(len(turn.tokens) for turn in turns.turns) < _TOKENS
-    turns = _more_turns(setup) if few else turns
+    turns = _more_turns(setup, turns) if few else turns
     if not turns.turns:
         return
     scored = turns.draws(setup, turns.prompts()) if few else None
@@ -159,11 +159,13 @@ def _first_turns(setup: ProbeSetup) -> Continued:
     return _continued(setup, [(turn.completion, numbers[turn.request.key]) for turn in first])
 
 
-def _more_turns(setup: ProbeSetup) -> Continued:
-    """The same prompts continued more often, where the batch has few tokens."""
+def _more_turns(setup: ProbeSetup, first: Continued) -> Continued:
+    """The same prompts continued more often, where the batch has few tokens: as often as its lengths ask for."""
+    length = sum(len(turn.tokens) for turn in first.turns) / max(1, len(first.turns))
+    count = min(_MORE, max(2, math.ceil(_MORE_TOKENS / max(1.0, length * len(setup.groups)))))
     limit = setup.config.rollout.max_turn_length
     requests = [Request(group.problem.key, group.prompt_tokens, max_new=limit) for group in setup.groups]
-    sampling = replace(setup.sampling, num_generations=_MORE)
+    sampling = replace(setup.sampling, num_generations=count)
     more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
     setup.run.engine.release()
     return _continued(setup, [(completion, i) for i, turns in enumerate(more) for completion in turns])
@@ -208,7 +210,7 @@ def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
     counts = torch.bincount(scored.row, minlength=rows)
     left = float(off.gather(-1, nearest[:, None]).sum() / counts.sum()) if by_report else math.inf
     rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    decisive = left <= min(_limit(float(before.mean())), rounding)  # the nearest of many is near by itself
+    decisive = left <= min(_limit(setup, float(before.mean())), rounding)  # the nearest of many is near by itself
     chosen = nearest.tolist()
     joined = turns.draws(setup, [prompts[j] for j in chosen])
     moved = sum(prompts[j] != prompts[i] for j, i in zip(chosen, turns.group, strict=True))
@@ -239,9 +241,9 @@ def _by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
 
 
-def _limit(gap: float) -> float:
-    """The mean residual at which a gap of this size is closed."""
-    return max(0.02 * gap, 1e-4)
+def _limit(setup: ProbeSetup, gap: float) -> float:
+    """The mean residual at which a gap of this size is closed; weights of 16 bits leave their rounding."""
+    return max((0.02 if setup.policy.dtype == torch.float32 else 0.1) * gap, 1e-4)
 
 
 def _other(
@@ -257,7 +259,7 @@ def _other(
     fits = [(other, fit(other)) for other in candidates]
     fits += [] if brief else _refined(turns, fits, fit)
     closing = (
-        [entry for entry in fits if entry[1].residual <= _limit(base.residual)]
+        [entry for entry in fits if entry[1].residual <= _limit(setup, base.residual)]
         if 1e-4 < base.residual < math.inf
         else []
     )
