@@ -414,6 +414,14 @@ class BaseTwo(Wrapped):
         return replace(completion, sample_logp=tuple(x / 0.6931471805599453 for x in completion.sample_logp))
 
 
+class Rounded(Wrapped):
+    def change(self, request, completion, sampling):
+        sample_logp, filtered_logp = (
+            tuple(map(float, map(round, x))) for x in (completion.sample_logp, completion.filtered_logp)
+        )
+        return replace(completion, sample_logp=sample_logp, filtered_logp=filtered_logp)
+
+
 class ConstantAdded(Wrapped):
     """As where a normaliser is forgotten: as far from the new weights as noise takes the old ones."""
 

@@ -93,6 +93,7 @@ FAULTS = {
     "log-probabilities of the next token": ("sampler/mismatch", [engine("ShiftedLogp")]),
     "logarithms to base two": ("sampler/mismatch", [engine("BaseTwo")]),
     "logarithms to base two, with LoRA": ("sampler/mismatch", [LORA, engine("BaseTwo")]),
+    "rounded log-probabilities, with filters": ("sampler/mismatch", ["rollout.top_p=0.95", engine("Rounded")]),
     "a constant on every log-probability": ("sampler/mismatch", [engine("ConstantAdded")]),
     "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
     "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),

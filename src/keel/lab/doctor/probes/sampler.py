@@ -51,8 +51,8 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         if not reports_close(setup, gap, thresholds):
             findings.append(reported_finding(setup, reported, gap, thresholds))
             setup.shared["reported"] = findings[-1].code
-    if setup.sampling.filtered:
-        findings += filtered_findings(setup, drawn, thresholds)
+    if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
+        findings += filtered_findings(setup, drawn, thresholds)  # else what makes sample_logp wrong is in both
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     more = _sample_more(setup, thresholds)
