@@ -13,7 +13,7 @@ from keel.lab.doctor.probes.limits import clipped_side
 from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.setup import build_setup
-from lab.doctor.followed import check_named_first
+from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_scoring import LORA, TALK
 
@@ -84,7 +84,7 @@ PHRASES = {  # of which the explanation is the fault itself
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    diagnosis = check_named_first(*FAULTS[fault])
+    diagnosis = check_named_first(*FAULTS[fault], whole=not repeated(FAULTS, fault))
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
     first = diagnosis.findings[0]
     assert PHRASES.get(fault, "") in f"{first.evidence} {first.cause}"

@@ -18,7 +18,7 @@ from keel.lab.doctor.probes.evidence import leave_undecided, level
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
-MOST, FEWEST = 32, 10  # problems
+MOST, FIRST, FEWEST = 32, 12, 10  # problems: at most, to begin with, at least
 MOST_PROMPTS, MOST_ANSWERS = 96, 16  # where there are few answers
 POOL = 256  # that are drawn to find neighbouring rows
 SECONDS = 4.0
@@ -36,7 +36,11 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     pool = task.sample(POOL, seed=setup.config.run.seed, step=0)
     for where, problems in (("in a batch", _distinct(pool)), ("in the data", _neighbours(pool))):
         try:
-            likelihood = _likelihoods(setup, problems, [task.gold(problem) for problem in problems])
+            answers = [task.gold(problem) for problem in problems]
+            few = _likelihoods(setup, problems[:FIRST], answers[:FIRST])
+            if len(few) >= FEWEST and association(few, 0) > _deviations(0.01):
+                return
+            likelihood = _likelihoods(setup, problems, answers)
         except (KeelError, NotImplementedError):
             return
         if len(likelihood) < FEWEST:
@@ -173,10 +177,10 @@ def association(likelihood: Tensor, shift: int) -> float:
     What an answer has after all prompts is taken out first, then answers are ranked after each prompt: one likelihood
     that dwarfs the others counts no more than the first rank. The variance of a random pairing is Σ m² / (n − 1).
     """
-    from scipy.stats import rankdata
-
     n = len(likelihood)
-    ranks = torch.from_numpy(rankdata((likelihood - likelihood.mean(0)).cpu().numpy(), axis=1))
+    values = (likelihood - likelihood.mean(0)).cpu()
+    lower, higher = values[:, None] < values[:, :, None], values[:, None] > values[:, :, None]
+    ranks = (lower.double().sum(-1) - higher.double().sum(-1) + n + 1) / 2  # ties share their mean rank
     centred = ranks - ranks.mean(0) - ranks.mean(1, keepdim=True) + ranks.mean()
     paired = torch.cat([centred.diagonal(shift), centred.diagonal(shift - n if shift > 0 else shift + n)])
     deviation = float(centred.square().sum() / (n - 1)) ** 0.5

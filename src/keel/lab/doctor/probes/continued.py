@@ -23,6 +23,7 @@ from keel.lab.doctor.probes.alternatives import alternatives
 from keel.lab.doctor.probes.context import added_text
 from keel.lab.doctor.probes.draws import (
     Draws,
+    batch_draws,
     best_temperature,
     filters,
     tail_masses,
@@ -32,7 +33,6 @@ from keel.lab.doctor.probes.draws import (
 from keel.lab.doctor.probes.evidence import log_mean_exp
 from keel.lab.doctor.probes.gap import average, in_half_precision, largest, rounding_explains
 from keel.lab.doctor.probes.gold_likelihood import row_logits
-from keel.lab.doctor.probes.masks import batch_draws
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.request import Request
@@ -54,12 +54,14 @@ class Continued:
     def draws(self, setup: ProbeSetup, prompts: Sequence[tuple[int, ...]]) -> Draws:
         """The turns' tokens with the policy's logits after these prompts, one a turn."""
         width = max(4, _MAX_ELEMENTS // (setup.vocabulary * len(self.turns)))
-        parts = []
-        for first in range(0, len(self.turns), 16):
-            rows = range(first, min(first + 16, len(self.turns)))
-            texts = [(*prompts[i], *self.turns[i].tokens[:width]) for i in rows]
-            for i, logits in zip(rows, row_logits(setup, texts), strict=True):
-                parts.append(logits[len(prompts[i]) - 1 : -1].double())
+        texts = [(*prompt, *turn.tokens[:width]) for prompt, turn in zip(prompts, self.turns, strict=True)]
+        distinct = list(dict.fromkeys(texts))
+        starts = {text: len(prompt) - 1 for text, prompt in zip(texts, prompts, strict=True)}
+        logits_of = {
+            text: logits[starts[text] : -1].double()
+            for text, logits in zip(distinct, row_logits(setup, distinct), strict=True)
+        }
+        parts = [logits_of[text] for text in texts]
         acted = [torch.tensor(turn.action[:width], device=setup.policy.device) for turn in self.turns]
         tokens, reported = (
             torch.cat(
@@ -98,10 +100,11 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     turns = _more_turns(setup) if few else turns
     if not turns.turns:
         return
-    doubt = _doubt(setup, turns.draws(setup, turns.prompts()) if few else batch_draws(setup), thresholds)
+    scored = turns.draws(setup, turns.prompts()) if few else None
+    doubt = _doubt(setup, batch_draws(setup) if scored is None else scored, thresholds)
     if not doubt:
         return
-    scored = turns.draws(setup, turns.prompts())
+    scored = turns.draws(setup, turns.prompts()) if scored is None else scored
     if doubt == "small" and not _rounded(setup, turns, scored, thresholds):
         doubt = "large"
     named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None

@@ -33,6 +33,7 @@ TESTS = (
     "sampler/noise",
     "tool/failing",
 )
+SAME = 1e-9  # within which rewards are equal
 LOOKS = 4  # how often a test may look at its sample while that grows
 MOST_COMPLETIONS = 768  # that are sampled for doubts
 
@@ -47,14 +48,14 @@ def chance_above(values: Sequence[float], edge: float) -> float:
 
     Exact for shares (binomial); else Hoeffding's bound by the relative entropy, which holds for any distribution.
     """
-    from scipy.stats import binom
+    from scipy.special import bdtrc
 
     n = len(values)
     mean = fmean(values) if n else 0.0
     if mean <= edge:
         return 1.0
     if all(value in (0.0, 1.0) for value in values):
-        return float(binom.sf(sum(values) - 1, n, edge))
+        return float(bdtrc(sum(values) - 1, n, edge))
     return math.exp(-n * _relative_entropy(min(mean, 1.0), edge))
 
 
@@ -159,7 +160,7 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
     is undecided then is remembered (see `undecided_tests`).
     """
     further: list[Group] = setup.shared.setdefault("further groups", [])
-    most = MOST_COMPLETIONS // setup.built.sampling.num_generations
+    most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
     doubt = undecided([*setup.groups, *further])
     for look in range(1, LOOKS):
         count = min(4 ** (look + 1) - len(setup.groups), most) - len(further)
@@ -174,6 +175,13 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
         why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
         leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
     return groups
+
+
+def most_completions(setup: ProbeSetup) -> int:
+    """Completions that may still be sampled for doubts; with a judge elsewhere no more than it may be asked about."""
+    spent = sum(len(group.completions) for group in setup.shared.get("further groups", ()))
+    left = max(0, MOST_COMPLETIONS - spent)
+    return min(left, setup.judgements_left) if setup.built.judge.remote else left
 
 
 def leave_undecided(setup: ProbeSetup, code: str, why: str) -> None:
@@ -199,7 +207,7 @@ def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
         began = time.monotonic()
-        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling)
+        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling, judged=True)
         setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
         if _seconds(setup) > setup.doubt_s:
             break

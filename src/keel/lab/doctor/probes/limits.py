@@ -120,7 +120,7 @@ def clipped_side(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
     signs = torch.tensor([1.0, -1.0], device=setup.mask.device).repeat(len(setup.mask))[: len(setup.mask)]
     far = FAR_RATIO * signs[:, None].expand_as(setup.mask)
     back = figures["clipped_back"] = _clipped(setup, signs, -far, setup.run.loss, setup.mask)
-    limit, loss_name = thresholds["clipped_ratios"], f"loss.loss_type={setup.config.loss.loss_type}"
+    limit, loss_name = thresholds["clipped_moved"], f"loss.loss_type={setup.config.loss.loss_type}"
     if not back > limit:
         if is_import_path(setup.config.loss.loss_type):
             yield from _unbounded(setup, signs, figures, loss_name)
@@ -177,7 +177,7 @@ def _clips(
     own_far = _clipped(setup, signs, far, own, mask)
     options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
     mend = propose("set {}, the loss's own", {f"loss.{name}": None for name in chosen})
-    limit = thresholds["clipped_ratios"]
+    limit = thresholds["clipped_moved"]
     if figures["clipped"] > limit and own_near < 1 - limit:
         yield finding(
             "loss/clip",

@@ -9,7 +9,7 @@ from itertools import combinations
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import draws
+from keel.lab.doctor.probes.draws import batch_draws, draws
 from keel.lab.doctor.probes.evidence import level, log_mean_exp, log_odds_of_copies, more_groups, odds_of_patterns
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
@@ -92,7 +92,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
 
 def _logp(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> list[list[float]]:
     """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
-    drawn = draws(setup, groups)
+    drawn = batch_draws(setup) if tuple(groups) == setup.groups else draws(setup, groups)
     sums = [0.0] * sum(len(group.completions) for group in groups)
     for row, value in zip(drawn.row.tolist(), drawn.logp(params).clamp_min(_LEAST).tolist(), strict=True):
         sums[row] += value
