@@ -28,13 +28,18 @@ def value(text: str) -> str:
 
 def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Completions with the value of their own gold answer, far more than have another problem's, that are not paid."""
+    task = setup.run.task
     golds = {row.problem.key: row for row in judged if row.gold > row.bottom and value(row.turns[-1])}
-    if setup.run.task.several_turns or len({value(row.turns[-1]) for row in golds.values()}) < 2:
+    if task.several_turns or len({value(row.turns[-1]) for row in golds.values()}) < 2:
         return
-    further: list[Group] = setup.shared.get("further groups", [])
+    groups: list[Group] = [*setup.groups, *setup.shared.get("further groups", [])]
+    if len(golds) == len(judged):  # all of them earn, and so will those that were not judged
+        least, most = min(row.gold for row in judged), max(row.bottom for row in judged)
+        for problem in (group.problem for group in groups if group.problem.key not in golds):
+            golds[problem.key] = JudgedGold(problem, tuple(task.gold_turns(problem)), least, most, ())
     rows = [
         (golds[group.problem.key], completion.text, reward.total)
-        for group in (*setup.groups, *further)
+        for group in groups
         if group.problem.key in golds
         for completion, reward in zip(group.completions, group.rewards, strict=True)
         if reward.parsed
