@@ -29,39 +29,40 @@ def value(text: str) -> str:
 def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Completions with the value of their own gold answer, far more than have another problem's, that are not paid."""
     task = setup.run.task
-    golds = {row.problem.key: row for row in judged if row.gold > row.bottom and value(row.turns[-1])}
-    if task.several_turns or len({value(row.turns[-1]) for row in golds.values()}) < 2:
+    if task.several_turns or not judged:
+        return
+    half = fmean((row.gold + row.bottom) / 2 for row in judged)
+    if half <= fmean(row.bottom for row in judged):
         return
     groups: list[Group] = [*setup.groups, *setup.shared.get("further groups", [])]
-    if len(golds) == len(judged):  # all of them earn, and so will those that were not judged
-        least, most = min(row.gold for row in judged), max(row.bottom for row in judged)
-        for problem in (group.problem for group in groups if group.problem.key not in golds):
-            golds[problem.key] = JudgedGold(problem, tuple(task.gold_turns(problem)), least, most, ())
+    golds = {group.problem.key: task.gold_turns(group.problem)[-1] for group in groups}
+    if len({value(gold) for gold in golds.values()} - {""}) < 2:
+        return
     rows = [
         (golds[group.problem.key], completion.text, reward.total)
         for group in groups
-        if group.problem.key in golds
+        if value(golds[group.problem.key])
         for completion, reward in zip(group.completions, group.rewards, strict=True)
         if reward.parsed
     ]
-    right = [(row, text, total) for row, text, total in rows if value(text) == value(row.turns[-1])]
-    unpaid = [(row, text) for row, text, total in right if total < (row.gold + row.bottom) / 2]
+    right = [(gold, text, total) for gold, text, total in rows if value(text) == value(gold)]
+    unpaid = [(gold, text) for gold, text, total in right if total < half]
     if len(unpaid) < FEWEST or len(unpaid) < thresholds["unpaid_right"] * len(right):
         return
-    values = [value(row.turns[-1]) for row in golds.values()]
+    values = [value(gold) for gold in golds.values()]
     by_chance = fmean(
-        sum(value(text) == other for other in values if other != value(row.turns[-1])) / max(1, len(values) - 1)
-        for row, text, _ in rows
+        sum(value(text) == other for other in values if other != value(gold)) / max(1, len(values) - 1)
+        for gold, text, _ in rows
     )
     chance = _at_least(len(right), len(rows), min(1.0, by_chance + 1 / len(rows)))
     if chance > level(thresholds):
         return
-    row, text = unpaid[0]
+    gold, text = unpaid[0]
     yield finding(
         "reward/gold",
         f"{len(right)} of {len(rows)} completions have the value of their gold answer (of another's "
         f"{100 * by_chance:.0f} %; chance {chance:.1g}), and {len(unpaid)} of them are not paid: "
-        f"{text.strip()[-40:]!r} beside {row.turns[-1].strip()[-40:]!r}",
+        f"{text.strip()[-40:]!r} beside {gold.strip()[-40:]!r}",
         "the reward compares texts, and the data's answers have a form that completions do not have",
         "write the answers of the data as completions write them, compare values (task.answer, or a reward of your "
         "own), or ask for that form in the prompt (data.system_prompt)",
