@@ -284,7 +284,9 @@ def test_limits_of_a_solved_task_and_of_an_explosion_are_thresholds():
     solved = replace(solved, evaluations=scores)
     assert check_history(solved).findings[0].severity == "error"
     lower = check_history(solved, load_thresholds({"solved_accuracy": 0.7}))
-    assert {finding.severity for finding in lower.findings} == {"note"}
+    assert {f.code: f.severity for f in lower.findings}["reward/constant"] == "warning"  # solved, but all along
+    late = altered("reward/zero_variance_fraction", lambda step, was: 1.0 if step > 45 else 0.1, solved)
+    assert {f.severity for f in check_history(late, load_thresholds({"solved_accuracy": 0.7})).findings} == {"note"}
     assert "solved_accuracy" in lower.raised_thresholds[0]
     jump = altered(KL, lambda step, was: 3.0 if step == 30 else was)
     assert codes(jump) == ["kl/explosion"]

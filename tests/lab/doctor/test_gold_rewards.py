@@ -13,7 +13,14 @@ from keel.envs import build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _spread, probe_collection
-from keel.lab.doctor.probes.gold_rewards import _nearly_all, gold_findings, judged_golds
+from keel.lab.doctor.probes.gold_rewards import (
+    JudgedGold,
+    _lacking,
+    _nearly_all,
+    _paid_whatever,
+    gold_findings,
+    judged_golds,
+)
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, preflight_of
 from lab.doctor.schooled import schooled_config
@@ -88,6 +95,26 @@ def test_an_attack_must_pay_on_nearly_all_problems_and_on_more_than_luck_explain
     assert not _nearly_all([1.0] * 50 + [0.0] * 14, thresholds)
 
 
+def judged(*totals: tuple[float, float, float]) -> list[JudgedGold]:
+    """What a gold, an empty and a wrong answer earn on each problem."""
+    return [JudgedGold(Problem(str(i), ""), ("7",), *row[:2], row[2:]) for i, row in enumerate(totals)]
+
+
+def test_gold_answers_that_trifles_outrank_on_most_problems_are_lacking() -> None:
+    trifles = judged((0.5, 0.4999, 0.5001), (0.9, 0.8999, 0.9001), (0.2, 0.2001, 0.1999), (0.7, 0.6999, 0.6999))
+    assert _lacking(trifles, 0.07, 1e-9) == trifles[:3]
+    sound = judged((1.0, 0.0, 1.01), (1.0, 0.0, 0.0), (1.0, 0.0, 0.2), (1.0, 0.0, 0.0))
+    assert not _lacking(sound, 0.1, 1e-9)
+
+
+def test_problems_on_which_every_text_earns_the_full_reward_are_told_from_gold_that_earns_nothing() -> None:
+    full, sound, none = (1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)
+    open_, unpaid = judged(full, full, sound), judged(none, none, sound)
+    assert _paid_whatever(open_[:2], [*full, *sound], 1e-9) == open_[:2]
+    assert not _paid_whatever(unpaid[:2], [*none, *sound], 1e-9)
+    assert not _paid_whatever(judged(none), none, 1e-9)
+
+
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:
     assert not collected(reward("form_and_answer")).findings
 
@@ -147,9 +174,10 @@ def test_a_shift_of_answers_is_a_diagonal_and_no_skill_is_none() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(16, 16, generator=generator, dtype=torch.float64)
     knows = noise + 4 * torch.eye(16, dtype=torch.float64) + 10 * torch.randn(16, 1, generator=generator).double()
-    assert association(knows, 0) > 6
-    assert association(knows.roll(1, dims=1), 1) == pytest.approx(association(knows, 0))
-    assert all(abs(association(noise, shift)) < 4 for shift in range(-3, 4))
+    own, after = range(16), [*range(1, 16), 0]
+    assert association(knows, own) > 6
+    assert association(knows.roll(1, dims=1), after) == pytest.approx(association(knows, own))
+    assert all(abs(association(noise, partners)) < 4 for partners in (own, after, own[::-1]))
 
 
 @pytest.mark.parametrize("seed", range(2))

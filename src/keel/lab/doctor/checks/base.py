@@ -103,14 +103,28 @@ def reward_size(history: History) -> float:
 
 
 def equal_groups(history: History) -> Series | None:
-    """The share of groups whose rewards are equal; from their spread, or from a reward that never changes."""
+    """The share of groups whose rewards are equal; from their spread, or from rewards that are all the same.
+
+    Of steps whose rewards differ only between groups nothing is known, so that the last ones must be equal.
+    """
     share = history.get("reward/zero_variance_fraction")
     if share is not None:
         return share
     spread = history.get("reward/within_group_std") or history.get("reward/std") or same_rewards(history)
     if spread is None:
+        ranges = reward_ranges(history)
+        spread = ranges if ranges is not None and not any(ranges.tail(RECENT).values) else None
+    if spread is None:
         return None
     return Series.of((s, 1.0 if v == 0 else 0.0) for s, v in zip(spread.steps, spread.values, strict=True))
+
+
+def reward_ranges(history: History) -> Series | None:
+    """The highest reward of a step less the lowest, where both are recorded."""
+    highest, lowest = history.get("reward/max"), history.get("reward/min")
+    if highest is None or lowest is None or highest.steps != lowest.steps:
+        return None
+    return Series.of((s, a - b) for s, a, b in zip(highest.steps, highest.values, lowest.values, strict=True))
 
 
 def same_rewards(history: History) -> Series | None:

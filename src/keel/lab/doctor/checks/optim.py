@@ -17,6 +17,7 @@ from keel.lab.doctor.checks.base import (
     not_recorded,
     omitted_steps,
     opt,
+    reward_ranges,
     reward_trend,
 )
 from keel.lab.doctor.checks.reward import advantage_size
@@ -210,8 +211,12 @@ def _differing(history: History, thresholds: Thresholds) -> set[float] | None:
     if silent is not None:
         limit = thresholds["zero_variance_groups"]
         return {s for s, v in zip(silent.steps, silent.values, strict=True) if v < limit}
-    spread = history.get("reward/within_group_std") or history.get("advantage/max")
-    return None if spread is None else {s for s, v in zip(spread.steps, spread.values, strict=True) if v > 0}
+    spreads = [history.get("reward/within_group_std") or history.get("advantage/max"), reward_ranges(history)]
+    if spreads[0] is None:
+        return None
+    return set.intersection(
+        *({s for s, v in zip(x.steps, x.values, strict=True) if v > 0} for x in spreads if x is not None)
+    )
 
 
 def non_finite(history: History, thresholds: Thresholds) -> CheckResults:

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
-from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.alignment import alignment_findings
 from keel.lab.doctor.probes.episodes import episode_findings, unfinished
 from keel.lab.doctor.probes.evidence import (
@@ -25,6 +25,7 @@ from keel.lab.doctor.probes.evidence import (
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -129,12 +130,12 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
 def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
 
-    Episodes that were on their way to an answer say nothing of its form.
+    Episodes that were on their way to an answer say nothing of its form, nor do turns that a stop text cuts.
     """
     limit = thresholds["entropy_uniform_share"]
     if fmean(fmean(unfinished(setup, group)) for group in setup.groups) > thresholds["truncated_completions"]:
         return
-    if "another template" in setup.shared:
+    if "another template" in setup.shared or parsed_without_stop(setup, thresholds) is not None:
         return  # which has its finding
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
         return
@@ -257,15 +258,20 @@ def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
     in_doubt = by_chance(groups)
     if rate >= alarm or (in_doubt and not (rate == 0 and completions >= _NONE_OF_COMPLETIONS)):
         return
+    unstopped = parsed_without_stop(setup, thresholds)
     yield finding(
         "output/unparseable",
         f"none of {completions} completions of {len(groups)} problems has a form that the task can read (a chance of "
         f"{chance_below(parsed(groups), healthy):.1g} where {100 * healthy:.0f} % have)"
         if in_doubt
         else f"{between(parsed(groups))} of the completions of {len(groups)} problems have a form that the task can "
-        "read",
-        "the model does not know the form that is asked for",
-        "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself",
+        f"read{'' if unstopped is None else f', and {100 * unstopped:.0f} % without rollout.stop'}",
+        "the model does not know the form that is asked for"
+        if unstopped is None
+        else f"one of rollout.stop={list(setup.sampling.stop)} stands in what is to be read and cuts it off",
+        "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself"
+        if unstopped is None
+        else propose("{}, or stop texts that come after an answer or a call", {"rollout.stop": []}),
         severity="error" if rate < thresholds["parse_rate"] and not in_doubt else "warning",
         share=1 - rate,
     )

@@ -180,7 +180,7 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
     scale = max(map(abs, totals))
     margin = max(thresholds["reward_spread"] * (max(totals) - min(totals)), SAME * scale, SAME)
-    lacking = [row for row in judged if row.gold <= row.bottom + SAME * scale or row.gold < row.top - margin]
+    lacking = _lacking(judged, margin, SAME * scale)
     unpaid = [float(row in lacking) for row in judged]
     by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
     if not lacking or (by_chance and fmean(unpaid) < 1):
@@ -192,7 +192,39 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     if form is None and _ignores_the_text(setup, judged, scale):
         yield _textless(judged)
         return
+    if form is None and (paid := _paid_whatever(lacking, totals, SAME * scale)):
+        yield _open(judged, paid)
+        return
     yield _explained(setup, judged, lacking, margin, by_chance, form)
+
+
+def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> list[JudgedGold]:
+    """Gold answers that earn no more than anything else, or less than a wrong one by more than `margin`.
+
+    Where wrong ones earn more on most problems it need not be by as much: a reward that pays for something else may
+    tell texts apart by trifles.
+    """
+    outranked = sum(row.gold < row.top - rounding for row in judged)
+    least = rounding if 2 * outranked > len(judged) else margin
+    return [row for row in judged if row.gold <= row.bottom + rounding or row.gold < row.top - least]
+
+
+def _paid_whatever(lacking: Sequence[JudgedGold], totals: Sequence[float], rounding: float) -> list[JudgedGold]:
+    """Problems on which every text earns the most there is to earn; [] unless those are most that are lacking."""
+    full = max(totals)
+    paid = [row for row in lacking if row.bottom >= full - rounding]
+    return paid if 2 * len(paid) > len(lacking) and min(totals) < full - rounding else []
+
+
+def _open(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
+    return finding(
+        "reward/exploit",
+        f"on {len(paid)} of {len(judged)} problems wrong and empty answers earn {paid[0].bottom:.3g}, all that a gold "
+        f"answer earns, such as {paid[0].problem.key!r} with the gold answer {paid[0].turns[-1].strip()[-40:]!r}",
+        "the reward pays in full where it cannot judge: where it cannot read the gold answer, or finds none",
+        "pay nothing, or leave the problem out, where the reward cannot read its own answer",
+        severity="error" if len(paid) > len(judged) / 2 else None,
+    )
 
 
 def _one_for_all(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:

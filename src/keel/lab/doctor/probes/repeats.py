@@ -45,6 +45,7 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
             f"such as {shown!r}",
             "task.sample ignores its step, or the task has few problems, under whatever keys",
             "draw problems by seed and step, as keel.envs.Task asks, or give the task more of them",
+            share=1.0,
         )
         return
     copies = sum(len(step) - len(set(step)) for step in steps)
@@ -55,6 +56,7 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
             f"than neighbouring steps share; such as {shown!r}",
             "task.sample returns one problem several times: each copy is one prompt less in the step's update",
             "draw the problems of a step without repetition; rollout.num_generations samples one more often",
+            share=1.0,
         )
 
 
@@ -87,8 +89,8 @@ def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Prompts that are held out are not trained on, whatever their keys; the odd duplicate of a data set is no leak."""
     trained = {_content(setup, problem, prompt) for step in training_steps(setup) for problem, prompt in step}
     held_out = setup.run.task.held_out(_HELD_OUT)
-    pairs = zip(held_out, rendered(setup, held_out), strict=True)
-    shared = [problem for problem, prompt in pairs if _content(setup, problem, prompt) in trained]
+    contents = [_content(setup, *pair) for pair in zip(held_out, rendered(setup, held_out), strict=True)]
+    shared = [problem for problem, content in zip(held_out, contents, strict=True) if content in trained]
     if len(shared) <= thresholds["eval_leaked"] * len(held_out):
         return
     asked = sum(map(len, training_steps(setup)))
@@ -98,4 +100,5 @@ def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         f"{shared[0].key!r}",
         "task.sample returns problems that task.held_out keeps for evaluation",
         "keep the two apart, as keel.envs.Task asks",
+        share=len(trained.intersection(contents)) / len(trained),
     )
