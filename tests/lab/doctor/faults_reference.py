@@ -250,5 +250,5 @@ def detached_k2(d: Tensor) -> Tensor:
 
 
 def hardly_differing(problem: Problem, text: str) -> Reward:
-    """Noise of a thousandth around one value."""
-    return Reward(0.5 + 1e-3 * (sum(map(ord, text)) % 7))
+    """Thousandths around one value, the most for the right answer."""
+    return Reward(0.5 + 1e-3 * (7 if text.strip() == str(problem.answer) else sum(map(ord, text)) % 7))

@@ -29,6 +29,7 @@ from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 from lab.doctor.schooled import BASE
 
 LORA = edited(BASE, {"model.lora": {"r": 4}})
+TOOLS = edited(BASE, {"task": {"name": "tools"}})
 KINDS = ("engine", "sync", "scorer", "reference", "kl", "loss", "reward", "tool")
 OWN = [name for name, operator in OPERATORS.items() if operator.kind in KINDS]
 TASK = build_task("arithmetic", skill="max", low=0, high=9)
@@ -41,7 +42,7 @@ def of_kind(*kinds: str) -> list[str]:
 @pytest.mark.parametrize("name", [*OWN, *LOOKALIKES])
 def test_a_change_loads(name: str) -> None:
     change: Any = OPERATORS.get(name) or LOOKALIKES[name]
-    fitting = [base for base in (BASE, LORA) if change.fits(base)]
+    fitting = [base for base in (BASE, LORA, TOOLS) if change.fits(base)]
     assert fitting
     for base in fitting:
         load_config(change.apply(base, Random(0)), [])

@@ -31,7 +31,7 @@ from keel.rollout.sampling import SamplingParams
 _TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter
 _OTHERS = 2  # other ways to draw that are tried
 _PRICE = 5.0  # nats: what a further parameter has to be worth
-_TRIED, _ELEMENTS = 1000, 20_000_000  # tokens, and tokens × vocabulary, that explanations are tried on
+_TRIED, _ELEMENTS = 2000, 20_000_000  # tokens, and tokens × vocabulary, that explanations are tried on
 
 
 @dataclass(frozen=True)
