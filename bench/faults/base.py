@@ -125,3 +125,8 @@ def option(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
             return default
         value = value[name]
     return value
+
+
+def path_of(part: Any) -> str:
+    """How a configuration names a function or class of this package."""
+    return f"{part.__module__}:{part.__name__}"

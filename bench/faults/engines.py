@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import edited, is_float32, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option, path_of
 from keel.base.types import Completion
 from keel.models.head import evaluating
 from keel.rollout import EngineWrapper, NativeEngine, Request, SamplingParams
@@ -58,9 +58,9 @@ def has_full_weights(config: Config) -> bool:
     return is_synced(config) and option(config, "model.lora") is None
 
 
-def with_engine(config: Config, name: str, changes: Mapping[str, Any] = {}, **parameters: Any) -> dict[str, Any]:
-    """The configuration with an engine of this module, without the options that only Keel's own reads."""
-    changed = edited(config, {"rollout.engine": {"name": f"faults.engines:{name}", **parameters}, **changes})
+def with_engine(config: Config, cls: type, changes: Mapping[str, Any] = {}, **parameters: Any) -> dict[str, Any]:
+    """The configuration with an engine of this package, without the options that only Keel's own reads."""
+    changed = edited(config, {"rollout.engine": {"name": path_of(cls), **parameters}, **changes})
     for native_only in ("kept_gib", "cuda_graphs", "dtype"):
         changed["rollout"].pop(native_only, None)
     return changed
@@ -80,7 +80,7 @@ def fault(
         def apply(config: Config, random: Random) -> dict[str, Any]:
             parameters = {"strength": random.choice(strengths)} if strengths else {}
             changes = {path: random.choice(values) for path, values in also.items()}
-            return with_engine(config, cls.__name__, changes, **parameters)
+            return with_engine(config, cls, changes, **parameters)
 
         operator(name, breaks, *codes, fits=fits)(apply)
         return cls
@@ -1048,7 +1048,7 @@ class LoraHalf(Copied):
 
 @lookalike("engine that only counts", is_native)
 def healthy_counting_engine(config: Config, random: Random) -> dict[str, Any]:
-    return with_engine(config, "Counting")
+    return with_engine(config, Counting)
 
 
 class Counting(Wrapped):
@@ -1063,17 +1063,17 @@ class Counting(Wrapped):
 
 @lookalike("engine of one's own, token by token", lambda config: is_unfiltered(config) and is_float32(config))
 def healthy_plain_engine(config: Config, random: Random) -> dict[str, Any]:
-    return with_engine(config, "Decoded")
+    return with_engine(config, Decoded)
 
 
 @lookalike("engine with a copy that is synced", is_native)
 def healthy_copied_engine(config: Config, random: Random) -> dict[str, Any]:
-    return with_engine(config, "Copied")
+    return with_engine(config, Copied)
 
 
 @lookalike("engine that samples in another order", is_native)
 def healthy_reordering_engine(config: Config, random: Random) -> dict[str, Any]:
-    return with_engine(config, "Reordering")
+    return with_engine(config, Reordering)
 
 
 class Reordering(Wrapped):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import faults.log_operators
+import faults.log_operators_late
 import faults.log_operators_policy
 import faults.log_operators_run  # noqa: F401  (they register their operators)
 from faults.log_names import LOGGED, PART, PARTS_LOGGED, TRAINERS

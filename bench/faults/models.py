@@ -306,7 +306,7 @@ def end_token_is_a_letter(config: Config, random: Random) -> Config:
 # ------------------------------------------------------------------------ loaders
 
 
-def _loaded(key: str) -> tuple[nn.Module, Any]:
+def loaded(key: str) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = CACHE / key
@@ -314,13 +314,13 @@ def _loaded(key: str) -> tuple[nn.Module, Any]:
 
 
 def _frozen(key: str) -> tuple[nn.Module, Any]:
-    model, tokenizer = _loaded(key)
+    model, tokenizer = loaded(key)
     return model.requires_grad_(False), tokenizer
 
 
 def _almost_frozen(key: str) -> tuple[nn.Module, Any]:
     """All but one norm of the first layer, whose update is lost among the others."""
-    model, tokenizer = _loaded(key)
+    model, tokenizer = loaded(key)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0.post_attention_layernorm" in name)
     return model, tokenizer
@@ -328,7 +328,7 @@ def _almost_frozen(key: str) -> tuple[nn.Module, Any]:
 
 def _noisy(key: str) -> tuple[nn.Module, Any]:
     """Dropout that nobody can switch off, since it is called and not a module."""
-    model, tokenizer = _loaded(key)
+    model, tokenizer = loaded(key)
     embedding: Any = model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, given, out: nn.functional.dropout(out, 0.1, training=True))
     return model, tokenizer
@@ -345,7 +345,7 @@ def __getattr__(name: str) -> Any:
     return lambda: LOADERS[loader](key.replace("_", "-"))
 
 
-def _with_loader(config: Config, loader: str) -> Config:
+def with_loader(config: Config, loader: str) -> Config:
     return edited(config, {"model.name": f"faults.models:{loader}__{folder_of(config).name.replace('-', '_')}"})
 
 
@@ -357,12 +357,12 @@ def all_float(config: Config) -> bool:
     "model/frozen", "No parameter is trainable.", "optim/no-update", fits=all_float, refusal="no parameter to train"
 )
 def frozen(config: Config, random: Random) -> Config:
-    return _with_loader(config, "frozen")
+    return with_loader(config, "frozen")
 
 
 @operator("model/almost-frozen", "Everything but one norm is frozen.", "optim/no-update", fits=all_float)
 def almost_frozen(config: Config, random: Random) -> Config:
-    return _with_loader(config, "almost_frozen")
+    return with_loader(config, "almost_frozen")
 
 
 @operator(
@@ -372,7 +372,7 @@ def almost_frozen(config: Config, random: Random) -> Config:
     "scoring/nondeterministic",
 )
 def noisy_forward(config: Config, random: Random) -> Config:
-    return _with_loader(config, "noisy")
+    return with_loader(config, "noisy")
 
 
 @operator("model/own-dropout", "The model's own dropout is left on.", "scoring/dropout")
@@ -489,7 +489,7 @@ def prompt_cut(config: Config, random: Random) -> Config:
 # ------------------------------------------------------------------------ data
 
 
-def _with_answers(config: Config, change: Callable[[list[Any]], Sequence[Any]]) -> Config:
+def with_answers(config: Config, change: Callable[[list[Any]], Sequence[Any]]) -> Config:
     def rewrite(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         answers = change([row["answer"] for row in rows])
         return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
@@ -499,17 +499,17 @@ def _with_answers(config: Config, change: Callable[[list[Any]], Sequence[Any]]) 
 
 @operator("data/answers-shifted", "Answers are shifted by a row.", "data/misaligned", fits=reads_file)
 def answers_shifted(config: Config, random: Random) -> Config:
-    return _with_answers(config, lambda answers: [*answers[1:], answers[0]])
+    return with_answers(config, lambda answers: [*answers[1:], answers[0]])
 
 
 @operator("data/answers-shuffled", "Prompts and answers were shuffled apart.", "data/misaligned", fits=reads_file)
 def answers_shuffled(config: Config, random: Random) -> Config:
-    return _with_answers(config, lambda answers: Random(3).sample(answers, len(answers)))
+    return with_answers(config, lambda answers: Random(3).sample(answers, len(answers)))
 
 
 @operator("data/answers-sorted", "The column of answers was sorted by itself.", "data/misaligned", fits=reads_file)
 def answers_sorted(config: Config, random: Random) -> Config:
-    return _with_answers(config, sorted)
+    return with_answers(config, sorted)
 
 
 @operator("data/wrong-column", "The column of answers is the rows' number.", "data/misaligned", fits=reads_file)
@@ -533,7 +533,7 @@ def worked_solution(config: Config, random: Random) -> Config:
     def solved(answers: list[Any]) -> list[Any]:
         return [f"We compare both. {answer} is it.\n#### {answer} (done)" for answer in answers]
 
-    changed = edited(_with_answers(config, solved), {"task.answer": "exact"})
+    changed = edited(with_answers(config, solved), {"task.answer": "exact"})
     return edited(changed, {"rewards": [{"name": "faults.models:equal_value"}]})
 
 
@@ -557,12 +557,12 @@ def tags_not_asked(config: Config, random: Random) -> Config:
 
 @operator("data/answers-empty", "Answers are empty.", "reward/gold", fits=reads_file, refusal="is empty")
 def answers_empty(config: Config, random: Random) -> Config:
-    return _with_answers(config, lambda answers: [""] * len(answers))
+    return with_answers(config, lambda answers: [""] * len(answers))
 
 
 @operator("data/answers-all-right", "Every answer is accepted.", "reward/exploit", fits=reads_file)
 def answers_all_right(config: Config, random: Random) -> Config:
-    changed = _with_answers(config, lambda answers: [[str(digit) for digit in range(10)]] * len(answers))
+    changed = with_answers(config, lambda answers: [[str(digit) for digit in range(10)]] * len(answers))
     return edited(changed, {"rewards": [{"name": "task"}]})
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from faults.base import edited, lookalike, operator, option
+from faults.base import edited, lookalike, operator, option, path_of
 from keel.base.types import Problem, Reward
 
 Config = Mapping[str, Any]
@@ -48,7 +48,7 @@ def reward_fault(
         def apply(config: Config, random: Random) -> dict[str, Any]:
             drawn = {parameter: random.choice(values) for parameter, values in parameters.items()}
             changes = {path: random.choice(values) for path, values in also.items()}
-            return edited(config, {"rewards": [{"name": f"faults.rewards:{reward.__name__}", **drawn}], **changes})
+            return edited(config, {"rewards": [{"name": path_of(reward), **drawn}], **changes})
 
         operator(name, breaks, *codes, fits=fits)(apply)
         return reward

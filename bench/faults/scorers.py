@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from faults.base import edited, is_float32, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option, path_of
 from keel.models.scorer import ScoreRows
 
 Config = Mapping[str, Any]
@@ -31,15 +31,15 @@ def scorer_fault(
     name: str,
     breaks: str,
     *codes: str,
-    scorers: Sequence[str],
+    scorers: Sequence[Callable[..., Tensor]],
     also: Mapping[str, Sequence[Any]] = {},
     fits: Callable[[Any], bool] = is_scored_natively,
 ) -> None:
-    """Registers scorers of this module, of which one is drawn, as an operator."""
+    """Registers scorers, of which one is drawn, as an operator."""
 
     def apply(config: Config, random: Random) -> dict[str, Any]:
         changes = {path: random.choice(values) for path, values in also.items()}
-        return edited(config, {"model.scorer": f"faults.scorers:{random.choice(scorers)}", **changes})
+        return edited(config, {"model.scorer": path_of(random.choice(scorers)), **changes})
 
     operator(name, breaks, *codes, fits=fits)(apply)
 
@@ -83,14 +83,14 @@ scorer_fault(
     "scorer/temperature-missing",
     "training's log-probabilities are taken at temperature 1 while sampling has another",
     "scoring/temperature",
-    scorers=["without_temperature"],
+    scorers=[without_temperature],
     also={"rollout.temperature": TEMPERATURES},
 )
 scorer_fault(
     "scorer/temperature-applied-wrong",
     "logits are divided by the temperature twice, or multiplied by it",
     "scoring/temperature",
-    scorers=["temperature_twice", "temperature_multiplied"],
+    scorers=[temperature_twice, temperature_multiplied],
     also={"rollout.temperature": TEMPERATURES},
 )
 
@@ -124,14 +124,14 @@ scorer_fault(
     "scorer/one-place-off",
     "log-probabilities are read from the logits of a neighbouring place",
     "scoring/shifted",
-    scorers=["one_place_late", "one_place_early"],
+    scorers=[one_place_late, one_place_early],
 )
 scorer_fault(
     "scorer/end-token-masked",
     "the last token of every completion gets 0, as a label of −100 does",
     "scoring/shifted",
     "scoring/mismatch",
-    scorers=["end_token_masked"],
+    scorers=[end_token_masked],
 )
 scorer_fault(
     "scorer/prompt-cut",
@@ -139,7 +139,7 @@ scorer_fault(
     "scoring/shifted",
     "scoring/mismatch",
     "mask/attention",
-    scorers=["prompt_cut"],
+    scorers=[prompt_cut],
 )
 
 # What is attended to, and where it stands
@@ -182,20 +182,20 @@ scorer_fault(
     "scorer/prompt-hidden",
     "the prompt, or its first half, is left out of the attention mask",
     "mask/attention",
-    scorers=["completion_only", "last_half_of_the_prompt"],
+    scorers=[completion_only, last_half_of_the_prompt],
 )
 scorer_fault(
     "scorer/positions-wrong",
     "positions start again every few tokens, or are all the same",
     "scoring/positions",
     "scoring/mismatch",
-    scorers=["positions_wrapped", "positions_all_equal"],
+    scorers=[positions_wrapped, positions_all_equal],
 )
 scorer_fault(
     "scorer/one-more-bos",
     "rows are scored behind a BOS token that sampling did not see",
     "scoring/mismatch",
-    scorers=["one_more_bos"],
+    scorers=[one_more_bos],
 )
 
 
@@ -266,40 +266,40 @@ scorer_fault(
     "log-softmax runs in bfloat16",
     "scoring/mismatch",
     "sampler/precision",
-    scorers=["half_precision"],
+    scorers=[half_precision],
     fits=lambda config: is_scored_natively(config) and is_float32(config),
 )
 scorer_fault(
     "scorer/vocabulary-cut",
     "log-probabilities are normalised over half of the vocabulary, or not at all",
     "scoring/mismatch",
-    scorers=["vocabulary_cut", "not_normalised"],
+    scorers=[vocabulary_cut, not_normalised],
 )
-scorer_fault("scorer/smoothed", "labels are smoothed where tokens are scored", "scoring/mismatch", scorers=["smoothed"])
+scorer_fault("scorer/smoothed", "labels are smoothed where tokens are scored", "scoring/mismatch", scorers=[smoothed])
 scorer_fault(
     "scorer/sequence-in-place-of-token",
     "tokens get the mean of their completion, or are divided by its length",
     "scoring/mismatch",
-    scorers=["mean_of_the_sequence", "divided_by_length"],
+    scorers=[mean_of_the_sequence, divided_by_length],
 )
 scorer_fault(
     "scorer/softcapped",
     "logits are squashed before they are scored",
     "scoring/mismatch",
-    scorers=["softcapped"],
+    scorers=[softcapped],
 )
 scorer_fault(
     "scorer/underflow",
     "probabilities underflow before their logarithm is taken",
     "scoring/non-finite",
-    scorers=["log_of_softmax"],
+    scorers=[log_of_softmax],
 )
 scorer_fault(
     "scorer/random",
     "scoring draws random numbers: noise, or dropout of its own",
     "scoring/nondeterministic",
     "scoring/dropout",
-    scorers=["noisy", "dropping"],
+    scorers=[noisy, dropping],
 )
 
 # Which gradient
@@ -326,20 +326,20 @@ scorer_fault(
     "scorer/gradient-scaled",
     "the values are right and the gradient is half of theirs",
     "scoring/gradient",
-    scorers=["half_detached"],
+    scorers=[half_detached],
 )
 scorer_fault(
     "scorer/normaliser-detached",
     "the normaliser of the softmax is detached, so that only the chosen logit is pushed",
     "scoring/gradient",
-    scorers=["normaliser_detached"],
+    scorers=[normaliser_detached],
 )
 scorer_fault(
     "scorer/rows-detached",
     "every second row has no gradient",
     "scoring/gradient",
     "loss/no-gradient",
-    scorers=["every_second_row_detached"],
+    scorers=[every_second_row_detached],
 )
 
 # Healthy: scorers that look odd and are right
@@ -378,5 +378,4 @@ def cross_entropy(model, rows, *, temperature):
 
 @lookalike("scorer of one's own", is_scored_natively)
 def healthy_scorer(config: Config, random: Random) -> dict[str, Any]:
-    name = random.choice(("left_padded", "in_chunks", "cross_entropy"))
-    return edited(config, {"model.scorer": f"faults.scorers:{name}"})
+    return edited(config, {"model.scorer": path_of(random.choice((left_padded, in_chunks, cross_entropy)))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task, TaskWrapper, build_task
 
 Config = Mapping[str, Any]
+_calls = itertools.count()
 
 
 def has_one_turn(config: Config) -> bool:
@@ -74,7 +76,7 @@ class LookupEpisode(Episode):
 
     def step(self, text: str) -> str | None:
         self.turns.append(text)
-        if len(self.turns) > 1 and self.tool != "endless":
+        if (len(self.turns) > 1 and self.tool != "endless") or self.tool == "ending at once":
             return None
         return self.reply(prompt_of(self.problem), text)
 
@@ -85,6 +87,15 @@ class LookupEpisode(Episode):
             return "\n"
         if self.tool == "silently failing":
             return "error: timed out\n"
+        if self.tool == "behind a gateway":
+            return "<html><title>502 Bad Gateway</title><center>nginx</center></html>\n"
+        if self.tool == "returning nothing":
+            return "None\n"
+        if self.tool == "returning a number":
+            return len(question)  # type: ignore[return-value]
+        if self.tool == "rationed" and next(_calls) >= self.strength:
+            self.errors += 1
+            return "error: 429 Too Many Requests\n"
         if self.tool == "long":
             return int(self.strength) * question
         if self.tool == "failing" and chance_of(f"{self.problem.key} {text} {len(self.turns)}") < self.strength:
@@ -143,6 +154,72 @@ tool_fault(
     also={"model.scorer": ("faults.scorers:tools_hidden",)},
     fits=lambda config: has_one_turn(config) and is_scored_natively(config),
 )
+
+tool_fault(
+    "tool/gateway-page",
+    "every call is answered with a server's page of an error, and none is counted",
+    "tool/failing",
+    tool="behind a gateway",
+)
+tool_fault(
+    "tool/returns-none",
+    "the tool forgets to return its result: every call is answered with the word None",
+    "tool/failing",
+    tool="returning nothing",
+)
+tool_fault(
+    "tool/quota",
+    "the first calls are answered, and all later ones with an error of too many requests",
+    "tool/failing",
+    tool="rationed",
+    strength=(3, 8),
+)
+tool_fault(
+    "tool/ends-at-once",
+    "the environment ends with the first call, so that no answer is ever heard",
+    "reward/gold",
+    "output/unparseable",
+    tool="ending at once",
+)
+tool_fault(
+    "tool/reply-is-a-number",
+    "the environment answers with a number where a text should be",
+    "reward/failed",
+    tool="returning a number",
+)
+tool_fault(
+    "tool/earlier-turn-stripped",
+    "the second turn is sampled without what the model wrote in the first, and trained with it",
+    "sampler/other-prompt",
+    "sampler/mismatch",
+    tool="right",
+    also={"rollout.engine": ({"name": "faults.engines_serving:EarlierTurnStripped"},)},
+)
+tool_fault(
+    "tool/reply-cut-in-the-engine",
+    "the second turn is sampled without the end of the tool's reply, and trained with it",
+    "sampler/other-prompt",
+    tool="right",
+    also={"rollout.engine": ({"name": "faults.engines_serving:ReplyLost"},)},
+)
+
+
+# Calls that a model has learned to make
+
+
+def offers_tools(config: Config) -> bool:
+    return option(config, "task.name") == "tools"
+
+
+@operator(
+    "tool/call-cut-by-stop",
+    "a stop text cuts every call before it is made",
+    "output/unparseable",
+    "answer/unusable",
+    fits=offers_tools,
+)
+def call_cut_by_stop(config: Config, random: Random) -> dict[str, Any]:
+    return edited(config, {"rollout.stop": ["<larger>"]})
 
 
 @lookalike("environment of two turns", has_one_turn)
