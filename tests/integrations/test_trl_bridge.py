@@ -100,7 +100,8 @@ def test_a_spike_is_skipped(tmp_path):
             loss = super()._compute_loss(model, inputs)
             return loss * 1e4 if self.state.global_step == 11 else loss
 
-    trainer = trainer_of(tmp_path, cls=Spiking, max_steps=12, max_completion_length=2, learning_rate=1e-3)
+    more = {"guards": GuardOptions(on_spike="skip")}
+    trainer = trainer_of(tmp_path, cls=Spiking, max_steps=12, max_completion_length=2, learning_rate=1e-3, more=more)
     trainer.train()
     log = lines(tmp_path)
     assert [line["guard/skipped"] for line in log] == [0] * 11 + [1]

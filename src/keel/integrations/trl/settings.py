@@ -116,8 +116,7 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
 
 def _guards(guards: GuardOptions | None) -> GuardOptions:
     """The guards; inside TRL a run is not rolled back, and what nobody chose is a stop."""
-    if guards is None:
-        return GuardOptions(on_nans="stop", on_spike="skip")
+    guards = GuardOptions() if guards is None else guards
     if "on_nans" not in guards.model_fields_set:
         return guards.model_copy(update={"on_nans": "stop"})
     if guards.on_nans == "rollback":
