@@ -1,17 +1,19 @@
 """With TRL's own formula chosen, Keel inside TRL is TRL: the same weights after several steps of SGD."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
-from integrations.small_trl import TRLS_OWN, build, gap, small_model, weights
+from integrations.small_trl import TRLS_OWN, arguments, build, gap, small_model, weights
 from keel.base.types import Batch, Scores
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
-from keel.integrations.trl.settings import REDUCTIONS
+from keel.integrations.trl.scoring import denominators, rows_of
+from keel.integrations.trl.settings import REDUCTIONS, mismatch_of, pairing_of
 from keel.kl import KLOptions
-from keel.losses import LossOptions, MismatchOptions, objective
+from keel.losses import LossOptions, MismatchOptions, kl_penalty, objective
 
 
 def keel(kl=TRLS_OWN, **more):
@@ -97,6 +99,51 @@ def test_the_exact_kl_is_that_of_the_logits(tmp_path):
     assert before[0].abs().max() < 1e-6  # the reference is the start
     torch.testing.assert_close(scores.exact_kl[mask], before[-1], atol=1e-5, rtol=1e-4)
     assert before[-1].mean() > 1e-3
+
+
+def test_the_exact_kl_in_mixed_precision(tmp_path):
+    """bf16 by accelerate and recomputed activations: both models are computed alike, so that the KL begins at 0."""
+    kl = KLOptions(beta=0.3, estimator="exact")
+    changes = {"bf16": True, "gradient_checkpointing": True, "learning_rate": 0.1, "max_steps": 2}
+    trainer = build(Recorded, tmp_path, beta=0.0, keel=keel(kl), **changes)
+    trainer.train()
+    first, last = (line["kl/policy_ref/exact/mean"] for line in trainer.state.log_history[:2])
+    assert first == 0.0
+    assert last > 1e-3
+
+
+def vllm_rows(seed=0):
+    """A microbatch as TRL hands it on with vLLM's log-probabilities."""
+    g = torch.Generator().manual_seed(seed)
+    logp = -torch.rand(4, 6, generator=g)
+    mask = (torch.arange(6)[None] < torch.tensor([6, 3, 5, 1])[:, None]).long()
+    noise = [0.3 * torch.randn(4, 6, generator=g) for _ in range(3)]
+    return logp, {
+        "completion_mask": mask,
+        "tool_mask": (torch.rand(4, 6, generator=g) > 0.2).long(),
+        "advantages": torch.randn(4, generator=g),
+        "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": logp + noise[0],
+        "ref_per_token_logps": logp + noise[1],
+        "sampling_per_token_logps": logp + noise[2],
+    }
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_kl_in_the_advantage_on_vllms_samples(tmp_path, filtered):
+    """Weighed by what vLLM drew with, limited as TRL limits the policy term: Keel's objective with `loss.mismatch`."""
+    logp, inputs = vllm_rows()
+    args = arguments(tmp_path, use_vllm=True, loss_type="grpo", vllm_importance_sampling_mode="token_truncate")
+    kl = KLOptions(beta=0.3, estimator="k1", placement="advantage")
+    batch, by = rows_of(inputs, filtered=filtered), denominators(args, kl, inputs, 1)
+    mismatch = mismatch_of(args)
+    assert mismatch.cap == args.vllm_importance_sampling_clip_max
+    term, _ = kl_penalty(kl, pairing_of(kl, args), "sequence_mean", 0.3, Scores(logp), batch, by, mismatch)
+    silent = replace(batch, advantages=torch.zeros(4))
+    options = LossOptions(loss_type="grpo", mismatch=mismatch)
+    expected = objective(Scores(logp), silent, options, kl, 0.3)
+    assert term.item() == pytest.approx(expected.loss.item(), abs=1e-6)
+    assert abs(term.item()) > 1e-4
 
 
 def test_scores_carry_no_graph_beyond_the_pass(tmp_path):

@@ -14,6 +14,7 @@ from keel.config import load_config
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
 from keel.kl import KLOptions
 from keel.lab.runs import read_run
+from keel.run.resume import check_same_run
 
 KL = KLOptions(beta=0.1, controller={"name": "step", "target": 0.01})
 
@@ -129,6 +130,11 @@ def test_a_lora_run_names_its_base_and_adapter(tmp_path, command):
 def test_a_run_is_not_overwritten(run):
     with pytest.raises(KeelError, match="already holds a run"):
         build(KeelGRPOTrainer, run, beta=0.0, keel={"kl": KL}).train()
+
+
+def test_keel_does_not_go_on_with_it(run):
+    with pytest.raises(KeelError, match=r"is a run of TRL 1\.16"):
+        check_same_run(run, load_config(run / "config.yaml"))
 
 
 def test_options_without_a_counterpart_are_said(tmp_path):

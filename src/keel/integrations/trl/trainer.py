@@ -48,7 +48,7 @@ from keel.integrations.trl.window import Pass, Window, detached, gather, measure
 from keel.kl import KLOptions
 from keel.lab.doctor.names import TRAINERS
 from keel.losses import kl_penalty
-from keel.models.head import causal_lm, frozen_head
+from keel.models.head import causal_lm, frozen_head, head_of
 from keel.models.load import LoadedModel
 from keel.reference import build_reference
 from keel.reference.options import ReferenceOptions
@@ -150,6 +150,8 @@ class KeelGRPOTrainer(GRPOTrainer):
                 add_fused_lm_head(
                     inner, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32
                 )
+            if self.keel.kl.needs_exact:  # measured now: later accelerate runs the forward in mixed precision
+                head_of(model), head_of(self.model)
         self._start = self.keel_reference.fingerprint()
         self._ref_head: Any = None
 

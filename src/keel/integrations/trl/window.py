@@ -48,8 +48,11 @@ class Window:
 
 def detached(scores: Scores) -> Scores:
     """The same numbers without their graph."""
-    parts: dict[str, Any] = {field.name: getattr(scores, field.name) for field in fields(scores)}
-    return Scores(**{name: None if x is None else x.detach() for name, x in parts.items()})
+
+    def plain(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach()
+
+    return Scores(scores.logp.detach(), plain(scores.entropy), plain(scores.exact_kl), plain(scores.ref_policy_kl))
 
 
 def gather(passes: Sequence[Pass], world: World) -> Window:
