@@ -89,7 +89,8 @@ class KeelRunCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         if not state.is_world_process_zero:
             return
-        self._began, self._wall_s = time.monotonic(), 0.0
+        self.close()  # of a run that was interrupted
+        self._began = time.monotonic()
         path, resumed = Path(args.output_dir), state.global_step > 0
         self._directory = _open(path, resumed, state.global_step, replace_old=self.if_exists == "replace")
         self._loggers = MultiLogger(JsonlLogger(self._directory))
@@ -145,8 +146,13 @@ class KeelRunCallback(TrainerCallback):
         self._directory.sync()
         if self.report:
             write_report_of(self._directory.path, self._loggers, AT_END)
-        self._loggers.close()
-        self._directory.close()
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder back; safe to call twice."""
+        if self._directory is not None and self._loggers is not None:
+            self._loggers.close()
+            self._directory.close()
         self._directory, self._loggers = None, None
 
 

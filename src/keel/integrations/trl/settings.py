@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError
@@ -183,8 +184,6 @@ def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config,
 
 def _accepted(tree: dict[str, Any], options: dict[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
     """The tree with these options, if Keel takes it so; otherwise as it was, and why."""
-    import copy
-
     changed = copy.deepcopy(tree)
     for name, value in options.items():
         put(changed, name, value)
@@ -197,5 +196,4 @@ def _accepted(tree: dict[str, Any], options: dict[str, Any], prefix: str) -> tup
 
 def _plain(value: Any) -> Any:
     """An enumeration by its value, anything else as it is."""
-    value = getattr(value, "value", value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return getattr(value, "value", value)

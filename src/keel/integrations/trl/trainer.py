@@ -397,7 +397,10 @@ class KeelGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **named: Any) -> Any:
         """TRL's `train`; after a guard's stop the model has the weights of the last good checkpoint."""
         self.keel_stopped, self._good = None, None
-        result = super().train(*args, **named)
+        try:
+            result = super().train(*args, **named)
+        finally:
+            self.keel_run.close()
         if self._good is not None:
             self._load_from_checkpoint(self._good)
         return result
