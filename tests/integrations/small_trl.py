@@ -81,12 +81,14 @@ def arguments(out: Path, **changes: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=str(out), **{**options, **changes})
 
 
-def build(trainer: type[GRPOTrainer], out: Path, *, model: Any = None, keel: Any = None, **changes: Any) -> Any:
+def build(
+    trainer: type[GRPOTrainer], out: Path, *, model: Any = None, keel: Any = None, reward: Any = even, **changes: Any
+) -> Any:
     """A trainer on the tiny model; `changes` are of GRPOConfig, `keel` are arguments of KeelGRPOTrainer."""
     rows = Dataset.from_dict({"prompt": [f"w{number} w{number + 1}" for number in range(16)]})
     return trainer(
         model=small_model() if model is None else model,
-        reward_funcs=even,
+        reward_funcs=reward,
         args=arguments(out, **changes),
         train_dataset=rows,
         processing_class=tokenizer(),

@@ -112,6 +112,16 @@ def test_a_spike_is_skipped(tmp_path):
     assert (tmp_path / "skipped" / "step-12.json").is_file()
 
 
+def test_rewards_that_are_all_alike_are_said_once(tmp_path):
+    """Two updates a batch: the third batch is the first of step 5."""
+    more = {"guards": GuardOptions(constant_steps=3)}
+    trainer_of(
+        tmp_path, more=more, num_iterations=2, max_steps=6, reward=lambda completions, **_: [1.0] * len(completions)
+    ).train()
+    steps = [event["step"] for event in lines(tmp_path, "events.jsonl") if event["kind"] == "reward/constant"]
+    assert steps == [5]
+
+
 # ------------------------------------------------------------------------------- controller and budget
 
 

@@ -137,8 +137,10 @@ def test_keel_does_not_go_on_with_it(run):
         check_same_run(run, load_config(run / "config.yaml"))
 
 
-def test_options_without_a_counterpart_are_said(tmp_path):
-    keel = {"kl": KL, "callbacks": [KeelRunCallback(report=False)]}
+def test_what_may_surprise_is_said(tmp_path):
+    keel = {"callbacks": [KeelRunCallback(report=False)]}
+    keel["kl"] = KLOptions(beta=0.1, gradient="plain")
     build(KeelGRPOTrainer, tmp_path, beta=0.0, loss_type="luspo", max_steps=1, keel=keel).train()
     notes = [event["message"] for event in read_run(tmp_path).events if event["kind"] == "note"]
     assert any("luspo" in note for note in notes)
+    assert any("expected gradient is" in note for note in notes)

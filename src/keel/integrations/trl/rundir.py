@@ -51,6 +51,7 @@ class KeelRunCallback(TrainerCallback):
             raise KeelError(f"if_exists is {if_exists!r}: use refuse or replace")
         self.if_exists, self.report = if_exists, report
         self.settings: Settings | None = None  # of KeelGRPOTrainer, which writes the lines itself
+        self.notes: list[str] = []
         self.state: State | None = None
         self._directory: RunDirectory | None = None
         self._loggers: MultiLogger | None = None
@@ -101,7 +102,7 @@ class KeelRunCallback(TrainerCallback):
         self._weights = fingerprint(unwrap(model))
         if resumed:
             self.event("resume", step=state.global_step, message=f"resumed from checkpoint-{state.global_step}")
-        for note in notes:
+        for note in (*self.notes, *notes):
             self.event("note", step=state.global_step, message=note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config import Config, aliases, read_config
 from keel.config.load import is_option, put
-from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_of
+from keel.kl import BetaController, KLOptions, Pairing, advise, check_kl, controller_of
+from keel.kl.facts import POLICY_REF
 from keel.losses.options import MismatchOptions
 from keel.reference import check_reference
 from keel.reference.options import ReferenceOptions
@@ -135,6 +136,17 @@ def pairing_of(kl: KLOptions, args: Any) -> Pairing:
     if args.loss_type not in REDUCTIONS:
         raise KeelError(f"loss_type={args.loss_type} is none that Keel knows the reduction of: {', '.join(REDUCTIONS)}")
     return kl.pairing(REDUCTIONS[args.loss_type], off_policy=several_updates(args), facts=estimator_facts(kl.estimator))
+
+
+def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
+    """What is allowed and may surprise, one sentence each."""
+    notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
+    if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
+        notes.append(
+            "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
+            "where TRL's own takes the sequence's"
+        )
+    return notes + advise(args.loss_type, kl.beta)
 
 
 def controller(kl: KLOptions, args: Any) -> BetaController:

@@ -41,6 +41,7 @@ from keel.integrations.trl.settings import (
     check_args,
     controller,
     mismatch_of,
+    notes_on,
     pairing_of,
     settle,
 )
@@ -98,6 +99,7 @@ class KeelGRPOTrainer(GRPOTrainer):
             args = copy.copy(args)
         settings = settle(0.0 if args is None else args.beta, kl, guards, reference)
         if args is not None:
+            pairing_of(settings.kl, args)  # what is refused is refused before a model is loaded
             args.beta = 0.0  # TRL shall build no reference: it would load another copy, or add an adapter
         super().__init__(model, reward_funcs, args, *positional, **named)
         check_args(self.args)
@@ -122,7 +124,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         callbacks = self.callback_handler.callbacks
         runs = [callback for callback in callbacks if isinstance(callback, KeelRunCallback)]
         self.keel_run = runs[0] if runs else KeelRunCallback()
-        self.keel_run.settings = settings
+        self.keel_run.settings, self.keel_run.notes = settings, notes_on(settings.kl, self.keel_pairing, self.args)
         if not runs:
             self.add_callback(self.keel_run)
         self.add_callback(_Steps(self))
@@ -296,9 +298,12 @@ class KeelGRPOTrainer(GRPOTrainer):
             line,
             self.keel.kl.budget,
             applied_norms=[line["grad/norm"]] if self._update.applied else [],
-            constant=line.get("reward/std", 1.0) == 0.0,
-            silent=line.get("reward/zero_variance_fraction", 0.0) == 1.0,
+            constant=line.get("reward/std") == 0.0,
+            silent=line.get("reward/zero_variance_fraction") == 1.0,
         )
+        if "reward/std" not in line:  # an update on rewards that were counted before
+            stretch = {"constant_rewards": before.constant_rewards, "zero_advantages": before.zero_advantages}
+            self.keel_state = replace(self.keel_state, **stretch)
         self._move_reference(line)
         self._log_step(line, before)
         violation = find_violation(self.keel_state, line, self.keel.guards, self.keel.kl.budget)
@@ -363,7 +368,7 @@ class KeelGRPOTrainer(GRPOTrainer):
             self.keel_run.skipped(
                 step, {"step": step, "first_nonfinite": first, "metrics": dict(line), "completions": completions}, cause
             )
-        for kind, message in no_signal_events(self.keel_state, self.keel.guards):
+        for kind, message in no_signal_events(self.keel_state, self.keel.guards) if "reward/std" in line else ():
             self._event(kind, message)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

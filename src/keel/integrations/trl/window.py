@@ -14,7 +14,7 @@ from keel.base.types import Batch, Scores
 from keel.base.world import World
 from keel.kl import importance_ratio, k3, log_ratio
 from keel.kl.measure import MaskIndex, kl_statistics
-from keel.losses.mismatch import behaviour_logp
+from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,15 @@ def _on_cpu(part: Any) -> Any:
 def measure(window: Window, clamp: float | None) -> dict[str, float]:
     """What Keel's own step measures of policy, reference and sampler, in the same names and units.
 
-    On a batch's first update the policy drew the samples. On a later one they are an older policy's, and each token
-    weighs ρ = π/old.
+    On a batch's first update the policy drew the samples. On a later one they are an older policy's, under filters what
+    those left of it, and each token weighs ρ = π/μ.
     """
     rows, scores = window.batch, window.scores
     mask, logp, index = rows.action_mask, scores.logp, MaskIndex.of(rows.action_mask)
     metrics: dict[str, Number] = {"logp/policy_mean": index.mean(logp)}
     if rows.ref_logp is not None:
-        weights = None if rows.old_logp is None else importance_ratio(logp, rows.old_logp, mask)
+        behaviour = kl_behaviour_logp(rows, logp)
+        weights = None if behaviour is None else importance_ratio(logp, behaviour, mask)
         metrics |= kl_statistics(
             logp, rows.ref_logp, mask, index, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
         )
