@@ -4,7 +4,8 @@
     python bench/trl_bridge.py --exact --rounds 5
 
 Both sides sample, score a reference and update the same way; a step is timed from its end to the next one's, so that
-logging and writing are in it. Run it on an idle machine: the ratio is of medians over all rounds.
+logging and writing are in it. Ratios are of medians over all rounds: of wall time, which needs an idle machine, and of
+the process's own CPU time, which does not.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_random_llama(model, (), SHAPE)
-        times: dict[str, list[float]] = {"trl": [], "keel": []}
+        times: dict[str, list[tuple[float, float]]] = {"trl": [], "keel": []}
         for turn in range(given.rounds):
             for side in ("trl", "keel") if turn % 2 == 0 else ("keel", "trl"):
                 times[side] += step_times(side, model, Path(folder) / f"{side}-{turn}", given.steps, exact=given.exact)
-    medians = {f"{side}_s": round(statistics.median(values), 4) for side, values in times.items()}
-    print(json.dumps({**medians, "ratio": round(medians["keel_s"] / medians["trl_s"], 4), "exact": given.exact}))
+    wall, cpu = ({side: statistics.median(s[kind] for s in steps) for side, steps in times.items()} for kind in (0, 1))
+    line = {f"{side}_s": round(value, 4) for side, value in wall.items()}
+    ratios = {"ratio": wall["keel"] / wall["trl"], "cpu_ratio": cpu["keel"] / cpu["trl"]}
+    print(json.dumps({**line, **{name: round(value, 3) for name, value in ratios.items()}, "exact": given.exact}))
 
 
-def step_times(side: str, model: Path, out: Path, steps: int, *, exact: bool) -> list[float]:
-    """Seconds of each step but the first."""
+def step_times(side: str, model: Path, out: Path, steps: int, *, exact: bool) -> list[tuple[float, float]]:
+    """Seconds of each step but the first: by the clock, and of the CPU."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -59,11 +62,11 @@ def step_times(side: str, model: Path, out: Path, steps: int, *, exact: bool) ->
     from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
     from keel.kl import KLOptions
 
-    ended: list[float] = []
+    ended: list[tuple[float, float]] = []
 
     class Timer(TrainerCallback):
         def on_step_end(self, *args: Any, **named: Any) -> None:
-            ended.append(time.perf_counter())
+            ended.append((time.perf_counter(), time.process_time()))
 
     args = GRPOConfig(
         output_dir=str(out),
@@ -96,7 +99,7 @@ def step_times(side: str, model: Path, out: Path, steps: int, *, exact: bool) ->
         kl = KLOptions(estimator="exact" if exact else "k3")
         trainer = KeelGRPOTrainer(**shared, callbacks=[Timer(), KeelRunCallback(report=False)], kl=kl)
     trainer.train()
-    return [later - earlier for earlier, later in pairwise(ended)]
+    return [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(ended)]
 
 
 if __name__ == "__main__":
