@@ -20,7 +20,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 def test_the_weights_are_trls(tmp_path, loss_type, shape):
-    changes = {"loss_type": loss_type, **SHAPES[shape]}
+    changes = {"loss_type": loss_type, "learning_rate": 0.01, **SHAPES[shape]}
     gradient = "rho" if changes.get("use_bias_correction_kl", True) else "plain"
     kl = TRLS_OWN.model_copy(update={"gradient": gradient, "allow_biased": gradient == "plain"})
     start = {name: tensor.clone() for name, tensor in small_model().state_dict().items()}
@@ -29,5 +29,5 @@ def test_the_weights_are_trls(tmp_path, loss_type, shape):
     keel = {"kl": kl, "callbacks": [KeelRunCallback(report=False)]}
     ours = build(KeelGRPOTrainer, tmp_path / "keel", keel=keel, **changes)
     ours.train()
-    assert gap(weights(theirs), start) > 1e-3
+    assert gap(weights(theirs), start) > 3e-4
     assert gap(weights(theirs), weights(ours)) < 1e-6

@@ -53,9 +53,8 @@ def steered(folder):
     saves = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
     trainer = build(Poisoned, folder / "steered", beta=0.0, keel=keel, max_steps=6, **saves)
     trainer.train()
-    print(
-        json.dumps({"steps": trainer.state.global_step, "beta": trainer.keel_state.beta, "said": trainer.keel_stopped})
-    )
+    state = trainer.keel_state
+    print(json.dumps({"steps": state.step, "beta": state.beta, "stopped": trainer.keel_stopped}))
     torch.save(weights(trainer), folder / f"rank-{trainer.accelerator.process_index}.pt")
 
 

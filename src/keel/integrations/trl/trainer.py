@@ -302,8 +302,8 @@ class KeelGRPOTrainer(GRPOTrainer):
             silent=line.get("reward/zero_variance_fraction") == 1.0,
         )
         if "reward/std" not in line:  # an update on rewards that were counted before
-            stretch = {"constant_rewards": before.constant_rewards, "zero_advantages": before.zero_advantages}
-            self.keel_state = replace(self.keel_state, **stretch)
+            constant, silent = before.constant_rewards, before.zero_advantages
+            self.keel_state = replace(self.keel_state, constant_rewards=constant, zero_advantages=silent)
         self._move_reference(line)
         self._log_step(line, before)
         violation = find_violation(self.keel_state, line, self.keel.guards, self.keel.kl.budget)
