@@ -256,7 +256,12 @@ def tokenizer_shifted(config: Config, random: Random) -> Config:
     return _renumbered(config, lambda tokens: [*tokens[1:], tokens[0]], "shifted")
 
 
-@operator("model/tokenizer-larger", "The tokenizer has more tokens than the model.", "model/tokenizer")
+@operator(
+    "model/tokenizer-larger",
+    "The tokenizer has more tokens than the model.",
+    "model/tokenizer",
+    refusal="the tokenizer of",
+)
 def tokenizer_larger(config: Config, random: Random) -> Config:
     def change(content: dict[str, Any]) -> None:
         vocabulary = content["model"]["vocab"]
@@ -452,16 +457,6 @@ def template_foreign(config: Config, random: Random) -> Config:
 @operator("template/double-bos", "The template writes BOS twice.", "prompt/double-bos", fits=is_chat)
 def double_bos(config: Config, random: Random) -> Config:
     return with_template(config, "{{ bos_token }}", "{{ bos_token }}{{ bos_token }}", "double-bos")
-
-
-@operator(
-    "template/bos-missing",
-    "The template writes no BOS, with which the model's prompts begin.",
-    "prompt/no-bos",
-    fits=is_chat,
-)
-def bos_missing(config: Config, random: Random) -> Config:
-    return with_template(config, "{{ bos_token }}", "", "no-bos")
 
 
 @operator(

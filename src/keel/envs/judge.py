@@ -61,6 +61,7 @@ class Judge:
         self.max_hung, self.hung = max_hung, HungCalls()
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
+        self.asked: Counter[str] = Counter()  # episodes that each part was asked about, by copies of this judge too
 
     @classmethod
     def of(
@@ -86,6 +87,7 @@ class Judge:
         is false, which is asked once they have a reward.
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
+        self.asked.update({part.name: len(episodes) for part in self.parts})
         table: list[list[Reward]] = []
         outcomes = {i: self._together(part, problem, episodes, failed) for i, part in enumerate(self.parts)}
         for sample, turns in enumerate(episodes):

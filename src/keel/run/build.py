@@ -318,9 +318,16 @@ def build_collector(
     judge: Judge,
     world: World,
 ) -> Any:
-    """What collects the groups of a step: `(problems, attempt, step)`, with other sampling where that is given."""
+    """What collects the groups of a step: `(problems, attempt, step)`, with another sampling or judge where given."""
 
-    def collected(problems: Sequence[Any], *, attempt: int, step: int, sampling: SamplingParams = sampling) -> Any:
+    def collected(
+        problems: Sequence[Any],
+        *,
+        attempt: int,
+        step: int,
+        sampling: SamplingParams = sampling,
+        judge: Judge = judge,
+    ) -> Any:
         groups = collect(
             engine,
             task,

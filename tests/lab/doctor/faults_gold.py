@@ -110,3 +110,18 @@ class GradedByNextRow(NextRow):
 
     def gold(self, problem: Problem) -> str:
         return str(max(int(n) for n in re.findall(r"\d+", str(problem.prompt))))
+
+
+class OneAnswer(NextRow):
+    """Every problem has the answer of the first."""
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return [replace(p, answer="7") for p in self.inner.sample(count, seed=seed, step=step)]
+
+
+class BoxedAnswers(NextRow):
+    """Answers in a box, which texts are compared with."""
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        problems = self.inner.sample(count, seed=seed, step=step)
+        return [replace(p, answer=f"\\boxed{{{p.answer}}}") for p in problems]

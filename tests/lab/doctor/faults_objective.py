@@ -53,6 +53,22 @@ def times_the_tokens(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     return replace(term, loss=term.loss * inputs.mask.sum())
 
 
+def clipped_on_the_wrong_side(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    ratio, limits = inputs.ratio(), inputs.limits
+    inside = ratio.clamp(1 - limits.low, 1 + limits.high)
+    return PolicyTerm(-torch.maximum(ratio * inputs.advantages, inside * inputs.advantages), ratio)
+
+
+def clipped_on_both_sides(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    ratio, limits = inputs.ratio(), inputs.limits
+    return PolicyTerm(-ratio.clamp(1 - limits.low, 1 + limits.high) * inputs.advantages, ratio)
+
+
+def not_clipped(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    ratio = inputs.ratio()
+    return PolicyTerm(-ratio * inputs.advantages, ratio)
+
+
 def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     """Sound: later tokens weigh a little less."""
     term = clipped(inputs, options)

@@ -337,7 +337,25 @@ class _Spaced:
         return [replace(r, tokens=(*r.tokens, *space)) for r in requests]
 
 
+class _Prefixed:
+    def prompts(self, requests):
+        opening = schooled_model()[1].encode("be brief and max 9 0=9")  # a text that no hypothesis has
+        return [replace(r, tokens=(*opening, *r.tokens)) for r in requests]
+
+
+class _Spaceless:
+    def prompts(self, requests):
+        space = schooled_model()[1].encode(" ")[0]
+        return [replace(r, tokens=tuple(t for t in r.tokens if t != space) or r.tokens) for r in requests]
+
+
 class CutReported(_Cut, Reported): ...
+
+
+class PrefixedReported(_Prefixed, Reported): ...
+
+
+class SpacelessReported(_Spaceless, Reported): ...
 
 
 class CutSilent(_Cut, Silent): ...

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 from keel.config import Config, load_config
 from keel.config.text import parse
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes import PROBES
 from keel.lab.runs import option_of
 from lab.doctor.schooled import schooled_config
 
@@ -43,10 +45,36 @@ def check_advice(config: Config, diagnosis: Diagnosis) -> None:
             assert is_option(name), f"{name} in {advice!r} is no option"
 
 
-def check_named_first(code: str, overrides: Iterable[str]) -> Diagnosis:
+# What looks at the kind of thing that a code is about, with what it builds on.
+LOOKING = {
+    "mask": ("masks",),
+    "scoring": ("masks", "scoring"),
+    "sampler": ("travel", "masks", "scoring", "sampler", "weight sync"),
+    "reference": ("reference",),
+    "loss": ("objective",),
+    "kl": ("reference", "objective", "kl_term"),
+    "reward": ("collection", "advantage"),
+    "output": ("collection", "travel"),
+}
+
+
+def preflight_of(config: Config, area: str) -> Diagnosis:
+    """A preflight of the probes that look at this area alone."""
+    chosen = [(name, probe) for name, probe in PROBES if name in LOOKING[area]]
+    with patch("keel.lab.doctor.preflight.PROBES", chosen):
+        return preflight(config)
+
+
+def repeated(faults: Mapping[str, tuple[str, *tuple[Any, ...]]], fault: str) -> bool:
+    """Whether another fault before this one has its code: it is looked at by the probes of its area alone."""
+    code = faults[fault][0]
+    return code.partition("/")[0] in LOOKING and next(n for n, entry in faults.items() if entry[0] == code) != fault
+
+
+def check_named_first(code: str, overrides: Iterable[str], *, whole: bool = True) -> Diagnosis:
     """A planted fault is the first finding, an alarm with evidence, and all that is proposed can be followed."""
     config = schooled_config(*overrides)
-    diagnosis = preflight(config)
+    diagnosis = preflight(config) if whole else preflight_of(config, code.partition("/")[0])
     check_advice(config, diagnosis)
     assert [finding.code for finding in diagnosis.findings][:1] == [code], diagnosis.findings
     first = diagnosis.findings[0]

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from keel.lab.doctor.probes.alternatives import Edit, alternatives, applied, fitted
-from keel.lab.doctor.probes.alternatives import _frequency as frequency
-from keel.lab.doctor.probes.alternatives import _no_end as no_end
-from keel.lab.doctor.probes.alternatives import _no_ngram as no_ngram
-from keel.lab.doctor.probes.alternatives import _on_token as on_token
-from keel.lab.doctor.probes.alternatives import _presence as presence
-from keel.lab.doctor.probes.alternatives import _repetition as repetition
+from keel.lab.doctor.probes.alternatives import Context, alternatives, applied, fitted
 from keel.lab.doctor.probes.draws import Draws, tail_masses, tightest, uniform_p_value
 from keel.rollout.sampling import SamplingParams
 
 PLAIN, END = SamplingParams(), 0
+PROMPT = 5
+Edit = Callable[[Sequence[int], Any], dict[int, float]]  # text so far, logits → new logits of some tokens
+
+
+def repetition(penalty: float) -> Edit:
+    return lambda text, logits: {
+        t: float(logits[t]) / penalty if logits[t] > 0 else float(logits[t]) * penalty for t in text
+    }
+
+
+def frequency(penalty: float, *, once: bool = False) -> Edit:
+    return lambda text, logits: {
+        t: float(logits[t]) - penalty * (1 if once else text[PROMPT:].count(t)) for t in text[PROMPT:]
+    }
+
+
+def no_ngram(n: int) -> Edit:
+    def edit(text: Sequence[int], logits: Any) -> dict[int, float]:
+        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+        return {gram[-1]: -math.inf for gram in grams if gram[:-1] == tuple(text[len(text) - n + 1 :])}
+
+    return edit
+
+
+def no_end(least: int) -> Edit:
+    return lambda text, logits: {END: -math.inf} if len(text) - PROMPT < least else {}
+
+
+def on_token(token: int, bias: float) -> Edit:
+    return lambda text, logits: {token: float(logits[token]) + bias}
 
 
 def written(edit: Edit | None = None, texts: int = 120, length: int = 20, vocabulary: int = 24, seed: int = 0) -> Draws:
@@ -29,11 +55,11 @@ def written(edit: Edit | None = None, texts: int = 120, length: int = 20, vocabu
     rows, logits, tokens, positions = [], [], [], []
     lines = []
     for row in range(texts):
-        line = torch.randint(1, vocabulary, (5,), generator=generator).tolist()
+        line = torch.randint(1, vocabulary, (PROMPT,), generator=generator).tolist()
         for position in range(length):
             own = chain[line[-1]]
             changed = own.clone()
-            for token, value in (edit(line, 5, own) if edit else {}).items():
+            for token, value in (edit(line, own) if edit else {}).items():
                 changed[token] = value
             token = int(torch.multinomial(changed.softmax(-1), 1, generator=generator))
             rows.append(row)
@@ -51,7 +77,7 @@ def written(edit: Edit | None = None, texts: int = 120, length: int = 20, vocabu
         torch.tensor(rows),
         position=torch.tensor(positions),
         texts=tuple(lines),
-        prompts=(5,) * texts,
+        prompts=(PROMPT,) * texts,
     )
 
 
@@ -64,12 +90,12 @@ def test_none_is_found_on_the_policys_own_draws() -> None:
     ("name", "edit"),
     [
         ("a repetition penalty of 1.5", repetition(1.5)),
-        ("a presence penalty of 1", presence(1.0)),
+        ("a presence penalty of 1", frequency(1.0, once=True)),
         ("a frequency penalty of 1", frequency(1.0)),
         ("no repeated 2-gram", no_ngram(2)),
-        ("no end before 6 tokens", no_end([END], 6)),
-        ("a ban on token 3", on_token(3, "")(-math.inf)[1]),
-        ("a bias of +3 on token 3", on_token(3, "")(3.0)[1]),
+        ("no end before 6 tokens", no_end(6)),
+        ("a ban on token 3", on_token(3, -math.inf)),
+        ("a bias of +3 on token 3", on_token(3, 3.0)),
     ],
 )
 def test_each_is_found_again_and_is_the_likeliest(name: str, edit: Edit) -> None:
@@ -82,8 +108,18 @@ def test_each_is_found_again_and_is_the_likeliest(name: str, edit: Edit) -> None
     assert uniform_p_value(tail_masses(applied(drawn, others[0], PLAIN), PLAIN)) > 0.01
 
 
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_repeated_n_grams_are_those_that_a_search_of_the_text_gives(n: int) -> None:
+    text = tuple(torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(0)).tolist())
+    positions = torch.arange(len(text) - PROMPT)
+    zeros = torch.zeros(len(positions), dtype=torch.long)
+    context = Context.of(Draws(zeros, zeros, zeros, zeros, position=positions, texts=(text,), prompts=(PROMPT,)))
+    for position, tokens, repeated in zip(positions.tolist(), context.tokens, context.repeating[n], strict=True):
+        assert set(tokens[repeated].tolist()) == set(no_ngram(n)(text[: PROMPT + position], None))
+
+
 def test_a_value_between_those_of_the_list_is_fitted() -> None:
-    drawn = written(on_token(3, "")(2.0)[1])
+    drawn = written(on_token(3, 2.0))
     (first, *_), _ = alternatives(drawn, PLAIN, [END])
     assert fitted(drawn, first, PLAIN).value == pytest.approx(2.0, abs=0.4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -11,16 +12,18 @@ import pytest
 import torch
 
 from keel.base.thresholds import load_thresholds
-from keel.base.types import Reward
+from keel.base.types import Problem, Reward
 from keel.lab.doctor import budget
 from keel.lab.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
 from keel.lab.doctor.preflight import LEFT_OUT, preflight
 from keel.lab.doctor.probes import PROBES, evidence
 from keel.lab.doctor.probes.balance import probe_balance
+from keel.lab.doctor.probes.collection import probe_collection
+from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.probes.reach import probe_reach
 from keel.lab.doctor.probes.update import probe_update, scored
 from keel.lab.doctor.setup import ProbeSetup, build_setup
-from lab.doctor.schooled import schooled_config
+from lab.doctor.schooled import nearness, schooled_config
 
 LIMITS = load_thresholds()
 LONG = ("model.name=lab.doctor.schooled:fresh_model", "rollout.max_completion_length=40")  # noise seldom ends
@@ -139,3 +142,43 @@ def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeyp
     (finding,) = [f for f in seen["collection"].findings if f.code == "output/unparseable"]
     assert finding.severity == "warning"
     assert finding.evidence.startswith("none of ")
+
+
+@pytest.mark.parametrize(("quick", "most"), [(False, 150), (True, 70)])
+def test_a_healthy_preflight_asks_for_few_judgements(quick: bool, most: int) -> None:
+    asked = []
+
+    def counted(problem: Problem, text: str) -> Reward:
+        asked.append(text)
+        return nearness(problem, text)
+
+    diagnosis = preflight(schooled_config(), reward=counted, quick=quick)
+    assert diagnosis.healthy, diagnosis.findings
+    assert 16 < len(asked) <= most
+
+
+def test_a_judge_elsewhere_is_not_asked_for_more_where_a_test_is_in_doubt() -> None:
+    asked = []
+
+    async def always_the_same(problem: Problem, text: str) -> Reward:
+        asked.append(text)
+        return Reward(0.5)
+
+    setup = build_setup(schooled_config(), reward=always_the_same)
+    with closing(setup.run):
+        outcome = probe_collection(replace(setup, judgements=60), LIMITS)
+    assert len(asked) <= 60 + len(setup.batch.completions)  # the last test judges what it has once more
+    (constant,) = [finding for finding in outcome.findings if finding.code == "reward/constant"]
+    assert constant.severity == "warning"
+    assert "reward/constant: undecided after" in " ".join(undecided_tests(setup))
+
+
+def test_where_only_tokens_are_looked_at_no_reward_is_asked(setup: ProbeSetup) -> None:
+    before = setup.built.judge.asked.total()
+    groups = setup.collect(step=7)
+    assert setup.built.judge.asked.total() == before
+    assert {reward.total for group in groups for reward in group.rewards} == {0.0}
+    assert [c.tokens for g in setup.collect(step=7, judged=True) for c in g.completions] == [
+        c.tokens for g in groups for c in g.completions
+    ]
+    assert setup.built.judge.asked.total() == before + len(setup.batch.completions)

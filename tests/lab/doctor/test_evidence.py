@@ -19,7 +19,9 @@ from keel.lab.doctor.probes.evidence import (
     chance_below,
     chance_of_all_but,
     level,
+    log_mean_exp,
     log_odds_of_copies,
+    odds_of_patterns,
 )
 
 RUNS = 2000
@@ -113,6 +115,26 @@ def test_copies_are_called_where_the_policy_would_have_varied() -> None:
     assert odds(copied, probabilities) > -math.log(level(load_thresholds()))
     sure = [0.99, 0.01]
     assert abs(odds([[0, 0, 0, 0]] * 4, sure)) < 0.5  # a model that is sure says nothing
+
+
+def patterns(groups: list[list[int]], probabilities: list[float]) -> float:
+    return log_mean_exp(odds_of_patterns([(group, [math.log(probabilities[c]) for c in group]) for group in groups]))
+
+
+@pytest.mark.parametrize("sure", [0.3, 0.7, 0.97])
+def test_groups_that_repeat_themselves_by_chance_show_no_pattern(sure: float) -> None:
+    probabilities = [sure, *([(1 - sure) / 4] * 4)]
+    noise = Random(5)
+    drawn = ([noise.choices(range(5), probabilities, k=4) for _ in range(4)] for _ in range(RUNS))
+    assert sum(patterns(groups, probabilities) >= -math.log(0.01) for groups in drawn) <= allowed(0.01)
+
+
+@pytest.mark.parametrize("copied", [lambda a, b: [a, a, b, b], lambda a, b: [a, b, a, b], lambda a, b: [a, a, a, a]])
+def test_the_same_copies_in_every_group_are_seen_at_a_policy_that_is_rather_sure(copied) -> None:
+    probabilities, noise = [0.7, 0.1, 0.1, 0.1], Random(6)
+    groups = [copied(*noise.choices(range(4), probabilities, k=2)) for _ in range(16)]
+    assert patterns(groups, probabilities) > -math.log(level(load_thresholds()))
+    assert patterns([*groups, [0, 1, 2, 3]], probabilities) < 0
 
 
 def test_some_copies_are_called_where_completions_are_long() -> None:

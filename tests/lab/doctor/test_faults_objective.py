@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.objective import probe_objective
+from keel.lab.doctor.probes.limits import clipped_side
+from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.setup import build_setup
-from lab.doctor.followed import check_named_first
+from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_scoring import LORA, TALK
 
@@ -80,7 +84,7 @@ PHRASES = {  # of which the explanation is the fault itself
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    diagnosis = check_named_first(*FAULTS[fault])
+    diagnosis = check_named_first(*FAULTS[fault], whole=not repeated(FAULTS, fault))
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
     first = diagnosis.findings[0]
     assert PHRASES.get(fault, "") in f"{first.evidence} {first.cause}"
@@ -95,6 +99,45 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "severity", "because"),
+    [
+        ("clipped_on_the_wrong_side", "error", "cuts the wrong side"),
+        ("clipped_on_both_sides", "warning", "never comes back"),
+        ("not_clipped", "warning", "no limit"),
+    ],
+)
+def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
+    setup = build_setup(schooled_config(loss(wrong), "loss.num_iterations=2"))
+    (finding,) = clipped_side(setup, {}, load_thresholds())
+    assert (finding.code, finding.severity) == ("loss/clip", severity)
+    assert because in finding.cause
+
+
+def test_every_clip_of_keels_own_cuts_its_side() -> None:
+    setup = build_setup(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
+    for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
+        run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
+        assert not [*clipped_side(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        (["+-", "+---"], "all but the first token"),
+        (["++", "++--"], "all but the first 2 tokens"),
+        (["+-", "+++-"], "the last token"),
+        (["-+", "---+"], "all but the last token"),
+        (["-+", "-+++"], "the first token"),
+        (["+-", "-+"], ""),
+        (["+++", "+"], ""),
+    ],
+)
+def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], where: str) -> None:
+    mask = torch.arange(4)[None] < torch.tensor([len(row) for row in rows])[:, None]
+    assert left_out(mask, torch.tensor([sign == "+" for row in rows for sign in row])) == where
 
 
 def test_weights_of_ones_own_are_noted_and_not_judged() -> None:

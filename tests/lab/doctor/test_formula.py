@@ -7,12 +7,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
-from keel.kl.facts import FACTS, NEAR, POLICY_REF, Fact, check_pairing
-from keel.kl.nearest import nearest_right
+from keel.kl.facts import FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing
+from keel.kl.nearest import RIGHT, nearest_right
 from keel.lab.doctor.checks import check_history
+from keel.lab.doctor.checks.penalty import DR_GRPO
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
@@ -20,6 +22,7 @@ from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup, build_setup
+from keel.losses import LOSSES
 from lab.doctor.histories import configured, healthy
 from lab.doctor.schooled import schooled_config
 
@@ -137,6 +140,20 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     assert finding.options == ()
 
 
+def absolute(d: Tensor) -> Tensor:
+    """An estimator of one's own whose gradient is the total variation's."""
+    return d.abs()
+
+
+def test_the_total_variation_is_right_only_for_who_asks_for_it() -> None:
+    own, named = (
+        [finding.code for finding in _probed(name, "loss", "plain", "token").findings]
+        for name in ("lab.doctor.test_formula:absolute", "abs")
+    )
+    assert own == ["kl/reversed"]
+    assert not named
+
+
 def test_no_penalty_is_no_wrong_one() -> None:
     for overrides in (["kl.beta=0"], ["kl.beta=0", "kl.measure_every=0"], ["kl.beta=0", "kl.gradient=plain"]):
         assert after(schooled_config(*overrides)).verdict == "ruled out"
@@ -184,3 +201,28 @@ def test_the_nearest_right_pairing_changes_as_little_as_it_can(fact: Fact) -> No
     change = nearest_right(fact.estimator, fact.placement, gradient, fact.level, off_policy=fact.sampling == "off")
     assert len(change) <= 1
     assert "kl.placement" not in change
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo"])
+def test_what_is_kept_of_trls_term_is_what_is_proven(corrected, iterations, loss_type):
+    options = {"kl": {"beta": 0.1, "bias_correction": corrected}}
+    formula = formula_of({**options, "loss": {"loss_type": loss_type, "num_iterations": iterations}}, "TRL")
+    proven = check_pairing(
+        estimator="k3",
+        placement="loss",
+        gradient="rho" if corrected else "plain",
+        level="token",
+        off_policy=iterations > 1,
+        reduction=LOSSES[loss_type].reduction,
+        allow_biased=True,
+    )
+    assert formula is not None
+    assert formula.expected == proven.expected_gradient
+    assert formula.note.endswith(proven.note.partition(": ")[2])
+    assert formula.right == (proven.expected_gradient in RIGHT)
+
+
+def test_the_recipe_without_a_kl_term_is_named_as_in_the_table_of_papers():
+    assert PAPERS["dr_grpo"].paper == DR_GRPO

@@ -11,12 +11,11 @@ from keel.base.thresholds import load_thresholds
 from keel.base.types import Group, Problem, Reward
 from keel.envs import build_task
 from keel.envs.judge import Judge
-from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _spread, probe_collection
 from keel.lab.doctor.probes.gold_rewards import _nearly_all, gold_findings, judged_golds
 from keel.lab.doctor.setup import build_setup
-from lab.doctor.followed import check_named_first
+from lab.doctor.followed import check_named_first, preflight_of
 from lab.doctor.schooled import schooled_config
 
 HERE = "lab.doctor.faults_gold"
@@ -48,6 +47,8 @@ FAULTS = {
     "a reward that never pays": ("reward/gold", [reward("nothing_earns")], "gold answers earn 0 on average"),
     "graded by the next row": ("reward/gold", task("GradedByNextRow"), "another problem's gold answer, 1 after it"),
     "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
+    "boxed answers, compared as texts": ("reward/gold", task("BoxedAnswers"), "of them are not paid"),
+    "one answer for all": ("reward/exploit", task("OneAnswer"), "have one and the same gold answer, '7'"),
     "pay for length": ("reward/exploit", [reward("counts_characters")], "endless"),
     "pay for the answer anywhere": ("reward/exploit", [reward("anywhere")], "every answer"),
     "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "sampled answers all earn the same"),
@@ -102,7 +103,7 @@ def spread(values: list[float], gold: float | None):
         shared={"further groups": groups[4:]},
         doubt_s=120.0,
         config=config,
-        built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4)),
+        built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4), judge=SimpleNamespace(remote=[])),
     )
     return [(f.code, f.severity, f.cause) for f in _spread(setup, 1.0, gold, load_thresholds())]
 
@@ -136,7 +137,7 @@ def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkey
         object.__setattr__(setup.built, "judge", Judge.of(other, on_error="zero"))
         object.__setattr__(setup.batch, "groups", ())  # problems of another task
         judged = judged_golds(setup)
-        assert len(judged) > 16
+        assert len(judged) == 18
         assert not list(gold_findings(setup, judged, load_thresholds()))
     finally:
         setup.run.close()
@@ -151,9 +152,9 @@ def test_a_shift_of_answers_is_a_diagonal_and_no_skill_is_none() -> None:
     assert all(abs(association(noise, shift)) < 4 for shift in range(-3, 4))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_groups_of_a_healthy_run_are_no_alarm(seed: int, size: int) -> None:
     config = schooled_config(f"run.seed={seed}", f"rollout.num_generations={size}", OWN, "rollout.prompts_per_step=4")
-    diagnosis = preflight(config)
+    diagnosis = preflight_of(config, "reward")
     assert diagnosis.healthy, diagnosis.findings

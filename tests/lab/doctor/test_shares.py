@@ -203,6 +203,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("kl/controller", ["kl.controller={name: step, target: 600}"], "another unit"),
     ("kl/controller", ["kl.controller={name: dual, target: 1000}"], "nothing reaches it"),
     ("sampler/too-old", ["rollout.max_staleness=64", "optim.learning_rate=4e-3"], "max_staleness"),
+    ("sampler/too-old", ["rollout.max_staleness=64", "optim.learning_rate=1.5e-3"], "max_staleness"),
 ]
 
 

@@ -14,7 +14,7 @@ from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.setup import build_setup
-from lab.doctor.followed import check_named_first
+from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config, schooled_model
 
 HERE = "lab.doctor.faults_travel"
@@ -57,7 +57,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    check_named_first(*FAULTS[fault])
+    check_named_first(*FAULTS[fault], whole=not repeated(FAULTS, fault))
 
 
 def probed(*overrides: str) -> list[Finding]:
@@ -86,6 +86,8 @@ FOUND = {
     "prompts without their end": ("sampler/other-prompt", [engine("WithoutEndReported")]),
     "prompts without their end, in silence": ("sampler/other-prompt", [engine("WithoutEndSilent")]),
     "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
+    "a text of its own before the prompts": ("sampler/other-prompt", [engine("PrefixedReported")]),
+    "prompts that have lost their spaces": ("sampler/other-prompt", [engine("SpacelessReported")]),
     "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),

@@ -74,6 +74,11 @@ def no_penalty(tree: Tree) -> Options:
     return {"kl.beta": 0, **({"kl.controller": {"name": "fixed"}} if steered else {})}
 
 
+def unpenalized(tree: Tree, why: str, source: str = "keel") -> Advice:
+    """β = 0, and why."""
+    return setting(f"{{}} {why}", no_penalty(tree) if source == "keel" else {option_name("kl.beta", source): 0})
+
+
 def steered(tree: Tree, limit: float) -> Options:
     """A controller that holds the KL per token at half of `limit`, its unit that of the limit; {} where one does.
 

@@ -9,7 +9,7 @@ from statistics import pstdev
 from keel.base.types import Completion, Group
 from keel.lab.doctor.setup import ProbeSetup
 
-PASS_FLOP = 1.6e11  # one forward over the batch: some seconds on a core, and a preflight takes some fifty
+PASS_FLOP = 1.1e11  # one forward over the batch: some seconds on a core, and a preflight takes some fifty
 QUICK_SHARE = 1 / 4
 GPU_TIMES = 1000
 LEAST_GROUPS, LEAST_TOKENS = 2, 16

@@ -43,19 +43,19 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
     beta, steered = kl["beta"], str(_inner(kl, "controller", "name", "fixed"))
     if not beta and steered == "fixed":
         return Formula("kl.beta is 0: no KL term acts", "zero", "zero", {}, active=False)
-    from keel.kl.facts import MEANINGS, check_pairing, term_reduction  # torch: only where a term acts
+    several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
+    loss_type = str(_inner(config, "loss", "loss_type", "grpo"))
+    if source == "TRL":
+        return _of_trl(bool(kl.get("bias_correction")), several, loss_type)
+    from keel.kl.facts import MEANINGS, check_pairing, term_reduction  # torch: only where a term of Keel's acts
     from keel.kl.nearest import RIGHT, nearest_right
     from keel.losses import LOSSES
     from keel.verify.own import estimator_facts
 
     options: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
-    if source == "TRL":  # always k3 in the loss, with or without the ratio before it
-        options["gradient"] = "rho" if kl.get("bias_correction") else "plain"
-    several = _inner(config, "loss", "num_iterations", 1) > 1 or _inner(config, "optim", "minibatches", 1) > 1
     off_policy = several or _inner(config, "rollout", "max_staleness", 0) > 0
-    loss = LOSSES.get(str(_inner(config, "loss", "loss_type", "grpo")))
-    tied = "loss" if source == "TRL" else str(kl.get("reduction"))  # TRL averages its KL as it does its loss
-    averaged = term_reduction(options["placement"], tied, loss.reduction if loss else "token_mean")
+    loss = LOSSES.get(loss_type)
+    averaged = term_reduction(options["placement"], str(kl.get("reduction")), loss.reduction if loss else "token_mean")
     try:
         context = {"off_policy": off_policy, "reduction": averaged, "facts": estimator_facts(options["estimator"])}
         pairing = check_pairing(**options, **context, allow_biased=True)
@@ -67,15 +67,36 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
         note = f"{note.partition(': expected')[0]}: expected gradient is {MEANINGS[expected]}"
     right = expected in RIGHT
     change: Mapping[str, Any] = {} if right else nearest_right(**options, **context)
-    if source == "TRL":
-        note = (
-            f"k3 in the loss {'with' if options['gradient'] == 'rho' else 'without'} its bias correction: "
-            + (note.partition(": ")[2])
-        )
-        change = {} if right else {"use_bias_correction_kl": True}
     return Formula(note, expected, MEANINGS[expected].partition(":")[0], change, right)
 
 
+def _of_trl(corrected: bool, off_policy: bool, loss_type: str) -> Formula:
+    """TRL's term: always k3 in the loss and averaged as it is, with the ratio before it (`corrected`) or without."""
+    expected = "policy||ref" if corrected else "ref||policy"
+    if loss_type in TRL_BY_LENGTH:
+        expected = f"length-weighted {expected}"
+    if off_policy and not corrected:
+        expected = f"near {expected}"
+    meaning = TRL_GRADIENTS[expected]
+    note = f"k3 in the loss {'with' if corrected else 'without'} its bias correction: expected gradient is {meaning}"
+    change = {} if corrected else {"use_bias_correction_kl": True}
+    return Formula(note, expected, meaning.partition(":")[0], change, right=corrected)
+
+
+# What keel.kl.facts proves of TRL's term, and the losses that average over each completion: kept here as well, so that
+# a log is read without torch.
+TRL_BY_LENGTH = ("grpo", "sapo")
+TRL_GRADIENTS = {
+    "policy||ref": "∇KL(policy‖ref): the penalty one means",
+    "ref||policy": "∇KL(ref‖policy): a pull along the forward KL",
+    "near ref||policy": "near ∇KL(ref‖policy), and biased by the drift between the sampler and the policy",
+    "length-weighted policy||ref": "near ∇KL(policy‖ref): the loss's mean over each completion weighs its tokens by "
+    "1/length, which is exact where lengths are equal",
+    "length-weighted ref||policy": "near ∇KL(ref‖policy): the loss's mean over each completion weighs its tokens by "
+    "1/length, which is exact where lengths are equal",
+    "near length-weighted ref||policy": "near ∇KL(ref‖policy): the loss's mean over each completion weighs its tokens "
+    "by 1/length, and it is biased by the drift between the sampler and the policy",
+}
 _DEFAULTS = {"estimator": "k3", "placement": "loss", "gradient": "auto", "level": "token"}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Series:
     def head(self, count: int) -> Series:
         """The first values."""
         return Series(self.steps[:count], self.values[:count])
+
+    def since(self, step: float) -> Series:
+        """From a step on."""
+        first = bisect_left(self.steps, step)
+        return Series(self.steps[first:], self.values[first:])
 
     def tail(self, count: int) -> Series:
         """The last values."""
@@ -149,6 +155,10 @@ class History:
     def steps(self) -> int:
         """The last step that was recorded."""
         return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))
+
+    def since(self, step: float) -> History:
+        """The same with what was recorded from a step on."""
+        return replace(self, series={name: series.since(step) for name, series in self.series.items()})
 
     def option(self, dotted: str) -> Any:
         """A value of the configuration, None where it is not known."""

@@ -184,10 +184,20 @@ def renamed(
 
 
 def derived(series: dict[str, Series]) -> dict[str, Series]:
-    """What follows from what was logged: groups without spread are those that solved none or all."""
+    """What follows from what was logged: groups without spread are those that solved none or all, or were filtered."""
     none, every = series.get("reward/solved_none_fraction"), series.get("reward/solved_all_fraction")
-    if none is not None and every is not None and "reward/zero_variance_fraction" not in series:
+    if none is not None and every is not None:
         at = dict(zip(every.steps, every.values, strict=True))
         pairs = ((s, v + at[s]) for s, v in zip(none.steps, none.values, strict=True) if s in at)
-        series = {**series, "reward/zero_variance_fraction": Series.of(pairs)}
+        series = {"reward/zero_variance_fraction": Series.of(pairs)} | series
+    for whole, rest in COMPLEMENTS.items():
+        if whole in series:
+            pairs = ((s, 1 - v) for s, v in zip(series[whole].steps, series[whole].values, strict=True))
+            series = {rest: Series.of(pairs)} | series
     return series
+
+
+COMPLEMENTS = {
+    "reward/differing_fraction": "reward/zero_variance_fraction",
+    "length/ended_fraction": "length/truncated_fraction",
+}

@@ -55,7 +55,7 @@ def preflight(
         return _without_samples(config, outcome, limits)
     outcomes = []
     with closing(setup.run):
-        setup = replace(setup, doubt_s=QUICK_DOUBT_S) if quick else setup
+        setup = replace(setup, doubt_s=QUICK_DOUBT_S, judgements=QUICK_JUDGEMENTS) if quick else setup
         affordable = within_budget(setup, quick=quick)
         for name, probe in PROBES:
             if quick and name in LEFT_OUT:
@@ -100,10 +100,11 @@ def preflight(
 
 # Experiments that run pass after pass over the batch: a large model has less of it.
 PASSES = (
-    *("masks", "scoring", "sampler", "weight sync", "reference", "kl_term"),
+    *("travel", "exploration", "masks", "scoring", "sampler", "weight sync", "reference", "kl_term"),
     *("update", "reach", "balance", "limits"),  # which share the first update
 )
 QUICK_DOUBT_S = 15.0  # for samples beyond the batch under --quick
+QUICK_JUDGEMENTS = 60
 # What --quick does without, and what is not known then.
 LEFT_OUT = {
     "weight sync": "sampler/stale",

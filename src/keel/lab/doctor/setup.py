@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Problem, Scores
+from keel.base.types import Group, Problem, Reward, Scores
 from keel.config import Config
 from keel.envs import Task
-from keel.envs.judge import Failure
+from keel.envs.judge import Failure, Judge
+from keel.envs.rewards import RewardPart
 from keel.lab.doctor.recording import RecordingEngine
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import LoadedModel
@@ -35,6 +36,7 @@ from keel.trainer.state import TrainingRun
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
 SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
+_NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True)
 _MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
 
 
@@ -56,6 +58,7 @@ class ProbeSetup:
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
     of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
     doubt_s: float = 120.0  # for samples beyond the batch, which tests that are in doubt ask for
+    judgements: int = 150  # that a preflight asks for; where a test is in doubt, more of a judge that is not elsewhere
     cut_from: ProbeSetup | None = None  # the setup of all that was sampled, where the batch holds less of it
 
     @property
@@ -129,12 +132,26 @@ class ProbeSetup:
         return any(not all(c.action) for group in self.groups for c in group.completions)
 
     def collect(
-        self, problems: Sequence[Problem] | None = None, *, step: int = 0, sampling: SamplingParams | None = None
+        self,
+        problems: Sequence[Problem] | None = None,
+        *,
+        step: int = 0,
+        sampling: SamplingParams | None = None,
+        judged: bool = False,
     ) -> list[Group]:
-        """Sample the batch's problems (or others) once more; equal steps draw equal noise."""
+        """Sample the batch's problems (or others) once more; equal steps draw equal noise.
+
+        Where tokens are all that is looked at, no reward is asked, and all of them are 0.
+        """
         chosen = [group.problem for group in self.groups] if problems is None else problems
         params = self.sampling if sampling is None else sampling
-        return self.run.collect(chosen, attempt=0, step=step, sampling=params)  # type: ignore[call-arg]
+        judge = self.built.judge if judged else Judge([_NO_REWARD], self.built.judge.options)
+        return self.run.collect(chosen, attempt=0, step=step, sampling=params, judge=judge)  # type: ignore[call-arg]
+
+    @property
+    def judgements_left(self) -> int:
+        """How many more completions the rewards may be asked about."""
+        return max(0, self.judgements - max(self.built.judge.asked.values(), default=0))
 
     @property
     def sampling(self) -> SamplingParams:
@@ -171,21 +188,23 @@ class ProbeSetup:
         """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1.
 
         In evaluation mode, without padding, packing or a scorer, by the model's own forward; rows of equal length go
-        together as long as their logits are small. One at a time, since a batch of them need not fit into memory.
+        together as long as their logits are small, and equal rows are one. One at a time, since a batch of them need
+        not fit into memory.
         """
         chosen = self.groups if groups is None else groups
-        pairs = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
-        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
-        for _, alike in groupby(order, key=lambda i: len(pairs[i][0]) + len(pairs[i][1])):
-            members = list(alike)
-            width = len(pairs[members[0]][0]) + len(pairs[members[0]][1])
+        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # text and length of its prompt: numbers
+        every = ((group.prompt_tokens, c.tokens) for group in chosen for c in group.completions)
+        for number, (prompt, tokens) in enumerate(every):
+            rows.setdefault(((*prompt, *tokens), len(prompt)), []).append(number)
+        for width, alike in groupby(sorted(rows, key=lambda row: len(row[0])), key=lambda row: len(row[0])):
+            texts = list(alike)
             at_once = min(32, max(1, _MAX_LOGITS // (width * self.vocabulary)))
-            for part in (members[i : i + at_once] for i in range(0, len(members), at_once)):
-                ids = torch.tensor([[*pairs[i][0], *pairs[i][1]] for i in part], device=self.policy.device)
+            for part in (texts[i : i + at_once] for i in range(0, len(texts), at_once)):
+                ids = torch.tensor([text for text, _ in part], device=self.policy.device)
                 with evaluating(self.policy.model):
                     out = self.policy.model(input_ids=ids, use_cache=False).logits
-                for i, row in zip(part, out, strict=True):
-                    yield i, row[len(pairs[i][0]) - 1 : -1].float()
+                for (text, given), logits in zip(part, out, strict=True):
+                    yield from ((number, logits[given - 1 : -1].float()) for number in rows[text, given])
 
     def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
         """The same of all completions, `[B, T, V]`, 0 where there is no token."""

@@ -49,7 +49,7 @@ def noise(series: Series) -> tuple[float, float]:
     values = np.asarray(series.finite.values)
     if len(values) < 3:
         return math.nan, 1.0
-    rest = values - _course(values, max(7, len(values) // 8))
+    rest = values - _course(values, max(11, len(values) // 8))  # a shorter one would take slow noise for the course
     spread = float(np.std(rest))
     deviation = max(MAD * float(np.median(np.abs(rest - np.median(rest)))), 0.2 * spread)
     if spread == 0:
@@ -103,15 +103,26 @@ def ends(series: Series) -> Change | None:
     return Change(before, after, int(series.finite.steps[-1]), min(1.0, chance))
 
 
-def rank_trend(series: Series) -> Change | None:
-    """As `trend` for the few values of an evaluation, each its own block; seven at least."""
+def course(series: Series) -> Change | None:
+    """A steady change, or one that was over early: the less likely of the two under noise."""
+    return min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
+
+
+def few_trend(series: Series) -> Change | None:
+    """As `trend` for the few values of an evaluation, whose noise is fresh each time; five at least.
+
+    By ranks, which seven can decide, or by a line, from which fewer must not stray: the less likely, counted twice.
+    """
     values = series.finite.values
-    if len(values) < 7:
+    if len(values) < 5:
         return None
-    chance = float(stats.kendalltau(range(len(values)), values).pvalue)
     third = len(values) // 3
-    ends = float(np.median(values[:third])), float(np.median(values[-third:]))
-    return Change(*ends, int(series.steps[-1]), chance if math.isfinite(chance) else 1.0)
+    before, after = float(np.median(values[:third])), float(np.median(values[-third:]))
+    if np.ptp(values) == 0:
+        return Change(before, after, int(series.steps[-1]), 1.0)
+    ranks = float(stats.kendalltau(range(len(values)), values).pvalue)
+    line = float(stats.linregress(range(len(values)), values).pvalue)
+    return Change(before, after, int(series.steps[-1]), min(1.0, 2 * min(ranks, line)))
 
 
 def fall(series: Series) -> Change | None:
@@ -137,6 +148,9 @@ def jumps(series: Series, chance: float) -> list[Change]:
     The change from one value to the next has to stand out from all others, and to be most of the change of level.
     """
     finite = series.finite
+    _, frozen = frozen_since(series)
+    if frozen >= LEAST:  # a figure that stops changing has jumped nowhere
+        finite = finite.head(len(finite) - frozen)
     values = np.asarray(finite.values)
     if len(values) < LEAST:
         return []

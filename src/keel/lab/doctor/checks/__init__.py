@@ -7,7 +7,19 @@ from dataclasses import replace
 
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.lab.doctor.causes import explain
-from keel.lab.doctor.checks import course, episodes, evaluation, kl, optim, output, reward, sampler
+from keel.lab.doctor.checks import (
+    course,
+    episodes,
+    evaluation,
+    exploration,
+    kl,
+    optim,
+    output,
+    penalty,
+    reference,
+    reward,
+    sampler,
+)
 from keel.lab.doctor.checks.base import Check, Unchecked
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
@@ -18,8 +30,11 @@ from keel.lab.doctor.hypotheses import history_figures, judge_hypotheses
 CHECKS: tuple[Check, ...] = (
     *reward.CHECKS,
     *output.CHECKS,
+    *exploration.CHECKS,
     *episodes.CHECKS,
     *kl.CHECKS,
+    *penalty.CHECKS,
+    *reference.CHECKS,
     *sampler.CHECKS,
     *optim.CHECKS,
     *evaluation.CHECKS,

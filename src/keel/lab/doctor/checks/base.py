@@ -6,14 +6,17 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import option_name
-from keel.lab.doctor.shapes import Change, median, noise, trend
+from keel.lab.doctor.shapes import LEAST, Change, course, frozen_since, median, noise, trend
 
+KL = "KL(policy‖reference)"
 RECENT = 10  # steps that "now" is the mean of
+SMALL_VOCABULARY, LARGE_VOCABULARY = 32_000, 400_000  # of today's models
 SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
 
 
@@ -99,6 +102,25 @@ def reward_size(history: History) -> float:
     return 0.0 if rewards is None else max(abs(value) for value in rewards.finite.values)
 
 
+def equal_groups(history: History) -> Series | None:
+    """The share of groups whose rewards are equal; from their spread, or from a reward that never changes."""
+    share = history.get("reward/zero_variance_fraction")
+    if share is not None:
+        return share
+    spread = history.get("reward/within_group_std") or history.get("reward/std") or same_rewards(history)
+    if spread is None:
+        return None
+    return Series.of((s, 1.0 if v == 0 else 0.0) for s, v in zip(spread.steps, spread.values, strict=True))
+
+
+def same_rewards(history: History) -> Series | None:
+    """A spread of 0 where the mean reward is the same to the last digit at every step."""
+    rewards = history.get("reward/mean")
+    if rewards is None or frozen_since(rewards)[1] < max(LEAST, len(rewards)):
+        return None
+    return Series.of((step, 0.0) for step in rewards.steps)
+
+
 def level(thresholds: Thresholds) -> float:
     """The chance of a false alarm that each test of a shape may have."""
     return thresholds["log_chance"] / SHAPES
@@ -109,11 +131,24 @@ def clear(change: Change | None, thresholds: Thresholds) -> bool:
     return change is not None and change.chance <= level(thresholds)
 
 
+def shape_of(
+    history: History, code: str, name: str, what: str, shape: Callable[[Series], Change | None] = trend
+) -> tuple[Series, Change] | Unchecked:
+    """A metric and its shape, or why it has none: what every check of a shape begins with."""
+    series = history.get(name)
+    if series is None:
+        return not_recorded(code, what)
+    change = shape(series)
+    if change is None:
+        return Unchecked(code, f"{len(series.finite)} logged steps are too few to tell the course of {what} from noise")
+    return series, change
+
+
 def movement(history: History, thresholds: Thresholds) -> str | None:
     """What shows that the policy moves, other than its KL; None where nothing does."""
     for name in ("reward/mean", "entropy/mean", "length/mean"):
         series = history.get(name)
-        if series is not None and clear(change := trend(series), thresholds) and change is not None:
+        if series is not None and clear(change := course(series), thresholds) and change is not None:
             return f"{name} goes from {change.before:.3g} to {change.after:.3g}"
     clipped = history.get("ratio/clip_fraction")
     if clipped is not None and clipped.mean > 0:
@@ -148,6 +183,30 @@ def running_median(series: Series, index: int, window: int = 20, least: int = 5)
     """Of the finite values before `index`; None where there are too few."""
     before = [value for value in series.values[max(0, index - window) : index] if math.isfinite(value)]
     return statistics.median(before) if len(before) >= least else None
+
+
+def omitted_steps(history: History, name: str, *companions: str) -> list[int]:
+    """Steps that have what is logged beside a metric and not the metric: some trainers leave out what is not finite.
+
+    None where it is logged more rarely, or on a schedule of its own.
+    """
+    series = history.get(name)
+    beside = next((other for n in companions if (other := history.get(n)) is not None), None)
+    if series is None or beside is None or history.source == "keel":  # which writes a null
+        return []
+    missing = sorted(set(beside.steps) - set(series.steps))
+    within = [step for step in missing if series.steps[0] < step < series.steps[-1]]
+    scheduled = len(within) > 2 and len({after - before for before, after in pairwise(within)}) == 1
+    rarely = 3 * len(within) > len(beside) or series.steps[0] != beside.steps[0]
+    return [] if scheduled or rarely or len(missing) < 3 else [int(step) for step in missing]
+
+
+def begins_late(series: Series) -> str | None:
+    """Why a log says nothing of a run's first steps, as after a resume; None where it does."""
+    steps = series.finite.steps
+    if len(steps) < 2 or steps[0] <= max(RECENT * (steps[1] - steps[0]), 0.1 * steps[-1]):
+        return None
+    return f"the log begins at step {steps[0]:.0f}: what was learned before is not in it"
 
 
 def opt(history: History, dotted: str) -> str:

@@ -74,6 +74,7 @@ def calls(history: History, thresholds: Thresholds) -> CheckResults:
         cause,
         advice,
         severity="error" if share > thresholds["tool_errors_error"] else "warning",
+        share=share,
     )
 
 
@@ -90,7 +91,34 @@ def ends(history: History, thresholds: Thresholds) -> CheckResults:
         now = series.finite.tail(RECENT)
         if now.mean > thresholds["unusable_answers"] and not (unread and name == "answer/missing"):
             what, cause, advice = ENDS[name]
-            yield finding(code, f"{what}: {now.mean:.2g} an episode over {now.span}", cause, advice)
+            evidence = f"{what}: {now.mean:.2g} an episode over {now.span}"
+            yield finding(code, evidence, cause, advice, share=min(1.0, now.mean))
+    yield from _limits(history, thresholds)
+
+
+def _limits(history: History, thresholds: Thresholds) -> CheckResults:
+    """Episodes of several turns that end because their turns are used up, and those that end in an error."""
+    reached, turns = history.get("turn/limit_fraction"), history.get("turn/mean")
+    if reached is not None and turns is not None and turns.finite.tail(RECENT).mean > 1:
+        now = reached.finite.tail(RECENT)
+        if now.mean > thresholds["unusable_answers"]:
+            yield finding(
+                "answer/unusable",
+                f"{100 * now.mean:.0f} % of the episodes of {now.span} end at the limit of turns",
+                "the model goes on asking instead of answering, or the limit is too short for the task",
+                "more turns, or a part of the reward that pays for an answer",
+                share=now.mean,
+            )
+    errors = history.get("rollout/error_fraction")
+    if errors is not None and (now := errors.finite.tail(RECENT)).mean > thresholds["tool_errors"]:
+        yield finding(
+            "reward/failed",
+            f"{100 * now.mean:.0f} % of the episodes of {now.span} ended in an error of their environment",
+            "the environment, a tool or the judge raises or does not answer: what it should have paid is lost",
+            "see the trainer's messages of the kind of error, and mend the environment",
+            severity="error" if now.mean > thresholds["tool_errors_error"] else "warning",
+            share=now.mean,
+        )
 
 
 def _weighted(shares: Series, calls: Series) -> float:

@@ -73,7 +73,18 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
     if not clear(up, thresholds) or up is None or up.size <= 0:
         return
     for name, series in logged.items():
-        change = shapes.trend(series) or shapes.rank_trend(series)
+        if all(len(other.finite) >= 3 and max(map(abs, other.finite.values)) <= 0.01 for other in logged.values()):
+            name = name.removeprefix("eval/")
+            yield finding(
+                "eval/train-gap",
+                f"the reward rises from {up.before:.3g} to {up.after:.3g} while held-out {name} stays at 0 "
+                f"({len(series.finite)} evaluations, at most {max(series.finite.values):.2g})",
+                "nothing that is learned is seen there: another prompt, template, limit or judge than in training, or "
+                "problems far harder than those that are trained on",
+                "judge held-out completions by the training reward, and read one with its prompt",
+            )
+            return
+        change = shapes.trend(series) or shapes.few_trend(series)
         if clear(change, thresholds) and change is not None and -change.size > thresholds["gap_reward"] * change.before:
             yield finding(
                 "eval/train-gap",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
 from keel.lab.doctor.checks.base import (
+    KL,
     RECENT,
     CheckResults,
     Unchecked,
     clear,
     movement,
     not_recorded,
+    omitted_steps,
     opt,
+    reward_trend,
 )
 from keel.lab.doctor.checks.reward import advantage_size
 from keel.lab.doctor.early import early_moves
@@ -26,11 +30,11 @@ def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
     """How far single updates move the policy, while the learning rate first reaches its full size."""
     code, limit = "optim/lr-too-high", thresholds["kl_per_update"]
     within = history.get("kl/old_policy/k3/mean") or history.get("kl/old_policy/k1/mean")
-    if within is not None and within.head(RECENT).mean > limit:
+    if within is not None and within.head(RECENT).mean > limit and not _unlike(history, thresholds):
         yield _too_high(history, f"KL(old‖policy) within a batch is {within.head(RECENT).mean:.3g} nats per token")
         return
     if history.kl is None:
-        yield not_recorded(code, "KL(policy‖reference)")
+        yield not_recorded(code, KL)
         return
     name, series = history.kl
     if series.finite.steps[0] <= 1 and abs(series.finite.values[0]) > thresholds["kl_at_start"]:
@@ -84,13 +88,14 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
                 f"set {name}, and the schedule's number of steps to the run's",
             )
             return
-    unchanged = _unchanged(history)
-    still = unchanged or _standstill(history, thresholds)
+    held, unchanged = _held_back(history, thresholds), _unchanged(history)
+    still, since = _standstill(history, thresholds)
+    still = unchanged or still or (held if _nothing_learned(history, thresholds) else None)
     if still is None:
         if history.kl is None and history.get("entropy/mean") is None:
-            yield not_recorded(code, "KL(policy‖reference) or the entropy")
+            yield not_recorded(code, f"{KL} or the entropy")
         return
-    if unchanged is None and (moving := movement(history, thresholds)) is not None:
+    if unchanged is None and (moving := movement(history.since(since), thresholds)) is not None:
         yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
         return
     silent = history.get("reward/zero_variance_fraction")
@@ -105,6 +110,8 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
     elif rates is not None:
         still += f"; the learning rate is {median(rates):.3g}"
     norms = history.get("grad/norm")
+    still += f"; {held}" if held and held not in still else ""
+    looser = {opt(history, "optim.max_grad_norm"): 1.0} if held and held.startswith("clipping") else {}
     yield finding(
         code,
         still + (f"; the gradient norm is {median(norms):.3g}" if norms is not None else ""),
@@ -112,7 +119,9 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
         "longer than the run, gradients clipped to nothing, frozen parameters, or weights in a type that rounds the "
         "update away",
         either(
-            times(history.config, "optim.learning_rate", 100, "a hundred times", history.source),
+            setting("set {}", looser)
+            if looser
+            else times(history.config, "optim.learning_rate", 100, "a hundred times", history.source),
             f"see {opt(history, 'optim.max_grad_norm')}, what is trainable, and keep the weights in float32",
             joined="; ",
         ),
@@ -129,38 +138,65 @@ def _unchanged(history: History) -> str | None:
     return f"every weight after step {history.steps} is as before training ({before})" if before == after else None
 
 
-def _standstill(history: History, thresholds: Thresholds) -> str | None:
-    """What shows that the policy does not change: no KL at all, or a figure that is the same to the last digit."""
-    if history.kl is not None and len(history.kl[1].finite) >= LEAST:
+def _held_back(history: History, thresholds: Thresholds) -> str | None:
+    """What leaves next to nothing of an update: gradients clipped to a trifle, or a rate far under every recipe's."""
+    norms, factors, rates = (history.get(n) for n in ("grad/norm", "grad/clip_factor", "optim/learning_rate"))
+    limit = history.figure("optim.max_grad_norm")
+    left = median(factors) if factors is not None else 1.0
+    if norms is not None and limit is not None and (usual := median(norms)) > 0 and limit > 0:
+        left = min(left, limit / usual)
+    if left < thresholds["grad_left"]:
+        at = f" at {opt(history, 'optim.max_grad_norm')} = {limit:g}" if limit is not None else ""
+        return f"clipping leaves {left:.2g} of the gradient{at}"
+    if rates is not None and 0 < max(rates.finite.values) < thresholds["rate_tiny"]:
+        return f"the learning rate is at most {max(rates.finite.values):.3g}"
+    return None
+
+
+def _nothing_learned(history: History, thresholds: Thresholds) -> bool:
+    """Whether neither the reward nor the KL, where it is measured from a fixed point, has gone anywhere to speak of."""
+    gain = reward_trend(history)
+    if gain is None or gain.z_score > thresholds["flat_reward"] or history.steps < thresholds["steps_to_judge"]:
+        return False
+    return history.kl is None or history.kl[1].tail(RECENT).mean < thresholds["kl_not_learning"]
+
+
+def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, int]:
+    """What shows that the policy does not change: no KL at all, or a figure the same to the last digit; and since when.
+
+    A KL to a reference that moves along shows nothing.
+    """
+    if history.kl is not None and len(history.kl[1].finite) >= LEAST and not history.moves_reference:
         name, series = history.kl
         most = max(abs(value) for value in series.finite.values)
         if most <= thresholds["kl_no_move"] and (most > 0 or not history.unpenalized):
-            return f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps"
+            return f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps", 0
         since, count = frozen_since(series)
         if most > 0 and count >= max(LEAST, thresholds["idle_share"] * len(series)) and series.finite.values[-1] != 0:
-            return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}"
-    entropy = history.get("entropy/mean")
-    if entropy is not None and history.kl is None:
-        since, count = frozen_since(entropy)
-        collapsed = entropy.finite.values[-1] < thresholds["entropy_collapse"]
-        if count >= max(LEAST, thresholds["idle_share"] * len(entropy)) and not collapsed:
-            return f"the entropy is {entropy.finite.values[-1]:.6g} at every step since step {since}"
-    return None
+            return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}", since
+    if history.kl is not None:
+        return None, 0
+    for name, text in FROZEN.items():
+        if (figures := history.get(name)) is None:
+            continue
+        (since, count), value = frozen_since(figures), figures.finite.values[-1]
+        least = thresholds["entropy_collapse"] if name == "entropy/mean" else 0.0
+        if count >= max(LEAST, thresholds["idle_share"] * len(figures)) and abs(value) > least:
+            return f"{text} is {value:.6g} at every step since step {since}", since
+    return None, 0
+
+
+# What a new batch changes, if only in its last digits; not what may be 0 for good reasons.
+FROZEN = {"entropy/mean": "the entropy", "grad/norm": "the gradient norm", "loss/total": "the loss"}
 
 
 def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
     """A gradient of 0 at steps whose groups differ in reward."""
     code, norms = "loss/no-gradient", history.get("grad/norm")
-    silent, spread = history.get("reward/zero_variance_fraction"), history.get("reward/within_group_std")
-    if norms is None or (silent is None and spread is None):
+    differing = _differing(history, thresholds)
+    if norms is None or differing is None:
         yield not_recorded(code, "the gradient norm" if norms is None else "whether the groups' rewards differ")
         return
-    limit = thresholds["zero_variance_groups"]
-    if silent is not None:
-        differing = {s for s, v in zip(silent.steps, silent.values, strict=True) if v < limit}
-    else:
-        assert spread is not None
-        differing = {s for s, v in zip(spread.steps, spread.values, strict=True) if v > 0}
     finite = norms.finite
     live = [(s, v) for s, v in zip(finite.steps, finite.values, strict=True) if s in differing]
     zero = [int(s) for s, v in live if v <= thresholds["grad_zero"]]
@@ -178,14 +214,26 @@ def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
+def _differing(history: History, thresholds: Thresholds) -> set[float] | None:
+    """The steps at which groups differ in reward; None where the log does not show it."""
+    silent = history.get("reward/zero_variance_fraction")
+    if silent is not None:
+        limit = thresholds["zero_variance_groups"]
+        return {s for s, v in zip(silent.steps, silent.values, strict=True) if v < limit}
+    spread = history.get("reward/within_group_std") or history.get("advantage/max")
+    return None if spread is None else {s for s, v in zip(spread.steps, spread.values, strict=True) if v > 0}
+
+
 def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
-    watched = [history.series[name] for name in ("loss/total", "grad/norm") if name in history.series]
+    watched = [history.series[name] for name in ("loss/total", "loss/policy", "grad/norm") if name in history.series]
     skipped = history.get("guard/nonfinite") or history.get("guard/skipped")
     if not watched and skipped is None:
         yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
         return
     bad_steps = {step for series in watched for step in series.bad_steps}
+    for name in ("loss/total", "grad/norm"):
+        bad_steps.update(omitted_steps(history, name, "optim/learning_rate"))
     if skipped is not None:
         bad_steps |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
     skips = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
@@ -286,21 +334,64 @@ def _skipped_steps(history: History) -> set[float]:
 
 
 def all_clipped(history: History, thresholds: Thresholds) -> CheckResults:
-    """The share of tokens whose ratio is clipped."""
-    share = history.get("ratio/clip_fraction")
+    """The share of tokens whose ratio is clipped, now or on average, and ratios that no update can have made."""
+    code, share = "ratio/all-clipped", history.get("ratio/clip_fraction")
     low, high = history.get("ratio/clip_low_fraction"), history.get("ratio/clip_high_fraction")
-    if share is None and (low is None or high is None):
-        yield not_recorded("ratio/all-clipped", "the share of clipped ratios")
-        return
-    mean = share.mean if share is not None else (low.mean if low else 0.0) + (high.mean if high else 0.0)
-    if mean > thresholds["clipped_ratios"]:
+    unlike = _unlike(history, thresholds)
+    sides = [share] if share is not None else [side for side in (low, high) if side is not None]
+    if not sides and history.get("ratio/mean") is None:
+        yield not_recorded(code, "the share of clipped ratios")
+    mean = max(sum(side.mean for side in sides), sum(side.finite.tail(RECENT).mean for side in sides))
+    clipped = mean > thresholds["clipped_ratios"]
+    if clipped or unlike:
         yield finding(
-            "ratio/all-clipped",
-            f"{100 * mean:.0f} % of the ratios are clipped on average",
+            code,
+            "; ".join(filter(None, (f"{100 * mean:.0f} % of the ratios are clipped on average" * clipped, unlike))),
             "old and current log-probabilities are not the same quantity: sums against means, filtered against "
             "unfiltered, another temperature, another mask",
             "take both from the same scoring function at the sampling temperature; keel doctor on the configuration "
             "compares them",
+        )
+
+
+def _unlike(history: History, thresholds: Thresholds) -> str:
+    """What shows that old and current log-probabilities are not those of one policy some updates apart; "" if nothing.
+
+    The policy is then far from the one that sampled and has gone nowhere, or ratios do not have a mean of 1.
+    """
+    within = history.get("kl/old_policy/k3/mean") or history.get("kl/old_policy/k1/mean")
+    if within is not None and history.kl is not None:
+        apart, moved = within.finite.head(RECENT).mean, max(history.kl[1].finite.head(RECENT).values)
+        if apart > max(thresholds["kl_per_update"], UNLIKE * max(moved, thresholds["kl_at_start"])):
+            return (
+                f"KL(old‖policy) is {apart:.3g} nats per token over {within.head(RECENT).span}, and {KL} at most "
+                f"{moved:.2g} in the same steps"
+            )
+    ratio = history.get("ratio/mean")
+    if ratio is not None and abs(median(ratio) - 1) > thresholds["sampler_ratio"]:
+        return f"the mean ratio is {median(ratio):.3g} (median over {ratio.span}), and 1 by definition"
+    return ""
+
+
+UNLIKE = 10  # times what the policy has moved: twice the distance is four times the KL
+
+
+def decayed(history: History, thresholds: Thresholds) -> CheckResults:
+    """What decoupled weight decay leaves of the first update at the run's end: exp(−Σ rate · decay)."""
+    code, rates, decays = "optim/weight-decay", history.get("optim/learning_rate"), history.get("optim/weight_decay")
+    decay = median(decays) if decays is not None else history.figure("optim.weight_decay")
+    if rates is None or decay is None:
+        yield not_recorded(code, "the learning rate" if rates is None else "the weight decay")
+        return
+    steps = history.steps - int(rates.finite.steps[0]) + 1
+    left = math.exp(-max(0.0, decay) * max(0.0, rates.mean) * steps)
+    if left < thresholds["decay_left"]:
+        yield finding(
+            code,
+            f"a weight decay of {decay:.3g} at a mean learning rate of {rates.mean:.3g} leaves {100 * left:.2g} % of "
+            f"the weights after {steps} steps",
+            "the weights shrink by more than any gradient moves them",
+            times(history.config, "optim.weight_decay", 0.01, "a hundredth of", history.source),
         )
 
 
@@ -372,4 +463,4 @@ def cut_down(history: History, thresholds: Thresholds) -> CheckResults:
 
 TRAINERS = ("TRL", "verl", "OpenRLHF", "NeMo-RL", "prime-rl")  # each clips at 1 unless told otherwise
 
-CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, spike, skips, cut_down, guards)
+CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, decayed, spike, skips, cut_down, guards)

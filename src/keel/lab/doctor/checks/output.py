@@ -1,4 +1,4 @@
-"""What the model writes: noise, torsos, the unreadable, ever more, ever the same."""
+"""What the model writes: noise, torsos, the unreadable, ever more, ever less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, stronger, times
 from keel.lab.doctor.checks.base import (
+    LARGE_VOCABULARY,
     RECENT,
+    SMALL_VOCABULARY,
     CheckResults,
     Unchecked,
     clear,
@@ -15,48 +17,69 @@ from keel.lab.doctor.checks.base import (
     opt,
     reward_rose,
     reward_trend,
-    solved,
+    shape_of,
 )
 from keel.lab.doctor.findings import Options, finding
-from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import trend
+from keel.lab.doctor.history import History, Series, finite
+from keel.lab.doctor.shapes import course, trend
 
 
 def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
-    """Entropy at the start against that of drawing tokens blindly."""
+    """Entropy at the start against that of drawing tokens blindly, or against what trained models have."""
     code, entropy = "output/random-weights", history.get("entropy/mean")
-    if entropy is None or history.vocabulary is None:
-        yield not_recorded(code, "the entropy" if entropy is None else "the size of the vocabulary")
+    if entropy is None:
+        yield not_recorded(code, "the entropy")
         return
-    uniform, first = math.log(history.vocabulary), entropy.finite.head(3)
-    share = first.mean / uniform
-    if share > thresholds["entropy_uniform_share"]:
-        yield finding(
-            code,
-            f"entropy is {first.mean:.3g} nats over {first.span}, {100 * share:.0f} % of ln({history.vocabulary}) = "
-            f"{uniform:.3g}, that of drawing tokens blindly",
-            "the weights are random or were not loaded",
-            "name a trained model in model.name, or give a warmstart section; check that loading reported no missing "
-            "weights",
-        )
+    size = history.vocabulary or SMALL_VOCABULARY
+    uniform, first = math.log(size), entropy.finite.head(3)
+    if history.vocabulary is None and first.mean > math.log(LARGE_VOCABULARY):
+        yield Unchecked(code, f"an entropy of {first.mean:.3g} is none per token in nats: its unit is another one")
+        return
+    blind = first.mean > thresholds["entropy_uniform_share"] * uniform
+    temperature = history.figure("rollout.temperature")
+    usual = temperature is not None and temperature < thresholds["temperature_hot"]
+    noise = usual and first.mean > thresholds["entropy_noise"] and not reward_rose(history, thresholds)
+    if not blind and not noise:
+        if history.vocabulary is None:
+            yield not_recorded(code, "the size of the vocabulary")
+        return
+    of = f"ln({size})" if history.vocabulary else f"that of a small vocabulary, ln({size})"
+    yield finding(
+        code,
+        f"entropy is {first.mean:.3g} nats over {first.span}, {100 * first.mean / uniform:.0f} % of {of} = "
+        f"{uniform:.3g}, that of drawing tokens blindly",
+        "the weights are random or were not loaded",
+        "name a trained model in model.name, or give a warmstart section; check that loading reported no missing "
+        "weights",
+        severity=None if blind else "warning",
+    )
 
 
 def truncated(history: History, thresholds: Thresholds) -> CheckResults:
-    """The share of completions that end at the limit."""
-    series = history.get("length/truncated_fraction")
-    if series is None:
-        yield not_recorded("output/truncated", "the share of truncated completions")
-        return
-    now = series.tail(RECENT)
-    if now.mean <= thresholds["truncated_completions"]:
-        return
-    limit = history.option("rollout.max_completion_length")
+    """The share of completions that end at the limit; where it is not recorded, lengths that lie there on average."""
+    series, limit = history.get("length/truncated_fraction"), history.option("rollout.max_completion_length")
+    length, longest = history.get("length/mean"), finite(limit)
     at = f" at {opt(history, 'rollout.max_completion_length')} = {limit}" if limit else ""
     turn = history.option("rollout.max_turn_length")
     at += f", or a turn at rollout.max_turn_length = {turn}" if turn else ""
+    if series is not None:
+        now = series.tail(RECENT)
+        evidence = f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}"
+        share: float | None = now.mean
+        alarm = now.mean > thresholds["truncated_completions"]
+        grave = now.mean > thresholds["truncated_completions_error"]
+    elif length is not None and longest is not None and longest > 0:
+        now, share = length.finite.tail(RECENT), None
+        evidence = f"completions of {now.span} have {now.mean:.4g} tokens on average{at}"
+        alarm, grave = now.mean > thresholds["near_limit_from"] * longest, False
+    else:
+        yield not_recorded("output/truncated", "the share of truncated completions")
+        return
+    if not alarm:
+        return
     yield finding(
         "output/truncated",
-        f"{100 * now.mean:.0f} % of the completions of {now.span} end at the length limit{at}",
+        evidence,
         "the limit is too short for the task, or the model never writes its end-of-text token",
         either(
             times(history.config, "rollout.max_completion_length", 2, "twice", history.source),
@@ -64,7 +87,8 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
             "start that ends its answers",
             joined="; ",
         ),
-        severity="error" if now.mean > thresholds["truncated_completions_error"] else "warning",
+        severity="error" if grave else "warning",
+        share=share,
     )
 
 
@@ -83,6 +107,7 @@ def prompts(history: History, thresholds: Thresholds) -> CheckResults:
             either(
                 times(history.config, "data.max_prompt_length", 2, "twice", history.source), "leave overlong rows out"
             ),
+            share=series.mean,
         )
 
 
@@ -103,119 +128,69 @@ def unparseable(history: History, thresholds: Thresholds) -> CheckResults:
         "a warmstart section on gold answers, or a system prompt that shows the form (data.system_prompt), and a "
         "reward part that pays for it",
         severity="error" if now.mean < thresholds["parse_rate"] else "warning",
+        share=1 - now.mean,
     )
 
 
 def longer(history: History, thresholds: Thresholds) -> CheckResults:
-    """Length that grows while the reward does not."""
-    series = history.get("length/mean")
-    if series is None:
-        yield not_recorded("length/explosion", "the length of completions")
+    """Length that grows, by far or until most completions end at the limit, while the reward does not."""
+    code, series = "length/explosion", history.get("length/mean")
+    at_limit = _into_limit(history, thresholds)
+    if series is None and not at_limit:
+        yield not_recorded(code, "the length of completions")
         return
-    if len(series) < 2 * RECENT:
-        yield Unchecked("length/explosion", f"{len(series)} steps are too few: {2 * RECENT} are needed")
-        return
-    first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
-    change = trend(series)
-    if change is not None and not clear(change, thresholds):
-        return
-    if now.mean > thresholds["length_growth"] * first.mean and not reward_rose(history, thresholds):
-        gain = reward_trend(history)
-        yield finding(
-            "length/explosion",
-            f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
-            + (f", and {gain.text}" if gain is not None else ""),
-            "a loss that divides by length makes long failures cheap, or the reward pays for length",
-            either(
-                either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
-                "which do not favour length: look at the completions",
-                joined=", ",
-            )
-            if _loss(history, "dr_grpo") or _loss(history, "dapo")
-            else "a loss whose denominator does not favour length; look at the completions",
-        )
-
-
-def collapse(history: History, thresholds: Thresholds) -> CheckResults:
-    """Entropy gone without the task being solved."""
-    code, series = "entropy/collapse", history.get("entropy/mean")
-    if series is None:
-        yield not_recorded(code, "the entropy")
-        return
-    if len(series) < 2 * RECENT:
+    if not at_limit and series is not None and len(series) < 2 * RECENT:
         yield Unchecked(code, f"{len(series)} steps are too few: {2 * RECENT} are needed")
         return
-    first, now = series.finite.head(3).mean, series.finite.tail(RECENT)
-    gone = now.mean < thresholds["entropy_collapse"] and now.mean < thresholds["entropy_collapse_share"] * first
-    if gone and not reward_rose(history, thresholds) and not solved(history, thresholds):
-        yield finding(
-            code,
-            f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
-            "the policy repeats one answer, so groups have no spread left to learn from",
-            either(
-                stronger(history.config, history.source),
-                setting("{}", _wider(history)),
-                setting("{}", {} if history.source != "keel" or history.option("loss.entropy_coef") else BONUS),
-                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
-            ),
-        )
-
-
-def rising(history: History, thresholds: Thresholds) -> CheckResults:
-    """Entropy above its start, beyond noise, without a gain."""
-    code, series = "entropy/rising", history.get("entropy/mean")
-    if series is None:
-        yield not_recorded(code, "the entropy")
+    if reward_rose(history, thresholds):
         return
-    change = trend(series)
-    if change is None:
-        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
+    least = 1.0 if at_limit else thresholds["length_growth"]
+    growth = _growth(series, least, thresholds) if series is not None else ""
+    if not growth and not at_limit:
         return
-    first, now = series.finite.head(RECENT).mean, series.finite.tail(RECENT).mean
-    far = now > thresholds["entropy_rise"] * first and now - first > thresholds["entropy_rise_least"]
-    if not far or change.size <= 0 or not clear(change, thresholds) or reward_rose(history, thresholds):
-        return
-    logged = history.get("entropy/coefficient")
-    bonus = logged.finite.values[-1] if logged is not None else history.figure("loss.entropy_coef")
-    trend_text = f"; {reward.text}" if (reward := reward_trend(history)) is not None else ""
-    evidence = (
-        f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
-        f"{change.chance:.1g}){trend_text}"
-    )
-    if bonus:
-        yield finding(
-            "entropy/too-strong",
-            f"{evidence}; the bonus has a coefficient of {bonus:g}",
-            "the bonus pays more for noise than the reward does for answers",
-            either(
-                setting("set {}", {opt(history, "loss.entropy_coef"): 0}),
-                times(history.config, "loss.entropy_coef", 0.1, "a tenth of", history.source),
-            ),
-        )
-        return
+    gain = reward_trend(history)
     yield finding(
         code,
-        evidence,
-        "the policy drifts into noise: advantages that are mostly noise, too large updates, a bonus on entropy, or "
-        "sampling hotter than what is scored",
+        ", and ".join(filter(None, (growth, at_limit, gain.text if gain is not None else ""))),
+        "a loss that divides by length makes long failures cheap, or the reward pays for length",
         either(
-            times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
-            stronger(history.config, history.source),
-            "read the completions",
-        ),
+            either(*(setting("{}", _loss(history, name)) for name in ("dr_grpo", "dapo"))),
+            "which do not favour length: look at the completions",
+            joined=", ",
+        )
+        if _loss(history, "dr_grpo") or _loss(history, "dapo")
+        else "a loss whose denominator does not favour length; look at the completions",
     )
+
+
+def _growth(series: Series, least: float, thresholds: Thresholds) -> str:
+    """The length at first and now, where it is more than `least` times as much and not by noise; "" otherwise."""
+    first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
+    change = trend(series)
+    if (change is not None and not clear(change, thresholds)) or not now.mean > least * first.mean:
+        return ""
+    return f"completions have {first.mean:.0f} tokens over {first.span} and {now.mean:.0f} over {now.span}"
+
+
+def _into_limit(history: History, thresholds: Thresholds) -> str:
+    """The share of completions at the limit, where it rises beyond noise until they are most; "" otherwise."""
+    cut = history.get("length/truncated_fraction")
+    change = course(cut) if cut is not None else None
+    most = thresholds["truncated_completions"]
+    if change is None or not clear(change, thresholds) or not change.before < most / 2 < most < change.after:
+        return ""
+    return f"those that end at the limit go from {100 * change.before:.0f} % to {100 * change.after:.0f} %"
 
 
 def shorter(history: History, thresholds: Thresholds) -> CheckResults:
-    """Length that shrinks to next to nothing while the reward does not grow."""
-    code, series = "length/collapse", history.get("length/mean")
-    if series is None:
-        yield not_recorded(code, "the length of completions")
+    """Length that shrinks to next to nothing while the reward does not grow, or is nothing."""
+    yield from _empty(history, thresholds)
+    code = "length/collapse"
+    shape = shape_of(history, code, "length/mean", "the length of completions")
+    if isinstance(shape, Unchecked):
+        yield shape
         return
-    change = trend(series)
-    if change is None:
-        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
-        return
+    series, change = shape
     first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
     shrunk = thresholds["length_growth"] * now.mean < first.mean
     if shrunk and clear(change, thresholds) and not reward_rose(history, thresholds):
@@ -233,7 +208,20 @@ def shorter(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
-BONUS = {"loss.entropy_coef": 0.001}
+def _empty(history: History, thresholds: Thresholds) -> CheckResults:
+    """Completions without a token, or requests that came back without one."""
+    length, aborted = history.get("length/mean"), history.get("length/aborted_fraction")
+    now = length.finite.tail(RECENT) if length is not None else None
+    share = aborted.finite.tail(RECENT).mean if aborted is not None else 0.0
+    if share > thresholds["truncated_completions"] or (now is not None and now.mean < 1):
+        lengths = f"completions have {now.mean:.2g} tokens over {now.span}" if now is not None else ""
+        yield finding(
+            "length/collapse",
+            ", ".join(filter(None, (lengths, f"{100 * share:.0f} % of the requests came back empty" * (share > 0)))),
+            "nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine "
+            "gives requests up",
+            "read a prompt and its completion with special tokens shown; see the engine's log, stop strings and limits",
+        )
 
 
 def _loss(history: History, name: str) -> Options:
@@ -244,11 +232,4 @@ def _loss(history: History, name: str) -> Options:
     return {opt(history, "loss.loss_type"): name}
 
 
-def _wider(history: History) -> Options:
-    """DAPO's upper limit, for losses that clip ratios and have a lower one."""
-    clips = history.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
-    wide = (history.figure("loss.epsilon_high") or 0.0) >= 0.28
-    return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
-
-
-CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter, collapse, rising)
+CHECKS = (random_weights, truncated, prompts, unparseable, longer, shorter)

@@ -12,21 +12,25 @@ from keel.lab.doctor.checks.base import (
     CheckResults,
     Unchecked,
     clear,
+    equal_groups,
     no_trend,
     not_recorded,
+    omitted_steps,
     opt,
     reward_flat,
     reward_rose,
     reward_size,
     reward_trend,
+    same_rewards,
     saturated,
+    shape_of,
     solved,
     undecided,
 )
 from keel.lab.doctor.checks.course import shift_steps
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.history import History, Record, Series, finite, step_of
-from keel.lab.doctor.shapes import LEAST, Change, ends, fall, frozen_since, median, trend
+from keel.lab.doctor.history import History, Record, finite, step_of
+from keel.lab.doctor.shapes import course, fall, median, trend
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -35,6 +39,7 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
     """A reward that is no number."""
     series = history.series.get("reward/mean")
     bad = set(series.bad_steps) if series is not None else set()
+    omitted = omitted_steps(history, "reward/mean", "length/mean", "length/truncated_fraction", "reward/std")
     single = [record for record in _trained(history) if finite(record.get("reward")) is None]
     failures = [event for event in _failures(history) if _no_number(event)]
     skips = [event for event in history.events if event.get("nonfinite") in ("reward", "advantage")]
@@ -47,9 +52,22 @@ def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
             "reward/non-finite",
             f"reward is not a finite number at {_steps(steps)}{judge_messages}",
             "a reward function divides by zero, takes a logarithm of 0, or passes on the NaN of another model",
-            "return a finite number for every completion, malformed and empty ones included; for Keel, "
-            "reward.on_error says what a failing reward earns",
+            FINITE_REWARD,
         )
+    elif omitted:
+        yield finding(
+            "reward/non-finite",
+            f"the mean reward is missing at {_steps(omitted)}, whose other figures were logged",
+            "trainers leave out what is not finite: a reward function divides by zero, or takes a logarithm of 0",
+            FINITE_REWARD,
+            severity="warning",
+        )
+
+
+FINITE_REWARD = (
+    "return a finite number for every completion, malformed and empty ones included; for Keel, reward.on_error says "
+    "what a failing reward earns"
+)
 
 
 def failed(history: History, thresholds: Thresholds) -> CheckResults:
@@ -78,29 +96,18 @@ def _no_number(event: Record) -> bool:
 
 def constant(history: History, thresholds: Thresholds) -> CheckResults:
     """Groups without spread."""
-    share, limit = history.get("reward/zero_variance_fraction"), thresholds["zero_variance_groups"]
+    share, limit = equal_groups(history), thresholds["zero_variance_groups"]
     if share is None:
-        spread = history.get("reward/within_group_std") or history.get("reward/std") or _same(history)
-        if spread is None:
-            yield not_recorded("reward/constant", "the share of groups without spread")
-            return
-        share = Series.of((s, 1.0 if v == 0 else 0.0) for s, v in zip(spread.steps, spread.values, strict=True))
+        yield not_recorded("reward/constant", "the share of groups without spread")
+        return
     now, all_along = share.tail(RECENT), share.mean > limit
     if now.mean <= limit:
         return
     reward = history.get("reward/mean")
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
     done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
-    done = done or (saturated(history, thresholds) and _same(history) is None)
+    done = done or (saturated(history, thresholds) and same_rewards(history) is None)
     done = done and not any(isinstance(result, Finding) for result in part_falling(history, thresholds))
-    if all_along and not done and (cold := _cold(history, thresholds)):
-        yield finding(
-            "rollout/temperature",
-            f"{100 * share.mean:.0f} % of the groups had equal rewards over {share.span}, and {cold}",
-            "the sampler is greedy or next to it: completions of a group are copies, and so are their rewards",
-            propose("set {}", {opt(history, "rollout.temperature"): 1.0}),
-        )
-        return
     yield finding(
         "reward/constant",
         f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
@@ -116,37 +123,18 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
             "a reward part that pays for coming closer",
         ),
         severity="note" if done else None,
+        share=now.mean,
     )
-
-
-def _same(history: History) -> Series | None:
-    """A spread of 0 where the mean reward is the same to the last digit at every step."""
-    rewards = history.get("reward/mean")
-    if rewards is None or frozen_since(rewards)[1] < max(LEAST, len(rewards)):
-        return None
-    return Series.of((step, 0.0) for step in rewards.steps)
-
-
-def _cold(history: History, thresholds: Thresholds) -> str:
-    """What says that completions of a group are copies; "" where nothing does."""
-    temperature, entropy = history.figure("rollout.temperature"), history.get("entropy/mean")
-    if temperature is not None and temperature < thresholds["temperature_cold"]:
-        return f"the temperature is {temperature:g}"
-    if entropy is not None and max(entropy.finite.head(RECENT).values) < thresholds["entropy_collapse"]:
-        return f"the entropy is {median(entropy):.2g} nats per token from the first step on"
-    return ""
 
 
 def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
     """Far below the highest level, and staying there."""
-    code, rewards = "reward/collapse", history.get("reward/mean")
-    if rewards is None:
-        yield not_recorded(code, "the reward")
+    code = "reward/collapse"
+    shape = shape_of(history, code, "reward/mean", "the reward", fall)
+    if isinstance(shape, Unchecked):
+        yield shape
         return
-    change = fall(rewards)
-    if change is None:
-        yield Unchecked(code, f"{len(rewards.finite)} logged steps are too few: {LEAST} are needed")
-        return
+    rewards, change = shape
     floor = min(0.0, *rewards.finite.values)
     lost, course = -change.size, trend(rewards)
     far = lost > thresholds["reward_collapse"] * (change.before - floor)
@@ -187,19 +175,19 @@ def _beside(history: History) -> str:
 
 def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
     """A part of the reward that goes down while the sum goes up."""
-    code, rewards = "reward/part-falling", history.get("reward/mean")
+    code = "reward/part-falling"
     parts = {n.removeprefix("reward/part/"): history.get(n) for n in history.series if n.startswith("reward/part/")}
-    if rewards is None or not any(parts.values()):
-        yield not_recorded(code, "the reward's parts beside its sum")
+    shape = shape_of(history, code, "reward/mean", "the reward", course)
+    if not any(parts.values()):
+        shape = not_recorded(code, "the reward's parts beside its sum")
+    if isinstance(shape, Unchecked):
+        yield shape
         return
-    total = _course(rewards)
-    if total is None:
-        yield Unchecked(code, "the logged steps are too few to tell a trend from noise")
-        return
+    total = shape[1]
     if not clear(total, thresholds) or total.size <= 0:
         return
     for name, series in parts.items():
-        change = _course(series) if series is not None else None
+        change = course(series) if series is not None else None
         if (
             series is not None
             and change is not None
@@ -214,11 +202,6 @@ def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
                 f"a larger weight on {name}, or pay the other part only where {name} is earned; read the best paid "
                 "completions",
             )
-
-
-def _course(series: Series) -> Change | None:
-    """A steady change, or one that was over early: the less likely of the two under noise."""
-    return min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
 
 
 def scale(history: History, thresholds: Thresholds) -> CheckResults:

@@ -119,6 +119,9 @@ def _gaps(history: History, thresholds: Thresholds) -> list[_Gap]:
             limits,
         ),
         ("kl/sampler_policy/k1/mean", f"{KL} (k1)", " nats per token", abs, limits),
+        ("kl/policy_sampler/k3/mean", "KL(policy‖sampler)", " nats per token", abs, limits),
+        # of two distributions that are near each other it is a quarter of their KL
+        ("sampler/js_divergence", f"{KL}, from Jensen and Shannon's,", " nats per token", lambda js: 4 * js, limits),
         ("sampler/probability_gap_mean", "the mean difference of sampled tokens' probabilities", "", abs, probability),
     ]
     return [

@@ -11,15 +11,13 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
+from keel.lab.doctor.probes.evidence import SAME, chance_above, level, more_groups
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.policy import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
-
-_SAME = 1e-9
 
 
 def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -80,7 +78,7 @@ def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresho
     def tiny(groups: Sequence[Group]) -> list[float]:
         """Of the groups with spread, which have one that is multiplied beyond the limit."""
         deviations = [stdev(reward.total for reward in group.rewards) for group in groups]
-        return [float(1.0 / (deviation + EPSILON) > limit) for deviation in deviations if deviation > _SAME]
+        return [float(1.0 / (deviation + EPSILON) > limit) for deviation in deviations if deviation > SAME]
 
     def by_chance(groups: Sequence[Group]) -> bool:
         return chance_above(tiny(groups), thresholds["healthy_amplified"]) > level(thresholds)

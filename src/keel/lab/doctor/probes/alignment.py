@@ -18,7 +18,8 @@ from keel.lab.doctor.probes.evidence import leave_undecided, level
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
-MOST, FEWEST = 32, 10  # problems
+MOST, FIRST, FEWEST = 32, 12, 10  # problems: at most, to begin with, at least
+MOST_PROMPTS, MOST_ANSWERS = 96, 16  # where there are few answers
 POOL = 256  # that are drawn to find neighbouring rows
 SECONDS = 4.0
 FARTHEST = 3  # rows that answers may have been shifted by
@@ -35,7 +36,11 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     pool = task.sample(POOL, seed=setup.config.run.seed, step=0)
     for where, problems in (("in a batch", _distinct(pool)), ("in the data", _neighbours(pool))):
         try:
-            likelihood = _likelihoods(setup, problems, [task.gold(problem) for problem in problems])
+            answers = [task.gold(problem) for problem in problems]
+            few = _likelihoods(setup, problems[:FIRST], answers[:FIRST])
+            if len(few) >= FEWEST and association(few, 0) > _deviations(0.01):
+                return
+            likelihood = _likelihoods(setup, problems, answers)
         except (KeelError, NotImplementedError):
             return
         if len(likelihood) < FEWEST:
@@ -47,6 +52,52 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
         if scores[best] > _deviations(level(thresholds) / (2 * len(scores))):
             yield _shifted(best, scores, len(likelihood), where)
             return
+    yield from _unrelated(setup, _distinct(pool, MOST_PROMPTS), thresholds)
+
+
+def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+    """Few different answers, of which the model chooses by the prompt, and gold ones that its choice speaks against.
+
+    A model that cannot tell finds all of them alike after every prompt: `opinion` is 0 then.
+    """
+    golds = [setup.run.task.gold(problem) for problem in problems]
+    texts = sorted(set(golds))
+    if not 2 < len(texts) <= MOST_ANSWERS or len(problems) < MOST:
+        return
+    likelihood = _likelihoods(setup, problems, texts)
+    own = torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]])
+    if len(likelihood) < MOST:
+        return
+    support, mass, opinion = against(likelihood, own)
+    if mass < thresholds["answers_mass"] or opinion < thresholds["answers_opinion"]:
+        return
+    deviations = float(support.mean() / (support.std() / len(support) ** 0.5).clamp_min(1e-12))
+    if -deviations < _deviations(level(thresholds)):
+        return
+    yield finding(
+        "data/misaligned",
+        f"after {len(own)} prompts the model chooses among the {len(texts)} gold answers ({100 * mass:.0f} % of what "
+        f"it would write) and tells prompts apart ({opinion:.2g} nats), but gold answers are {-support.mean():.2g} "
+        f"nats less likely after their own prompts than after others ({-deviations:.1f} standard errors)",
+        "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or the model was "
+        "taught another task than the data ask for",
+        "read some rows, question beside answer; check that both are taken from the same row",
+        severity="warning",
+    )
+
+
+def against(likelihood: Tensor, own: Tensor) -> tuple[Tensor, float, float]:
+    """What the model says of each gold answer beyond what it says of it after all prompts, in nats `[n]`.
+
+    `likelihood` is `[n, answers]`, `own` the column of each row's gold one. With it the share of the model's text that
+    these answers are, and how much it tells prompts apart: the mean KL from its choice to its mean choice.
+    """
+    mass = likelihood.exp().sum(-1)
+    chosen = likelihood.log_softmax(-1)
+    usual = chosen.exp().mean(0).log()
+    opinion = (chosen.exp() * (chosen - usual)).sum(-1)
+    rows = torch.arange(len(own))
+    return (chosen - usual)[rows, own], float(mass.clamp_max(1).mean()), float(opinion.mean())
 
 
 def _shifted(best: int, scores: Mapping[int, float], count: int, where: str) -> Finding:
@@ -60,12 +111,12 @@ def _shifted(best: int, scores: Mapping[int, float], count: int, where: str) -> 
     )
 
 
-def _distinct(pool: Sequence[Problem]) -> list[Problem]:
+def _distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
     """Problems as they come in a batch, each once."""
     first: dict[str, Problem] = {}
     for problem in pool:
         first.setdefault(str(problem.prompt), problem)
-    return list(first.values())[:MOST]
+    return list(first.values())[:most]
 
 
 def _neighbours(pool: Sequence[Problem]) -> list[Problem]:
@@ -84,7 +135,10 @@ def _neighbours(pool: Sequence[Problem]) -> list[Problem]:
 
 
 def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
-    """`[n, n]`: the log-probability of each answer after each prompt, of as many problems as the time allows."""
+    """`[n, answers]`: the log-probability of each after each prompt, of as many problems as the time allows.
+
+    Where there is an answer a prompt, fewer prompts leave fewer answers.
+    """
     tokenizer = setup.policy.tokenizer
     renderer = build_renderer(setup.config, tokenizer)
     answers = [tuple(tokenizer(gold, add_special_tokens=False)["input_ids"]) for gold in golds]
@@ -103,7 +157,7 @@ def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence
             Completion(a, (True,) * len(a), (0.0,) * len(a), (0.0,) * len(a), "", "eos") for a in answers[:count]
         )
         group = Group(problem, prompt, completions)
-        scored = torch.zeros(count, dtype=torch.float64)
+        scored = torch.zeros(len(completions), dtype=torch.float64)
         for i, logits in setup.each_logits([group]):
             tokens = torch.tensor(answers[i], device=logits.device)[:, None]
             scored[i] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
@@ -123,10 +177,10 @@ def association(likelihood: Tensor, shift: int) -> float:
     What an answer has after all prompts is taken out first, then answers are ranked after each prompt: one likelihood
     that dwarfs the others counts no more than the first rank. The variance of a random pairing is Σ m² / (n − 1).
     """
-    from scipy.stats import rankdata
-
     n = len(likelihood)
-    ranks = torch.from_numpy(rankdata((likelihood - likelihood.mean(0)).cpu().numpy(), axis=1))
+    values = (likelihood - likelihood.mean(0)).cpu()
+    lower, higher = values[:, None] < values[:, :, None], values[:, None] > values[:, :, None]
+    ranks = (lower.double().sum(-1) - higher.double().sum(-1) + n + 1) / 2  # ties share their mean rank
     centred = ranks - ranks.mean(0) - ranks.mean(1, keepdim=True) + ranks.mean()
     paired = torch.cat([centred.diagonal(shift), centred.diagonal(shift - n if shift > 0 else shift + n)])
     deviation = float(centred.square().sum() / (n - 1)) ** 0.5

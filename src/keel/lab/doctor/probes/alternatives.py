@@ -7,9 +7,9 @@ so is a mean over many: odds of e^x for any of them come about with a chance of 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,67 @@ _FITTED = 1000  # tokens that a value is fitted to
 _COLUMNS = 256  # tokens whose bias is looked at
 _RANKS = 256  # likeliest tokens that a filter may leave
 
-Edit = Callable[[Sequence[int], int, Any], dict[int, float]]
+
+@dataclass(frozen=True)
+class Context:
+    """What stands before N drawn tokens: up to U distinct tokens, and how often. A row is filled up with tokens of −1.
+
+    `repeating[n]` says which of them would end an n-gram that stands there already.
+    """
+
+    tokens: Any  # [N, U]
+    counts: Any  # [N, U]: in prompt and completion
+    written: Any  # [N, U]: in the completion alone
+    length: Any  # [N]: tokens of the completion before the drawn one
+    repeating: dict[int, Any]  # n: [N, U]
+
+    @classmethod
+    def of(cls, drawn: Draws) -> Context:
+        assert drawn.position is not None
+        rows, positions = drawn.row.cpu().numpy(), drawn.position.cpu().numpy()
+        parts = [
+            _in_text(drawn.texts[rows[i[0]]], drawn.prompts[rows[i[0]]], tuple(positions[i].tolist()))
+            for i in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows)) + 1)
+        ]
+        width = max(part.tokens.shape[1] for part in parts)
+
+        def joined(arrays: Iterable[Any], filler: int) -> Any:
+            filled = np.full((len(rows), width), filler)
+            first = 0
+            for array in arrays:
+                filled[first : first + len(array), : array.shape[1]] = array
+                first += len(array)
+            return filled
+
+        return cls(
+            joined((part.tokens for part in parts), -1),
+            joined((part.counts for part in parts), 0),
+            joined((part.written for part in parts), 0),
+            np.concatenate([part.length for part in parts]),
+            {n: joined((part.repeating[n] for part in parts), 0) > 0 for n in _NGRAMS},
+        )
+
+
+@lru_cache(maxsize=4096)
+def _in_text(text: tuple[int, ...], prompt: int, positions: tuple[int, ...]) -> Context:
+    """The same of the tokens drawn at these positions of one completion."""
+    line, length = np.asarray(text), np.asarray(positions)
+    before = prompt + length
+    tokens, kinds = np.unique(line, return_inverse=True)
+    marks = kinds[:, None] == np.arange(len(tokens))  # [L, U]
+    sums = np.concatenate((np.zeros((1, len(tokens)), int), marks.cumsum(0)))
+    last = np.arange(len(line) - 1)  # of the n−1 tokens before the one that would be repeated
+    alike, repeating = last < before[:, None] - 1, {}
+    for n in range(2, _NGRAMS[-1] + 1):
+        back = n - 2
+        own = line[np.maximum(before - 1 - back, 0)]
+        alike = alike & (line[np.maximum(last - back, 0)] == own[:, None]) & (last >= back)
+        repeating[n] = alike.astype(np.float32) @ marks[1:] > 0
+    spread = np.broadcast_to(tokens, (len(before), len(tokens)))
+    return Context(spread, sums[before], sums[before] - sums[prompt], length, repeating)
+
+
+Edit = Callable[[Context, Any], Any]  # logits [N, U] of the tokens that it may change → new ones
 
 
 @dataclass(frozen=True)
@@ -36,10 +96,11 @@ class Alternative:
 
     name: str
     cause: str
-    edit: Edit  # text before the token, how many tokens of that the prompt has, logits → new logits of some tokens
+    edit: Edit
     gain: float  # nats over the policy
     value: float = math.nan  # of its parameter, where it has one that can be fitted
     at: Callable[[float], tuple[str, Edit]] | None = None  # the same with another value
+    columns: tuple[int, ...] | None = None  # tokens that it changes; None: those that stand before
 
 
 def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> tuple[list[Alternative], float]:
@@ -87,129 +148,94 @@ def fitted(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Al
         return alternative
     drawn = drawn.where(torch.arange(len(drawn), device=drawn.tokens.device) < _FITTED)
     best, step = replace(alternative, gain=-math.inf), abs(alternative.value) / 4
-    plain = drawn.logp(params).sum()
+    scaled = _Scaled(drawn, params)
     for _ in range(3):
         for value in (best.value - 2 * step, best.value - step, best.value, best.value + step, best.value + 2 * step):
             name, edit = alternative.at(value)
-            tried = replace(best, name=name, edit=edit, value=value)
-            gain = float((applied(drawn, tried, params).logp(params).sum() - plain).nan_to_num(-math.inf))
-            best = replace(tried, gain=gain) if gain > best.gain else best
+            gain = scaled.gain(edit, alternative.columns)
+            if gain > best.gain:
+                best = replace(best, name=name, edit=edit, value=value, gain=gain)
         step /= 3
     return best
 
 
 def applied(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Draws:
     """The same tokens under the logits that the alternative would have."""
-    logits = drawn.logits / (params.temperature or 1.0)
-    changed = logits.clone()
-    for i, (before, prompt) in enumerate(_contexts(drawn)):
-        for token, value in alternative.edit(before, prompt, logits[i]).items():
-            changed[i, token] = value
-    return replace(drawn, logits=changed * (params.temperature or 1.0))
+    scaled = _Scaled(drawn, params)
+    tokens = scaled.columns(alternative.columns)
+    row, column = np.nonzero(tokens >= 0)
+    logits = (drawn.logits / (params.temperature or 1.0)).cpu().numpy().copy()
+    logits[row, tokens[row, column]] = alternative.edit(scaled.context, scaled.logits(tokens))[row, column]
+    return replace(drawn, logits=torch.from_numpy(logits).to(drawn.logits.device) * (params.temperature or 1.0))
 
 
-def _contexts(drawn: Draws) -> Iterator[tuple[Sequence[int], int]]:
-    assert drawn.position is not None
-    for row, position in zip(drawn.row.tolist(), drawn.position.tolist(), strict=True):
-        prompt = drawn.prompts[row]
-        yield drawn.texts[row][: prompt + position], prompt
+class _Scaled:
+    """Drawn tokens at a temperature, and what stands before them."""
+
+    def __init__(self, drawn: Draws, params: SamplingParams) -> None:
+        self.context, self.tokens = Context.of(drawn), drawn.tokens.cpu().numpy()
+        self.every = (drawn.logits / (params.temperature or 1.0)).cpu().numpy()  # [N, V]
+        self.totals = torch.from_numpy(self.every).logsumexp(-1, keepdim=True).numpy()
+
+    def columns(self, columns: Sequence[int] | None) -> Any:
+        """`[N, U]`: these tokens for each drawn one, or those that stand before it."""
+        return self.context.tokens if columns is None else np.tile(columns, (len(self.tokens), 1))
+
+    def logits(self, tokens: Any) -> Any:
+        return np.take_along_axis(self.every, np.maximum(tokens, 0), -1)
+
+    def gain(self, edit: Edit, columns: Sequence[int] | None = None) -> float:
+        """Σ log p_edited − log p over the drawn tokens, by the tokens that are edited alone."""
+        tokens = self.columns(columns)
+        logits = self.logits(tokens)
+        new = edit(self.context, logits)
+        mass = 1.0 + (np.exp(new - self.totals) - np.exp(logits - self.totals)).sum(-1)
+        own = tokens == self.tokens[:, None]
+        moved = np.where(own, new, 0.0).sum(-1) - np.where(own, logits, 0.0).sum(-1)
+        return float(np.where(mass > 1e-12, moved - np.log(np.maximum(mass, 1e-12)), -np.inf).sum())
 
 
 def _seen_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
     """What depends on the tokens that stand before: penalties and blocked n-grams."""
-    if drawn.position is None:
+    if drawn.position is None or not len(drawn):
         return
     cause = (
         "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples are "
         "not the policy's"
     )
     families = (
-        ("a repetition penalty", _repetition),
-        ("a presence penalty", _presence),
-        ("a frequency penalty", _frequency),
+        ("a repetition penalty", _repetition, _REPETITION),
+        ("a presence penalty", _presence, _PENALTIES),
+        ("a frequency penalty", _frequency, _PENALTIES),
     )
-    named = [
-        (value, _with_value(name, make))
-        for (name, make), values in zip(families, (_REPETITION, _PENALTIES, _PENALTIES), strict=True)
-        for value in values
-    ]
-    logits = (drawn.logits / (params.temperature or 1.0)).cpu()
-    totals, rows, tokens = logits.logsumexp(-1).tolist(), logits.numpy(), drawn.tokens.tolist()
-    gains = np.zeros(len(named) + len(_NGRAMS))
-    for i, (before, prompt) in enumerate(_contexts(drawn)):
-        gains += _gains(np.asarray(before), prompt, rows[i] - totals[i], totals[i], tokens[i])
-    for (value, at), gain in zip(named, gains, strict=False):
-        yield Alternative(*_named(at, value, cause), float(gain), value, at)
-    for n, gain in zip(_NGRAMS, gains[len(named) :], strict=True):
-        yield Alternative(f"no repeated {n}-gram", cause, _no_ngram(n), float(gain))
+    scaled = _Scaled(drawn, params)
+    for name, make, values in families:
+        at = _with_value(name, make)
+        yield from (Alternative(at(v)[0], cause, make(v), scaled.gain(make(v)), v, at) for v in values)
+    for n in _NGRAMS:
+        yield Alternative(f"no repeated {n}-gram", cause, _no_ngram(n), scaled.gain(_no_ngram(n)))
 
 
 def _with_value(name: str, make: Callable[[float], Edit]) -> Callable[[float], tuple[str, Edit]]:
     return lambda value: (f"{name} of {value:.3g}", make(value))
 
 
-def _named(at: Callable[[float], tuple[str, Edit]], value: float, cause: str) -> tuple[str, str, Edit]:
-    name, edit = at(value)
-    return name, cause, edit
-
-
-def _gains(before: Any, prompt: int, logp: Any, total: float, own: int) -> Any:
-    """log p_other − log p_policy of one token for each of those, in their order; only what they touch is looked at."""
-    seen = np.unique(before)
-    values = logp[seen] + total
-    factors = np.asarray(_REPETITION)[:, None]
-    gains = [_moved(seen, np.where(values > 0, values / factors, values * factors) - total, logp, own)]
-    written, counts = np.unique(before[prompt:], return_counts=True)
-    for lowered in (np.ones_like(counts), counts):
-        gains.append(_moved(written, logp[written] - np.asarray(_PENALTIES)[:, None] * lowered, logp, own))
-    for n in _NGRAMS:
-        blocked = np.asarray(sorted(_no_ngram(n)(before, prompt, logp)), dtype=int)
-        gains.append(_moved(blocked, np.full((1, len(blocked)), -np.inf), logp, own))
-    return np.concatenate(gains)
-
-
-def _moved(touched: Any, new: Any, logp: Any, own: int) -> Any:
-    """The same for distributions that give the tokens `touched` `[K]` the log-probabilities `[P, K]`, unscaled."""
-    if not len(touched):
-        return np.zeros(len(new))
-    mass = 1.0 - np.exp(logp[touched]).sum() + np.exp(new).sum(-1)
-    at = np.flatnonzero(touched == own)
-    moved = new[:, at[0]] - logp[own] if len(at) else np.zeros(len(new))
-    return np.where(mass > 1e-12, moved - np.log(np.maximum(mass, 1e-12)), -np.inf)
-
-
 def _repetition(penalty: float) -> Edit:
-    def edit(before: Sequence[int], prompt: int, logits: Any) -> dict[int, float]:
-        values = {token: float(logits[token]) for token in set(before)}
-        return {token: value / penalty if value > 0 else value * penalty for token, value in values.items()}
-
-    return edit
+    return lambda context, logits: np.where(
+        context.counts > 0, np.where(logits > 0, logits / penalty, logits * penalty), logits
+    )
 
 
 def _presence(penalty: float) -> Edit:
-    def edit(before: Sequence[int], prompt: int, logits: Any) -> dict[int, float]:
-        return {token: float(logits[token]) - penalty for token in set(before[prompt:])}
-
-    return edit
+    return lambda context, logits: logits - penalty * (context.written > 0)
 
 
 def _frequency(penalty: float) -> Edit:
-    def edit(before: Sequence[int], prompt: int, logits: Any) -> dict[int, float]:
-        counts = Counter(before[prompt:])
-        return {token: float(logits[token]) - penalty * count for token, count in counts.items()}
-
-    return edit
+    return lambda context, logits: logits - penalty * context.written
 
 
 def _no_ngram(n: int) -> Edit:
-    def edit(before: Sequence[int], prompt: int, logits: Any) -> dict[int, float]:
-        text = np.asarray(before)
-        ends = np.flatnonzero(text[n - 2 : -1] == text[-1]) + n - 2 if len(text) >= n else np.zeros(0, int)
-        for back in range(1, n - 1):
-            ends = ends[text[ends - back] == text[-1 - back]]
-        return dict.fromkeys(text[ends + 1].tolist(), -math.inf)
-
-    return edit
+    return lambda context, logits: np.where(context.repeating[n], -np.inf, logits)
 
 
 def _token_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
@@ -228,15 +254,14 @@ def _token_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
         ):
             at = _on_token(token, f"drawn {count:.0f} times where {often:.3g} are expected")
             cause = "the engine bans tokens or adds a bias to their logits"
-            yield Alternative(*_named(at, bias, cause), gain, bias, None if bias == -math.inf else at)
+            name, edit = at(bias)
+            yield Alternative(name, cause, edit, gain, bias, None if bias == -math.inf else at, (token,))
 
 
 def _on_token(token: int, figures: str) -> Callable[[float], tuple[str, Edit]]:
     def at(bias: float) -> tuple[str, Edit]:
         what = "a ban" if bias == -math.inf else f"a bias of {bias:+.3g}"
-        return f"{what} on token {token} ({figures})", lambda before, prompt, logits: {
-            token: float(logits[token]) + bias
-        }
+        return f"{what} on token {token} ({figures})", lambda context, logits: logits + bias
 
     return at
 
@@ -254,13 +279,11 @@ def _lengths(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> Itera
         yield Alternative(
             f"no end before {least} tokens",
             "the engine lets no completion end before a least length",
-            _no_end(stops, least),
+            _no_end(least),
             gain,
+            columns=tuple(stops),
         )
 
 
-def _no_end(stops: Sequence[int], least: int) -> Edit:
-    def edit(before: Sequence[int], prompt: int, logits: Any) -> dict[int, float]:
-        return dict.fromkeys(stops, -math.inf) if len(before) - prompt < least else {}
-
-    return edit
+def _no_end(least: int) -> Edit:
+    return lambda context, logits: np.where((context.length < least)[:, None], -np.inf, logits)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 
-import torch
-
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alignment import alignment_findings
+from keel.lab.doctor.probes.episodes import episode_findings, unfinished
 from keel.lab.doctor.probes.evidence import (
+    SAME,
     at_least,
     between,
     chance_above,
@@ -22,11 +22,12 @@ from keel.lab.doctor.probes.evidence import (
     level,
     more_groups,
 )
+from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.setup import ProbeSetup
 
-_SAME = 1e-9
 # Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
 _NONE_OF_COMPLETIONS, _NONE_OF_GROUPS = 32, 8
 
@@ -37,7 +38,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     totals = [reward.total for reward in rewards]
     ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
     spreads = [pstdev(reward.total for reward in group.rewards) for group in setup.groups]
-    entropy, gold = _entropy(setup), _gold_logp(setup)
+    entropy, gold = _entropy(setup), fmean(read_golds(setup).logp) if golds(setup) else 0.0
     uniform = math.log(setup.vocabulary)
     figures = {
         "parse_rate": fmean(reward.parsed for reward in rewards),
@@ -46,21 +47,23 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         "gold_share": -gold / uniform,
         "reward_mean": fmean(totals),
         "within_group_std": fmean(spreads),
-        "zero_variance": fmean(spread <= _SAME for spread in spreads),
+        "zero_variance": fmean(spread <= SAME for spread in spreads),
     }
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     findings = [
         *_failed(setup),
         *_random(figures, setup.vocabulary, thresholds),
-        *_misfit(figures, thresholds),
+        *_misfit(setup, figures, thresholds),
         *alignment_findings(setup, thresholds),
         *gold_findings(setup, judged, thresholds),
         *_cliff(setup, earned, thresholds),
         *_truncated(setup, thresholds),
+        *episode_findings(setup, thresholds),
         *_unparseable(setup, thresholds),
-        *_spread(setup, reward_scale(setup, judged), solved_at(judged), thresholds),
+        *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged), thresholds),
         *_fickle(setup, thresholds),
+        *unpaid_findings(setup, judged, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -82,20 +85,6 @@ def _entropy(setup: ProbeSetup) -> float:
         logp = logits.log_softmax(-1)
         total, count = total - float((logp.exp() * logp).sum()), count + len(logp)
     return total / max(count, 1)
-
-
-def _gold_logp(setup: ProbeSetup) -> float:
-    """Mean log-probability per token of the gold answers: what any trained model finds likelier than blind guessing."""
-    tokenizer = setup.policy.tokenizer
-    scores = []
-    for group in setup.groups:
-        ids = tuple(tokenizer(setup.run.task.gold(group.problem), add_special_tokens=False)["input_ids"])
-        if not ids:
-            continue
-        gold = Completion(ids, (True,) * len(ids), (0.0,) * len(ids), (0.0,) * len(ids), "", "eos")
-        single = Group(group.problem, group.prompt_tokens, (gold,))
-        scores.append(setup.forward_logp([single], temperature=1.0)[0])
-    return float(torch.cat(scores or [torch.zeros(1)]).mean())
 
 
 def _failed(setup: ProbeSetup) -> Iterator[Finding]:
@@ -137,9 +126,16 @@ def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) 
     )
 
 
-def _misfit(figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does."""
+def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
+
+    Episodes that were on their way to an answer say nothing of its form.
+    """
     limit = thresholds["entropy_uniform_share"]
+    if fmean(fmean(unfinished(setup, group)) for group in setup.groups) > thresholds["truncated_completions"]:
+        return
+    if "another template" in setup.shared:
+        return  # which has its finding
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
         return
     if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
@@ -162,24 +158,27 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
     deep = -lowest > thresholds["reward_cliff_depth"] * scale
+    steep = best > 0 and -lowest >= thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
     if lowest >= 0 or not (deep or -lowest >= thresholds["reward_cliff_penalty"] * scale):
         return
 
     def at_the_bottom(groups: Sequence[Group]) -> list[float]:
-        return [fmean(reward.total <= lowest + _SAME for reward in group.rewards) for group in groups]
+        return [fmean(reward.total <= lowest + SAME for reward in group.rewards) for group in groups]
 
-    def wide(groups: Sequence[Group]) -> bool:
-        return fmean(at_the_bottom(groups)) >= thresholds["reward_cliff_share"]
+    def wide(groups: Sequence[Group], *, rare: bool) -> bool:
+        """Whether enough completions lie there, and not by chance; of a steep cliff it need not be most."""
+        shares = at_the_bottom(groups)
+        least, usual = ("healthy_solved", "healthy_solved") if rare else ("reward_cliff_share", "cliff_parsed")
+        return fmean(shares) >= thresholds[least] and chance_above(shares, thresholds[usual]) <= level(thresholds)
 
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(at_the_bottom(groups), thresholds["cliff_parsed"]) > level(thresholds)
+    def doubtful(groups: Sequence[Group]) -> bool:
+        return fmean(at_the_bottom(groups)) >= thresholds[least] and not wide(groups, rare=steep)
 
-    groups = (
-        setup.groups if deep else more_groups(setup, "reward/cliff", lambda groups: wide(groups) and by_chance(groups))
-    )
-    if not deep and (not wide(groups) or by_chance(groups)):
+    least = "healthy_solved" if steep else "reward_cliff_share"
+    groups = setup.groups if deep else more_groups(setup, "reward/cliff", doubtful)
+    if not deep and not wide(groups, rare=steep):
         return
-    fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + _SAME)
+    fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + SAME)
     yield finding(
         "reward/cliff",
         f"{between(at_the_bottom(groups))} of the completions of {len(groups)} groups earn {lowest:g} "
@@ -187,10 +186,20 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
         "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
         "are lost in rounding"
         if deep
+        else f"failing costs {-lowest / best:.2g} times what success earns: trying pays only for who is right in "
+        f"{100 * -lowest / (best - lowest):.0f} % of the cases, so that what is learned is to avoid it"
+        if steep
         else "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
         "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
         "reward.warmup_steps eases it in",
+        severity=None if deep or wide(groups, rare=False) else "warning",
     )
+
+
+def _drops(lowest: float, totals: Sequence[float]) -> bool:
+    """Whether the lowest reward lies far below all others, by more than they differ among themselves."""
+    others = [total for total in totals if total > lowest + SAME]
+    return bool(others) and min(others) - lowest > max(others) - min(others)
 
 
 def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
@@ -269,7 +278,7 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
     so few groups differ: small groups are often alike by chance, large ones are not.
     """
     rare = thresholds["healthy_solved"]
-    smallest = max(thresholds["reward_spread"] * scale, _SAME)
+    smallest = max(thresholds["reward_spread"] * scale, SAME)
 
     def deviations(groups: Sequence[Group]) -> list[float]:
         return [pstdev(reward.total for reward in group.rewards) for group in groups]
@@ -289,10 +298,10 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
     spreads = deviations(groups)
     few = fmean(deviation < smallest for deviation in spreads)
     in_doubt = chance(groups) > level(thresholds)
-    none = max(spreads) <= _SAME and len(groups) >= _NONE_OF_GROUPS
+    none = max(spreads) <= SAME and len(groups) >= _NONE_OF_GROUPS
     if few <= thresholds["zero_variance_groups"] or (in_doubt and not none):
         return
-    flat = fmean(deviation <= _SAME for deviation in spreads)
+    flat = fmean(deviation <= SAME for deviation in spreads)
     more = times(setup.config.to_dict(), "rollout.num_generations", 2, "twice")
     by_chance = f"a chance of {chance(groups):.1g} where one in {1 / rare:.0f} completions earns otherwise"
     if flat <= thresholds["zero_variance_groups"]:
@@ -310,7 +319,7 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
         f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]}; {by_chance})"
     )
     means = (
-        [fmean(reward.total >= gold - _SAME for reward in group.rewards) for group in groups]
+        [fmean(reward.total >= gold - SAME for reward in group.rewards) for group in groups]
         if gold is not None
         else [0.0]
     )
@@ -338,15 +347,16 @@ def _fickle(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
         return
     worst, largest = 0.0, 0.0
-    for group in setup.groups:
+    for group in setup.groups[: max(2, setup.judgements // 32)]:
         turns = [[completion.text] for completion in group.completions]
-        first = setup.built.judge.judge(group.problem, turns)
+        episodes = setup.run.task.several_turns  # which the rewards of the batch may have looked at
+        first = setup.built.judge.judge(group.problem, turns) if episodes else group.rewards
         again = setup.built.judge.judge(group.problem, turns[::-1])
         if first and again:
             worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
             largest = max(largest, *(abs(reward.total) for reward in first))
     setup.built.judge.drain()
-    if worst <= _SAME * max(1.0, largest):
+    if worst <= SAME * max(1.0, largest):
         return
     yield finding(
         "reward/fickle",

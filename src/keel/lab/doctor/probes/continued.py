@@ -20,17 +20,19 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alternatives import alternatives
+from keel.lab.doctor.probes.context import added_text
 from keel.lab.doctor.probes.draws import (
     Draws,
+    batch_draws,
     best_temperature,
     filters,
     tail_masses,
     unfiltered,
     uniform_p_value,
 )
-from keel.lab.doctor.probes.gap import average, largest
+from keel.lab.doctor.probes.evidence import log_mean_exp
+from keel.lab.doctor.probes.gap import average, in_half_precision, largest, rounding_explains
 from keel.lab.doctor.probes.gold_likelihood import row_logits
-from keel.lab.doctor.probes.masks import batch_draws
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.request import Request
@@ -52,12 +54,14 @@ class Continued:
     def draws(self, setup: ProbeSetup, prompts: Sequence[tuple[int, ...]]) -> Draws:
         """The turns' tokens with the policy's logits after these prompts, one a turn."""
         width = max(4, _MAX_ELEMENTS // (setup.vocabulary * len(self.turns)))
-        parts = []
-        for first in range(0, len(self.turns), 16):
-            rows = range(first, min(first + 16, len(self.turns)))
-            texts = [(*prompts[i], *self.turns[i].tokens[:width]) for i in rows]
-            for i, logits in zip(rows, row_logits(setup, texts), strict=True):
-                parts.append(logits[len(prompts[i]) - 1 : -1].double())
+        texts = [(*prompt, *turn.tokens[:width]) for prompt, turn in zip(prompts, self.turns, strict=True)]
+        distinct = list(dict.fromkeys(texts))
+        starts = {text: len(prompt) - 1 for text, prompt in zip(texts, prompts, strict=True)}
+        logits_of = {
+            text: logits[starts[text] : -1].double()
+            for text, logits in zip(distinct, row_logits(setup, distinct), strict=True)
+        }
+        parts = [logits_of[text] for text in texts]
         acted = [torch.tensor(turn.action[:width], device=setup.policy.device) for turn in self.turns]
         tokens, reported = (
             torch.cat(
@@ -96,12 +100,17 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     turns = _more_turns(setup) if few else turns
     if not turns.turns:
         return
-    doubt = _doubt(setup, turns.draws(setup, turns.prompts()) if few else batch_draws(setup), thresholds)
+    scored = turns.draws(setup, turns.prompts()) if few else None
+    doubt = _doubt(setup, batch_draws(setup) if scored is None else scored, thresholds)
     if not doubt:
         return
-    scored = turns.draws(setup, turns.prompts())
+    scored = turns.draws(setup, turns.prompts()) if scored is None else scored
+    if doubt == "small" and not _rounded(setup, turns, scored, thresholds):
+        doubt = "large"
     named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None
     named = named or _other(setup, turns, scored, thresholds, brief=doubt == "small")
+    if named is None and doubt == "large":
+        named = _added(setup, turns, scored, thresholds)
     setup.shared["other prompt"] = named is not None
     if named is not None:
         yield named
@@ -115,6 +124,32 @@ def _doubt(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["
     if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
         return "large"
     return "" if largest(gap) <= thresholds["scoring_gap"] else "small"
+
+
+def _rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
+    """Whether the reports are off as 16 bits round: all a little, no token by much more than others."""
+    if setup.policy.dtype != torch.float32:
+        return True  # as near as these weights are held
+    plain, reported = unfiltered(setup.sampling), ~scored.sample_logp.isnan()
+    with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
+        rounding = turns.draws(setup, turns.prompts()).logp(plain) - scored.logp(plain)
+    gap = scored.sample_logp - scored.logp(plain)
+    return rounding_explains(gap[reported], rounding[reported], thresholds)
+
+
+def _added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
+    """Text that no hypothesis has: told by what an engine does after one token, and without attention."""
+    reported = scored.where(~scored.sample_logp.isnan())
+    if not len(reported):
+        return None
+
+    def score(prompts: Sequence[tuple[int, ...]], pairs: Sequence[tuple[Completion, int]]) -> Draws:
+        again = Continued(turns.groups, [turn for turn, _ in pairs], [i for _, i in pairs])
+        return again.draws(setup, [prompts[i] for i in again.group])
+
+    gap = average(reported.sample_logp - reported.logp(unfiltered(setup.sampling)))
+    evidence = added_text(setup, gap, score, thresholds)
+    return None if evidence is None else _finding(f"{evidence}; none of the prompts that were tried is it")
 
 
 def _first_turns(setup: ProbeSetup) -> Continued:
@@ -172,7 +207,8 @@ def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
     nearest = off.argmin(-1) if by_report else likely.argmax(-1)
     counts = torch.bincount(scored.row, minlength=rows)
     left = float(off.gather(-1, nearest[:, None]).sum() / counts.sum()) if by_report else math.inf
-    decisive = left <= _limit(float(before.mean()))
+    rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    decisive = left <= min(_limit(float(before.mean())), rounding)  # the nearest of many is near by itself
     chosen = nearest.tolist()
     joined = turns.draws(setup, [prompts[j] for j in chosen])
     moved = sum(prompts[j] != prompts[i] for j, i in zip(chosen, turns.group, strict=True))
@@ -180,7 +216,7 @@ def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
     fits = chance > thresholds["sampler_explained"] and odds > max(
         -math.log(thresholds["travel_chance"]), _otherwise(setup, scored)
     )
-    if not moved or not (decisive or fits):
+    if not moved or not (decisive or (fits and not by_report)):  # what is reported would agree with another prompt
         return None
     evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
         f"the engine's log-probabilities are off by {float(before.mean()):.3g} nats under their own prompts and by "
@@ -234,7 +270,7 @@ def _other(
     if not fits:
         return None
     _, best = max(fits, key=lambda entry: entry[1].gain)
-    odds = _log_mean_exp([entry.gain for _, entry in fits])
+    odds = log_mean_exp([entry.gain for _, entry in fits])
     enough = max(-math.log(thresholds["travel_chance"]), _otherwise(setup, scored))
     if odds <= enough or best.chance <= thresholds["sampler_explained"]:
         return None
@@ -276,10 +312,6 @@ def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
         *(-own - cost(params) for _, params in filters(plain)),
         alternatives(scored, plain, setup.policy.eos_ids)[1],
     )
-
-
-def _log_mean_exp(values: Sequence[float]) -> float:
-    return float(torch.tensor(values).double().logsumexp(0)) - math.log(len(values))
 
 
 def _finding(evidence: str) -> Finding:

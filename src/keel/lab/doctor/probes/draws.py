@@ -23,7 +23,8 @@ _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 _MAX_TOKENS = 4000
-_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
+_MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
+FEW = 20  # tokens that tell whether draws are sound
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 
 
@@ -61,9 +62,22 @@ class Draws:
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
 
 
+def most_tokens(setup: ProbeSetup) -> int:
+    """How many tokens' logits are held at once."""
+    return min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
+
+
+def batch_draws(setup: ProbeSetup) -> Draws:
+    """The batch's own action tokens."""
+    if "draws" not in setup.of_batch:
+        setup.of_batch["draws"] = draws(setup, setup.groups)
+    drawn: Draws = setup.of_batch["draws"]
+    return drawn
+
+
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
-    groups = _first(groups, min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary)))
+    groups = _first(groups, most_tokens(setup))
     completions = [c for group in groups for c in group.completions]
     chosen: list[tuple[int, Tensor, Tensor]] = []
     for b, logits in setup.each_logits(groups):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -30,7 +31,9 @@ TESTS = (
     "reward/scale",
     "reward/weak",
     "sampler/noise",
+    "tool/failing",
 )
+SAME = 1e-9  # within which rewards are equal
 LOOKS = 4  # how often a test may look at its sample while that grows
 MOST_COMPLETIONS = 768  # that are sampled for doubts
 
@@ -45,14 +48,14 @@ def chance_above(values: Sequence[float], edge: float) -> float:
 
     Exact for shares (binomial); else Hoeffding's bound by the relative entropy, which holds for any distribution.
     """
-    from scipy.stats import binom
+    from scipy.special import bdtrc
 
     n = len(values)
     mean = fmean(values) if n else 0.0
     if mean <= edge:
         return 1.0
     if all(value in (0.0, 1.0) for value in values):
-        return float(binom.sf(sum(values) - 1, n, edge))
+        return float(bdtrc(sum(values) - 1, n, edge))
     return math.exp(-n * _relative_entropy(min(mean, 1.0), edge))
 
 
@@ -110,8 +113,44 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
     single = [-logp for same, logp in pairs if same]
     every = [sum(-logp for _, logp in chain)] if chain and all(same for same, _ in chain) else []
     terms = [math.log(0.5), *(value - math.log(4 * len(pairs)) for value in single), *(v - math.log(4) for v in every)]
-    top = max(terms)
-    return top + math.log(sum(math.exp(term - top) for term in terms))
+    return log_mean_exp(terms) + math.log(len(terms))
+
+
+def odds_of_patterns(groups: Sequence[tuple[Sequence[Hashable], Sequence[float]]]) -> list[float]:
+    """Evidence in nats that all groups repeat themselves in one way, for each; of completions and log-probabilities.
+
+    In blocks of b a completion is a copy of the first of its block, in rounds of b that of the one b before it. For
+    each Π 1[same]/p(source) over all groups is 1 on average where completions are drawn apart, and so is the mean.
+    """
+    return [
+        sum(
+            -logp[source] if completions[i] == completions[source] else -math.inf
+            for completions, logp in groups
+            for i, source in enumerate(pattern(len(completions)))
+            if source != i
+        )
+        for pattern in _PATTERNS
+    ]
+
+
+def _blocks(length: int, size: int) -> list[int]:
+    return [i - i % length for i in range(size)]
+
+
+def _rounds(length: int, size: int) -> list[int]:
+    return [i % length for i in range(size)]
+
+
+_LENGTHS = (2, 3, 4, 8)
+_PATTERNS = [partial(_rounds, 1), *(partial(kind, length) for length in _LENGTHS for kind in (_blocks, _rounds))]
+
+
+def log_mean_exp(values: Sequence[float]) -> float:
+    """The logarithm of the mean of e^values, in which a mixture of odds is reckoned."""
+    top = max(values)
+    if not math.isfinite(top):
+        return top
+    return top + math.log(fmean(math.exp(value - top) for value in values))
 
 
 def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool]) -> list[Group]:
@@ -121,7 +160,7 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
     is undecided then is remembered (see `undecided_tests`).
     """
     further: list[Group] = setup.shared.setdefault("further groups", [])
-    most = MOST_COMPLETIONS // setup.built.sampling.num_generations
+    most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
     doubt = undecided([*setup.groups, *further])
     for look in range(1, LOOKS):
         count = min(4 ** (look + 1) - len(setup.groups), most) - len(further)
@@ -136,6 +175,13 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
         why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
         leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
     return groups
+
+
+def most_completions(setup: ProbeSetup) -> int:
+    """Completions that may still be sampled for doubts; with a judge elsewhere no more than it may be asked about."""
+    spent = sum(len(group.completions) for group in setup.shared.get("further groups", ()))
+    left = max(0, MOST_COMPLETIONS - spent)
+    return min(left, setup.judgements_left) if setup.built.judge.remote else left
 
 
 def leave_undecided(setup: ProbeSetup, code: str, why: str) -> None:
@@ -161,7 +207,7 @@ def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
         began = time.monotonic()
-        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling)
+        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling, judged=True)
         setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
         if _seconds(setup) > setup.doubt_s:
             break

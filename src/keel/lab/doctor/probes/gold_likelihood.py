@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.setup import ProbeSetup
@@ -99,10 +101,18 @@ def _answer_mean(gold: Gold, logp: Tensor) -> float:
     return float(logp[len(gold.prompt) - 1 : -1].gather(-1, answer).mean())
 
 
-def bos_gain(setup: ProbeSetup, bos: int) -> list[float]:
-    """By how many nats a token each gold answer is likelier where its prompt begins with BOS."""
+def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:
+    """By how many nats a token each gold answer is likelier where its prompt begins with BOS, and what it has then.
+
+    The second is a mean of −log p: a model to which the answers mean nothing is confused by any token.
+    """
     chosen = golds(setup)
     if not chosen:
-        return []
+        return [], 0.0
     with_bos = answer_logp(setup, [Gold((bos, *gold.prompt), gold.answer) for gold in chosen])
-    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)]
+    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)], -fmean(with_bos)
+
+
+def blind_surprise(setup: ProbeSetup, thresholds: Thresholds) -> float:
+    """Nats a token over which an answer is one that the model cannot know."""
+    return thresholds["bos_surprise"] * math.log(setup.vocabulary)

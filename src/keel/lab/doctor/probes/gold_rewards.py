@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,15 +20,19 @@ from keel.envs.attacks import LESSONS, Attack, Batch, Turns
 from keel.envs.episode import close_now, step_now
 from keel.envs.exploits import Payoff, payoffs
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import LOOKS, chance_above, leave_undecided, level
+from keel.lab.doctor.probes.evidence import LOOKS, SAME, chance_above, leave_undecided, level
 from keel.lab.doctor.setup import ProbeSetup
 
 MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
 FEWEST = 4
+COMPARED = 6  # problems on which wrong answers are judged too, each with so many of them beside an empty one
+WRONG = 2
 SECONDS = 2.0  # after which no further problem is judged, nor attacked
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
 CHOOSING = 2
-ATTACKS = 60  # judgements that the attacks on a problem take, about
+ATTACKS, FEW_ATTACKS = 70, 20  # judgements that the attacks on a problem take, about; where few may be asked for
+MOST_ATTACKED = 16  # problems a look; luck is ruled out on as many
+HOPELESS = 3  # problems on which no other row's answer earns
 ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
 FORMS = {  # what a reward may want around an answer
     "{}": "as it is",
@@ -50,7 +57,6 @@ FORMS = {  # what a reward may want around an answer
     "{}\n": "a new line after it",
     '{{"answer": "{}"}}': '{"answer": "…"}',
 }
-_SAME = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class JudgedGold:
     @property
     def is_least(self) -> bool:
         """Whether most wrong answers earn more."""
-        return sum(total > self.gold + _SAME for total in self.others) > len(self.others) / 2
+        return sum(total > self.gold + SAME for total in self.others) > len(self.others) / 2
 
     @property
     def top(self) -> float:
@@ -78,30 +84,56 @@ class JudgedGold:
 
 
 def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
-    """The gold answers of many problems under the configured rewards, each beside wrong ones of the same form.
+    """The gold answers of many problems under the configured rewards, the first beside wrong ones of the same form.
+
+    The others are compared with what those earn, and only where they are no better with wrong ones of their own. It
+    ends after three times as many where all of them earn, or none does. Parts are summed, whatever `reward.aggregate`
+    says: what is normalised within a group cannot be compared with what another text would earn.
 
     None where there are no gold answers, where rewards are dealt out at random, or where the gold turns are not fit to
     be shown or do not end their episode.
     """
-    task, judge = setup.run.task, setup.built.judge
+    task = setup.run.task
     if task.unanswered or setup.config.reward.shuffle is not None or setup.failures:
         return []
     try:
         batch = _batch(setup, task)
     except (KeelError, NotImplementedError):
         return []
-    rows, judgements, began = [], 0, time.monotonic()
+    rows: list[JudgedGold] = []
+    judgements, began = setup.judgements_left, time.monotonic()
+    compared = min(COMPARED, setup.judgements // 20)
     for index, (problem, turns) in enumerate(zip(batch.problems, batch.golds, strict=True)):
-        if index >= FEWEST and time.monotonic() - began > SECONDS:
+        settled = len({_earns(row) for row in rows}) == 1
+        if (index >= FEWEST and time.monotonic() - began > SECONDS) or (index >= 3 * compared and settled):
             break
-        rewards = judge.judge(problem, [turns, ("",), *batch.neighbours(index)])
-        judgements += len(rewards or ())
-        if rewards and not judge.drain():
-            gold, empty, *others = (reward.total for reward in rewards)
-            rows.append(JudgedGold(problem, turns, gold, empty, tuple(others)))
-    judge.drain()
-    setup.shared["seconds a judgement"] = (time.monotonic() - began) / max(judgements, 1)
+        wrong: list[Turns] = [("",), *batch.neighbours(index)[:WRONG]]
+        totals = _totals(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
+        if len(totals) == 1 and totals[0] > max(row.top for row in rows[:compared]):
+            totals += [max(row.empty for row in rows[:compared])]
+        elif len(totals) == 1:
+            totals += _totals(setup, problem, wrong)
+        if all(map(math.isfinite, totals)):
+            rows.append(JudgedGold(problem, turns, totals[0], totals[1], tuple(totals[2:])))
+    setup.shared["seconds a judgement"] = (time.monotonic() - began) / max(judgements - setup.judgements_left, 1)
     return rows
+
+
+def _earns(row: JudgedGold) -> bool:
+    """Whether a gold answer earns no less than any other that was judged there, and more than some."""
+    rounding = SAME * max(abs(row.gold), abs(row.top))
+    return row.gold >= row.top - rounding and row.gold > row.bottom + rounding
+
+
+def _totals(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
+    """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
+    judge = copy(setup.built.judge)
+    judge.options = judge.options.model_copy(update={"aggregate": "sum"})
+    asked = episodes[: setup.judgements_left] if judge.remote else episodes
+    rewards = (judge.judge(problem, asked) or ()) if asked else ()
+    failed = {failure.sample for failure in judge.drain()}
+    totals = [-math.inf if i in failed else reward.total for i, reward in enumerate(rewards)]
+    return totals + [-math.inf] * (len(episodes) - len(totals))
 
 
 def _batch(setup: ProbeSetup, task: Task) -> Batch:
@@ -127,30 +159,32 @@ def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
 
 
 def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
-    """The size of the largest reward that was seen: what a difference of rewards is measured by."""
+    """The range of the rewards that were seen, what a difference is measured by; without gold answers, the largest."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
-    if setup.config.reward.aggregate == "sum":
-        totals += [total for row in judged for total in (row.gold, row.empty, *row.others)]
-    return max(map(abs, totals))
+    if not judged or setup.config.reward.aggregate != "sum":
+        return max(map(abs, totals))
+    totals += [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    return max(totals) - min(totals)
 
 
-def solved_at(judged: Sequence[JudgedGold]) -> float | None:
-    """What a right answer earns, where gold answers earn more than wrong ones do."""
-    paid = [row.gold for row in judged if row.gold > row.bottom + _SAME]
-    return min(paid) if 2 * len(paid) > len(judged) else None
+def solved_at(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float | None:
+    """What a right answer earns, where gold answers earn more than wrong ones do, in a group as well."""
+    paid = [row.gold for row in judged if row.gold > row.bottom + SAME]
+    return min(paid) if 2 * len(paid) > len(judged) and setup.config.reward.aggregate == "sum" else None
 
 
 def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
     if not judged:
         return
-    scale = max(abs(total) for row in judged for total in (row.gold, row.empty, *row.others))
-    margin = max(thresholds["reward_spread"] * scale, _SAME)
-    lacking = [row for row in judged if row.gold <= row.bottom + _SAME * scale or row.gold < row.top - margin]
+    totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    scale = max(map(abs, totals))
+    margin = max(thresholds["reward_spread"] * (max(totals) - min(totals)), SAME * scale, SAME)
+    lacking = [row for row in judged if row.gold <= row.bottom + SAME * scale or row.gold < row.top - margin]
     unpaid = [float(row in lacking) for row in judged]
     by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
     if not lacking or (by_chance and fmean(unpaid) < 1):
-        yield from _exploits(setup, judged, thresholds)
+        yield from [*_one_for_all(setup, judged, thresholds)] or _exploits(setup, judged, thresholds)
         return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
@@ -161,12 +195,27 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     yield _explained(setup, judged, lacking, margin, by_chance, form)
 
 
+def _one_for_all(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """One text that is the gold answer of nearly all problems: saying it always is all there is to learn."""
+    counts = Counter(row.turns for row in judged)
+    (common, count), total = counts.most_common(1)[0], len(judged)
+    if setup.run.task.several_turns or total < 2 * EXPLAINED or count < thresholds["exploit_share"] * total:
+        return
+    yield finding(
+        "reward/exploit",
+        f"{count} of {total} different problems have one and the same gold answer, {common[-1][:60]!r}",
+        "the answers are those of a single row, a constant or a default, so that one text earns whatever is asked",
+        "check the column that the answers are read from; leave most problems with the commonest answer out where the "
+        "data are like that",
+    )
+
+
 def _ignores_the_text(setup: ProbeSetup, judged: Sequence[JudgedGold], scale: float) -> bool:
     """Whether every text earns the same on a problem, be it gold, wrong, empty or sampled, and problems differ."""
     answers = [(row.gold, row.empty, *row.others) for row in judged]
     sampled = [tuple(reward.total for reward in group.rewards) for group in setup.groups]
-    alike = all(max(totals) - min(totals) <= _SAME * scale for totals in (*answers, *sampled))
-    return alike and max(row.gold for row in judged) - min(row.gold for row in judged) > _SAME * scale
+    alike = all(max(totals) - min(totals) <= SAME * scale for totals in (*answers, *sampled))
+    return alike and max(row.gold for row in judged) - min(row.gold for row in judged) > SAME * scale
 
 
 def _textless(judged: Sequence[JudgedGold]) -> Finding:
@@ -183,7 +232,7 @@ def _textless(judged: Sequence[JudgedGold]) -> Finding:
 
 def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
     totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
-    return min(totals) > 0 and max(totals) - min(totals) <= _SAME * scale
+    return min(totals) > 0 and max(totals) - min(totals) <= SAME * scale
 
 
 def _explained(
@@ -199,7 +248,8 @@ def _explained(
     size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
     reversed_share = fmean(row.is_least for row in lacking)
     completions = [reward.total for group in setup.groups for reward in group.rewards]
-    earning = fmean(completions) > fmean(row.gold for row in lacking) + margin
+    summed = setup.config.reward.aggregate == "sum"
+    earning = summed and fmean(completions) > fmean(row.gold for row in lacking) + margin
     written = f"; the model's completions earn {fmean(completions):.3g}"
     if form is not None:
         content, name, count = form
@@ -246,12 +296,13 @@ def _form(setup: ProbeSetup, lacking: Sequence[JudgedGold], margin: float) -> tu
     """A part of the gold answer in a form that earns on most of these problems, and another answer in it does not."""
     pairs: list[tuple[str, str]] = []
     for row in lacking[:CHOOSING]:
-        names = [(content, form) for content in _contents(row) for form in FORMS]
+        first = row is lacking[0]
+        names = [(content, form) for content in _contents(row) for form in FORMS] if first else pairs
         texts = [_filled(row, content, form) for content, form in names]
         earning = [
             pair for pair, earned in zip(names, _earned(setup, row, texts), strict=True) if earned > row.top + margin
         ]
-        pairs = earning if row is lacking[0] else [pair for pair in pairs if pair in earning] or pairs
+        pairs = earning if first else earning or pairs
     for content, form in pairs:
         rights = [_earned(setup, row, [_filled(row, content, form)])[0] for row in lacking]
         wrongs = [
@@ -297,12 +348,7 @@ def _filled(row: JudgedGold, content: str, form: str) -> str:
 
 def _earned(setup: ProbeSetup, row: JudgedGold, texts: Sequence[str]) -> list[float]:
     """What these last turns earn after the gold answer's first ones."""
-    judge = setup.built.judge
-    rewards = judge.judge(row.problem, [(*row.turns[:-1], text) for text in texts])
-    failed = {failure.sample for failure in judge.drain()}
-    return [float("-inf") if i in failed else r.total for i, r in enumerate(rewards or ())] or [float("-inf")] * len(
-        texts
-    )
+    return _totals(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
 
 
 def _other_row(
@@ -311,10 +357,12 @@ def _other_row(
     """Gold answers of other problems that earn in place of a problem's own, as text; None where most have none."""
     turns = [row.turns for row in judged[:ROWS]]
     matches, offsets = 0, list[int]()
-    for row in lacking:
+    for number, row in enumerate(lacking):
+        if number == HOPELESS and not matches:
+            return None
         earned = _earned(setup, row, [gold[-1] for gold in turns])
         better = [i for i, total in enumerate(earned) if total > row.gold + margin]
-        best = [i for i in better if earned[i] >= max(earned) - _SAME]
+        best = [i for i in better if earned[i] >= max(earned) - SAME]
         matches += bool(best)
         offsets += [i - judged.index(row) for i in best]
     if 2 * matches <= len(lacking):
@@ -332,7 +380,7 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
     """Attacks that earn nearly what a gold answer does, on average and on nearly all problems; the best first."""
     if setup.built.judge.remote or setup.failures:
         return
-    silent = [float(row.empty >= row.gold - _SAME * max(abs(row.gold), _SAME)) for row in judged]
+    silent = [float(row.empty >= row.gold - SAME * max(abs(row.gold), SAME)) for row in judged]
     if _nearly_all(silent, thresholds):
         yield _paid("an empty answer", "silence", silent, "", thresholds)
         return
@@ -349,19 +397,35 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
 
 
 def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple[Attack, Payoff]]]:
-    """What each attack earns, by its name; on further problems as long as luck may explain one that does well."""
+    """What each attack earns, by its name: on one problem all, on further ones those that luck may still explain."""
     entries: dict[str, list[tuple[Attack, Payoff]]] = {}
     count = _affordable(setup)
     if not count:
         leave_undecided(setup, "reward/exploit", "judging takes too long for attacks on the reward")
+    requests = None if setup.judgements >= 2 * ATTACKS else FEW_ATTACKS
+
+    def open_names() -> set[str]:
+        shares = {name: _as_good(row, thresholds) for name, row in entries.items()}
+        return {name for name, values in shares.items() if _may_pay(values) and not _nearly_all(values, thresholds)}
+
+    def wanted(attack: Attack) -> bool:
+        return not entries or attack.name in open_names()
+
     for look in range(LOOKS if count else 0):
-        for attack, payoff in payoffs(setup.run.task, setup.built.judge, count, setup.config.run.seed + look, None):
-            if payoff.failure is None and not attack.is_gold:
-                entries.setdefault(attack.name, []).append((attack, payoff))
-        shares = [_as_good(row, thresholds) for row in entries.values()]
-        if not any(fmean(s) >= thresholds["exploit_share"] and not _nearly_all(s, thresholds) for s in shares):
-            break
+        seed = setup.config.run.seed + look
+        for tried in payoffs(setup.run.task, setup.built.judge, count, seed, None, wanted=wanted, requests=requests):
+            for attack, payoff in tried:
+                if payoff.failure is None and not attack.is_gold:
+                    entries.setdefault(attack.name, []).append((attack, payoff))
+            if entries and not open_names():
+                return entries
     return entries
+
+
+def _may_pay(values: Sequence[float]) -> bool:
+    """Whether an attack may still turn out to pay on nearly all problems: it paid on the first, and failed on few."""
+    misses = len(values) - sum(values)
+    return misses == 0 or (len(values) > 1 and misses <= max(1.0, len(values) / 10))
 
 
 def _as_good(entries: Sequence[tuple[Attack, Payoff]], thresholds: Thresholds) -> list[float]:
@@ -370,9 +434,9 @@ def _as_good(entries: Sequence[tuple[Attack, Payoff]], thresholds: Thresholds) -
 
 
 def _affordable(setup: ProbeSetup) -> int:
-    """How many problems can be attacked at once in the time: enough to tell from luck, or none."""
+    """How many problems are attacked at once: enough to tell from luck; none where the first would take too long."""
     each = ATTACKS * setup.shared.get("seconds a judgement", 0.0)
-    return 2 * EXPLAINED if 2 * EXPLAINED * each < 2 * SECONDS else EXPLAINED if EXPLAINED * each < 4 * SECONDS else 0
+    return MOST_ATTACKED if each < 4 * SECONDS else 0
 
 
 def _nearly_all(values: Sequence[float], thresholds: Thresholds) -> bool:

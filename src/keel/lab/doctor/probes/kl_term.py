@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from keel.base.imports import is_import_path
 from keel.base.thresholds import Thresholds
 from keel.kl import advise
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, divergence_of
@@ -20,7 +21,8 @@ from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_stat
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import scale_rewards
 
-DIVERGENCES = (POLICY_REF, REF_POLICY, "total-variation")
+KLS = (POLICY_REF, REF_POLICY)
+DIVERGENCES = (*KLS, "total-variation")
 SHARES = (0.01, 0.1, 0.5)
 NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state
@@ -89,8 +91,10 @@ def _gradient_line(setup: ProbeSetup, measured: MeasuredGradient) -> str:
 
 
 def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
-    """What the experiment says of the configured term; the two KLs and the total variation are allowed."""
+    """What the experiment says of the configured term; the total variation is allowed only to who asks for it."""
     expected = _expected(setup)
+    asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
+    expected = expected if expected in asked else None
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
     if measured.size < thresholds["kl_gradient_zero"]:
         away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
@@ -103,7 +107,7 @@ def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresho
         )
         return
     beta = setup.full_beta
-    allowed = (expected,) if expected in DIVERGENCES else DIVERGENCES
+    allowed = KLS if expected is None else (expected,)
     if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
         return
     near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
@@ -135,7 +139,7 @@ def _expected(setup: ProbeSetup) -> str | None:
 
 
 def _instead_of(expected: str | None) -> str:
-    if expected in DIVERGENCES:
+    if expected is not None:
         return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
     return ", no KL between policy and reference"
 

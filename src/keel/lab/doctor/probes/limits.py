@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from keel.base.imports import is_import_path
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding, propose
@@ -27,6 +28,7 @@ STEPS = 400  # of a simulated guard
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
 CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio
 FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
+HUGE_RATIO = 4.0  # and that every limit of a weight should bound
 
 
 def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -38,7 +40,7 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     findings = (
         *_rejects(setup, first, figures, thresholds),
-        *_clips(setup, first, figures, thresholds),
+        *([*clipped_side(setup, figures, thresholds)] or _clips(setup, first, figures, thresholds)),
         *_skips(setup, first, figures, thresholds),
         *_budget(setup, first, thresholds),
         *_too_old(setup, first, figures, thresholds),
@@ -108,6 +110,51 @@ def _several_updates(setup: ProbeSetup) -> bool:
     return run.loss.num_iterations * run.optim.minibatches > 1 or run.rollout.max_staleness > 0
 
 
+def clipped_side(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """What a loss does to tokens far from ratio 1: one that has gone the wrong way must keep its gradient.
+
+    −min(ρA, clip(ρ)A) cuts who has gone far enough the way of its advantage, and nobody else.
+    """
+    if not _several_updates(setup):
+        return
+    signs = torch.tensor([1.0, -1.0], device=setup.mask.device).repeat(len(setup.mask))[: len(setup.mask)]
+    far = FAR_RATIO * signs[:, None].expand_as(setup.mask)
+    back = figures["clipped_back"] = _clipped(setup, signs, -far, setup.run.loss, setup.mask)
+    limit, loss_name = thresholds["clipped_moved"], f"loss.loss_type={setup.config.loss.loss_type}"
+    if not back > limit:
+        if is_import_path(setup.config.loss.loss_type):
+            yield from _unbounded(setup, signs, figures, loss_name)
+        return
+    ahead = _clipped(setup, signs, far, setup.run.loss, setup.mask)
+    yield finding(
+        "loss/clip",
+        f"at ratios of e and 1/e the gradient of {back:.0%} of the tokens is cut that have gone against their "
+        f"advantage (over {limit:.0%}), and of {ahead:.0%} of those that have gone the way of it",
+        f"{loss_name} cuts the wrong side: updates that overshoot go on, and what went wrong stays"
+        if ahead < 1 - limit
+        else f"{loss_name} clips the ratio alone: a token that one update has pushed the wrong way never comes back",
+        "take the smaller of ρA and clip(ρ)A, as −torch.minimum(ρA, clip(ρ)A), or use a loss of Keel's own",
+        severity=None if ahead < 1 - limit else "warning",
+    )
+
+
+def _unbounded(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
+    """A loss of one's own whose push grows with the ratio for as long as that grows."""
+    up = setup.mask & (signs > 0)[:, None]
+    near, far = (loss_gradient(setup, signs, step=step)[up] for step in (0.0, HUGE_RATIO))
+    figures["pushed_far"] = float((far / near).nan_to_num(0.0).median())
+    if not figures["pushed_far"] > 0.9 * math.exp(HUGE_RATIO):
+        return
+    yield finding(
+        "loss/clip",
+        f"tokens of a positive advantage are pushed {figures['pushed_far']:.3g} times as hard at a ratio of "
+        f"{math.exp(HUGE_RATIO):.3g} as at 1, although a batch is used several times",
+        f"{loss_name} has a ratio and no limit to it: what has been learned from a batch is learned again, and harder",
+        "clip the ratio, as −torch.minimum(ρA, clip(ρ)A), or use a loss of Keel's own",
+        severity="warning",
+    )
+
+
 def _clips(
     setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
@@ -130,7 +177,7 @@ def _clips(
     own_far = _clipped(setup, signs, far, own, mask)
     options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
     mend = propose("set {}, the loss's own", {f"loss.{name}": None for name in chosen})
-    limit = thresholds["clipped_ratios"]
+    limit = thresholds["clipped_moved"]
     if figures["clipped"] > limit and own_near < 1 - limit:
         yield finding(
             "loss/clip",
@@ -229,11 +276,13 @@ def _too_old(
     setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Samples so old that the updates of those steps, as a random walk, have left the policy that drew them."""
-    run, limit = setup.run, thresholds["kl_per_update_peak"]
+    run = setup.run
     age = min(run.rollout.max_staleness, setup.config.run.max_steps)
     per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
     figures["sample_age_kl"] = age * per_step
-    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > limit:
+    deep = age > thresholds["sample_age"]  # a step or two is one update's distance, which has its own limit
+    limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
+    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
         return  # where one update is too long its own finding says so
     younger = int(limit / thresholds["update_margin"] / per_step)
     slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import Draws, draws, improbable_runs, unfiltered
+from keel.lab.doctor.probes.draws import batch_draws, improbable_runs, unfiltered
 from keel.lab.doctor.probes.ends import end_findings
 from keel.lab.doctor.probes.gap import average, largest
 from keel.lab.doctor.probes.objective import loss_gradient
@@ -72,14 +72,14 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     group = max(groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
     positions = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
-    scored = _answering(setup, group, thresholds)
+    scored, before = _answering(setup, group, thresholds), setup.logp(setup.pack([group]))
     hidden = {}
     for position in positions:
         where = scored & _after_the_first(group).to(scored.device) if position == last else scored
         changed = [
             replace(group, prompt_tokens=tokens) for tokens in _with_others(setup, group.prompt_tokens, position)
         ]
-        answer = _blind_answer(setup, group, changed, where, thresholds)
+        answer = _blind_answer(setup, group, before, changed, where, thresholds)
         if answer is not None:
             hidden[position] = answer
     if not hidden:
@@ -129,7 +129,7 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             after &= _answering(setup, single, thresholds)
             if not bool(after.any()):
                 continue
-            answer = _blind_answer(setup, single, changed, after, thresholds)
+            answer = _blind_answer(setup, single, setup.logp(setup.pack([single])), changed, after, thresholds)
             if answer is None:
                 return
             yield finding(
@@ -143,21 +143,21 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
 
 
 def _blind_answer(
-    setup: ProbeSetup, group: Group, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
+    setup: ProbeSetup, group: Group, before: Tensor, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
 ) -> float | None:
-    """How far training's log-probabilities of `where` `[B, T]` move with changes that they do not see; else None.
+    """How far training's scores `before` move in `where` `[B, T]` with changes that they do not see; else None.
 
     Each answer is of two passes, so that noise counts as one. The model's own forward must answer by more than the
     rounding of a probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
     """
     unit = torch.finfo(torch.bfloat16).eps
-    expected = setup.forward_logp([group])
     answers, moved = [], 0
     for other in changed:
-        before, after = (setup.logp(setup.pack([g])) for g in (group, other))
-        answers.append(largest((before - after)[where]))
+        answers.append(largest((before - setup.logp(setup.pack([other])))[where]))
         if answers[-1] > thresholds["mask_seen"]:
             return None
+    expected = setup.forward_logp([group])
+    for other in changed:
         moves = (expected - setup.forward_logp([other])).abs() > unit * expected.abs().clamp_min(1.0)
         moved += int((moves & where).sum())
     return max(answers) if moved >= _MOVED else None
@@ -217,14 +217,6 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.of_batch["foreign"]
     return marked
-
-
-def batch_draws(setup: ProbeSetup) -> Draws:
-    """The batch's own action tokens."""
-    if "draws" not in setup.of_batch:
-        setup.of_batch["draws"] = draws(setup, setup.groups)
-    drawn: Draws = setup.of_batch["draws"]
-    return drawn
 
 
 def _foreign(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:

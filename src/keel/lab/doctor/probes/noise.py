@@ -9,15 +9,15 @@ from itertools import combinations
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import draws
-from keel.lab.doctor.probes.evidence import level, log_odds_of_copies, more_groups
+from keel.lab.doctor.probes.draws import batch_draws, draws
+from keel.lab.doctor.probes.evidence import level, log_mean_exp, log_odds_of_copies, more_groups, odds_of_patterns
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
 NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
 _DOUBT = 3.0  # nats: copies by chance once in twenty
 _LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, and few of them must not decide
-_SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups of copies would not tell
+_SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
 
 
 def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
@@ -36,12 +36,11 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         return
 
     def undecided(groups: Sequence[Group]) -> bool:
-        odds = copies(setup, groups, setup.sampling)
-        alike = all(len(set(tokens)) == 1 for tokens in _tokens(groups))
-        return odds <= enough and (odds > _DOUBT or (alike and odds > _SURE))
+        odds, pattern = copies(setup, groups, setup.sampling)
+        return odds <= enough and (odds > _DOUBT or pattern > _SURE)
 
     groups = more_groups(setup, "sampler/noise", undecided)
-    odds = copies(setup, groups, setup.sampling)
+    odds, _ = copies(setup, groups, setup.sampling)
     if odds > enough:
         drawn = draws(setup, groups)
         greedy = bool((drawn.tokens == drawn.logits.argmax(-1)).all())
@@ -74,14 +73,17 @@ def repeated_steps(setup: ProbeSetup, other: Sequence[Group]) -> float:
     return total
 
 
-def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> float:
-    """Evidence in nats that completions of a group repeat each other more often than draws under `params` do."""
-    total = 0.0
-    for group, logp in zip(groups, _logp(setup, groups, params), strict=True):
-        tokens = [completion.tokens for completion in group.completions]
+def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> tuple[float, float]:
+    """Evidence in nats that completions of a group repeat each other more often than draws under `params` do.
+
+    Any of them in some groups, or in all groups the same ones; second, that of the likeliest such pattern alone.
+    """
+    every, total = [*zip(_tokens(groups), _logp(setup, groups, params), strict=True)], 0.0
+    for tokens, logp in every:
         pairs = [(tokens[i] == tokens[j], logp[i]) for i, j in combinations(range(len(tokens)), 2)]
         total += log_odds_of_copies(pairs, [(other == tokens[0], logp[0]) for other in tokens[1:]]) if pairs else 0.0
-    return total
+    patterns = odds_of_patterns(every)
+    return log_mean_exp([total, log_mean_exp(patterns)]), max(patterns)
 
 
 def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
@@ -90,7 +92,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
 
 def _logp(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> list[list[float]]:
     """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
-    drawn = draws(setup, groups)
+    drawn = batch_draws(setup) if tuple(groups) == setup.groups else draws(setup, groups)
     sums = [0.0] * sum(len(group.completions) for group in groups)
     for row, value in zip(drawn.row.tolist(), drawn.logp(params).clamp_min(_LEAST).tolist(), strict=True):
         sums[row] += value

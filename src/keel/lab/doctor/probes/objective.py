@@ -61,7 +61,9 @@ def loss_gradient(
     `log_ratio` is that of the reference over the policy, the same for every token, `step` that of the policy over the
     one that sampled.
     """
-    logp = setup.scores().logp.detach().clone().requires_grad_()
+    if "logp" not in setup.of_batch:
+        setup.of_batch["logp"] = setup.logp()
+    logp = setup.of_batch["logp"].clone().requires_grad_()
     rows = Batch(
         action_mask=setup.mask,
         advantages=advantage,
@@ -98,7 +100,9 @@ def _pushes(
         return  # a loss that is not finite is named by the update
     push = (-gradient[mask].double() / (advantage[mask] * weights[mask]).double()).nan_to_num(0.0)
     up = advantage[mask] > 0
-    figures |= {"pushed": float((push > 0).double().mean()), "factor": float(push.median())}
+    alive = push != 0
+    figures |= {"pushed": float((push > 0).double().mean())}
+    figures["factor"] = float(push[alive].median()) if bool(alive.any()) else 0.0
     loss_name = f"loss.loss_type={setup.config.loss.loss_type}"
     away, dead = _share(push < 0, up), _share(push == 0, up)
     if max(away) > thresholds["loss_wrong_way"]:
@@ -120,6 +124,14 @@ def _pushes(
             f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
             "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
         )
+    elif where := left_out(mask, alive):
+        yield finding(
+            "loss/no-gradient",
+            f"∂loss/∂logp is zero on {where} of every completion, {float((~alive).double().mean()):.0%} of the sampled "
+            "tokens, at ratio 1 and β = 0, and on no other token",
+            f"{loss_name} cuts completions: what is written there is sampled, earns and is never trained",
+            "let the loss cover every token of the mask that it is given (lengths from the mask, not a constant)",
+        )
     elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
         yield finding(
             "loss/scale",
@@ -137,6 +149,22 @@ def _pushes(
             "nothing, if that is meant",
             severity="note",
         )
+
+
+def left_out(mask: Tensor, alive: Tensor) -> str:
+    """Which tokens of every completion have no gradient, as text, where their place decides it; `alive` is `mask`'s."""
+    rows = [alive[mask.nonzero()[:, 0] == row].tolist() for row in range(len(mask))]
+    rows = [row for row in rows if row]
+    if all(all(row) for row in rows):
+        return ""
+    for end, ordered in (("first", rows), ("last", [row[::-1] for row in rows])):
+        for count in sorted({row.index(False) for row in ordered if not all(row)}):
+            if count and all(row == [i < count for i in range(len(row))] for row in ordered):
+                return f"all but the {end} {count} tokens" if count > 1 else f"all but the {end} token"
+        for count in sorted({row.index(True) for row in ordered if any(row)}):
+            if count and all(row == [i >= count for i in range(len(row))] for row in ordered):
+                return f"the {end} {count} tokens" if count > 1 else f"the {end} token"
+    return ""
 
 
 def _share(where: Tensor, up: Tensor) -> tuple[float, float]:

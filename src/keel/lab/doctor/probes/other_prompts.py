@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.render import Renderer
 
 Tokens = tuple[int, ...]
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful AI assistant.")
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _CUTS: dict[str, tuple[str, Callable[[Tokens, int], Tokens]]] = {
     "first": ("prompts without their first {} tokens", lambda tokens, n: tokens[n:]),
@@ -111,6 +112,10 @@ def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
         "prompts with a space at their end": again(lambda text: f"{text} ", special=True),
         "prompts with a line break at their end": again(lambda text: f"{text}\n", special=True),
         "prompts in lower case": again(str.lower, special=True),
+        "prompts in upper case": again(str.upper, special=True),
+        "prompts without their spaces": again(lambda text: text.replace(" ", ""), special=True),
+        "prompts with single spaces in place of all white space": again(lambda t: " ".join(t.split()), special=True),
+        "prompts without special tokens and spaces": again(lambda text: text.replace(" ", ""), special=False),
     }
 
 
@@ -131,6 +136,17 @@ def _renderings(setup: ProbeSetup, problems: Sequence[Problem]) -> Iterator[tupl
         ("prompts without their template", {"chat_template": "none"}, plain),
         ("the last message alone", {"chat_template": "none"}, users),
     ]
+    for words in SYSTEM_PROMPTS:
+        ways.append(
+            (
+                f"prompts after {words!r}",
+                {"chat_template": "none"},
+                [replace(p, prompt=f"{words}\n\n{p.prompt}") for p in plain],
+            )
+        )
+        if own_template(tokenizer):
+            options = {"chat_template": "default", "system_prompt": words}
+            ways.append((f"prompts under the system prompt {words!r}", options, problems))
     if data.system_prompt is not None:
         ways.append(("prompts without the system prompt", {"chat_template": data.chat_template}, problems))
     if own_template(tokenizer):

@@ -10,7 +10,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gold_likelihood import bos_gain
+from keel.lab.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,
@@ -23,6 +23,7 @@ from keel.lab.doctor.probes.rendering import (
 )
 from keel.lab.doctor.probes.repeats import eval_leak, repeat_findings
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.templates import template_findings
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -46,6 +47,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_lost(setup, prompts),
         *_headless(setup, prompts),
         *_bos(setup, prompts, thresholds),
+        *template_findings(setup, thresholds),
         *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
         *repeat_findings(setup, thresholds),
         *eval_leak(setup, thresholds),
@@ -127,10 +129,13 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
     tokenizer = setup.policy.tokenizer
     renderer = build_renderer(setup.config, tokenizer)
     used, own = turn_marks(tokenizer, renderer.template), turn_marks(tokenizer, own_template(tokenizer))
-    missing = []
+    missing, spoilt = [], []
     for prompt in prompts:
         filled = in_template(renderer, prompt.problem)
         marks = used if filled else own
+        if filled and used is not None and used.fault and prompt.text.rstrip().endswith(used.assistant):
+            spoilt.append(prompt)
+            continue
         last = messages_of(prompt.problem)[-1]
         if marks is None or not marks.assistant or last["role"] == "assistant":
             continue
@@ -140,6 +145,14 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
         opened = prompt.text.rfind(marks.assistant)
         if opened < 0 or opened + len(marks.assistant) <= asked:
             missing.append((prompt, marks.assistant))
+    if spoilt and used is not None:
+        yield finding(
+            "prompt/no-header",
+            f"{len(spoilt)} of {len(prompts)} prompts end with {used.assistant!r}, but {used.answered!r} stands before "
+            f"the assistant's messages in the same template: {spoilt[0].text[-60:]!r}",
+            f"the template's generation prompt is not the assistant's header: {used.fault}",
+            f"end the template with {{% if add_generation_prompt %}} and {used.answered!r}",
+        )
     if not missing:
         return
     prompt, header = missing[0]
@@ -169,8 +182,9 @@ def _bos(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -
             "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
         )
     elif not any(bos in head[:1] for head in heads):
-        gain = bos_gain(setup, bos)
-        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0:
+        gain, surprise = bos_gain(setup, bos)
+        known = surprise < blind_surprise(setup, thresholds)
+        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0 and known:
             yield finding(
                 "prompt/no-bos",
                 f"gold answers are {fmean(gain):.2g} nats a token likelier after prompts that begin with "

@@ -88,7 +88,7 @@ def misplaced(setup: ProbeSetup) -> Iterator[Finding]:
 def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     """On the perturbed policy: the reference must not follow it, not by scoring and not by `update`."""
     mask = setup.mask
-    logp, ref, print_before = setup.logp(), reference_logp(setup), reference_fingerprint(setup)
+    (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
     noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
     with setup.perturbed():
         print_perturbed = reference_fingerprint(setup)
@@ -99,8 +99,7 @@ def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict
         steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]  # else its scores tell nothing
         if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
             return [_follows(setup, figures)]
-        for _ in range(2):
-            reference_logp(setup)
+        reference_logp(setup)
         print_scored = reference_fingerprint(setup)
         if print_scored != print_perturbed:
             figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)

@@ -19,10 +19,31 @@ _WORDS = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """Texts as a template writes them: what opens the user's and the assistant's turn."""
+    """Texts as a template writes them: what opens the user's and the assistant's turn.
+
+    `assistant` is the generation prompt, `answered` what stands before an answer in a conversation and `end` after it,
+    `asked` all that stands before a question.
+    """
 
     user: str
     assistant: str
+    answered: str = ""
+    end: str = ""
+    asked: str = ""
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the generation prompt by the template's own conversations; None where nothing is."""
+        if not self.answered or self.answered.startswith(self.assistant):
+            return None
+        if self.asked.endswith(self.assistant):
+            return "it opens the user's turn"
+        rest = self.assistant.removeprefix(self.answered).strip()
+        if rest == self.assistant:
+            return None  # another header, which may be meant
+        if self.end and self.end in rest:
+            return "it opens the assistant's turn and ends it at once"
+        return "it opens the assistant's turn twice" if self.answered in rest else None
 
 
 def rendered(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
@@ -50,18 +71,20 @@ def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
 
     def fill(*messages: dict[str, str], opened: bool = False) -> str:
         options = {"tokenize": False, "add_generation_prompt": opened, "chat_template": template}
-        return str(tokenizer.apply_chat_template(list(messages), **options))
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), **options))
+        except Exception:  # templates raise what they like
+            return ""
 
     if template is None:
         return None
-    try:
-        before, asked, after = fill(question).partition(_QUESTION)
-        header = fill(question, opened=True).removeprefix(before + asked + after)
-        if not header:
-            header = _between_turns(fill(question, answer), after)
-    except Exception:  # templates raise what they like
-        return None
-    return TurnMarks(_last_mark(tokenizer, before), header.partition(_THOUGHT)[0].strip()) if asked else None
+    before, asked, after = fill(question).partition(_QUESTION)
+    conversation = fill(question, answer)
+    header = fill(question, opened=True).removeprefix(before + asked + after) or _between_turns(conversation, after)
+    between, _, end = conversation.partition(_QUESTION)[2].partition(_ANSWER)
+    answered = between.removeprefix(after) if end else ""
+    assistant, answered = (text.partition(_THOUGHT)[0].strip() for text in (header, answered))
+    return TurnMarks(_last_mark(tokenizer, before), assistant, answered, end.strip(), before.strip()) if asked else None
 
 
 def _between_turns(conversation: str, after: str) -> str:

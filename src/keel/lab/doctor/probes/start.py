@@ -19,7 +19,6 @@ from keel.lab.doctor.probes.states import policy_states, reference_states
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.fingerprint import effective_weights
 from keel.models.lora import adapter_is_zero
-from keel.trainer.batch import score_micro, stitch
 
 
 def not_trained(config: Config) -> Advice:
@@ -106,12 +105,6 @@ def reference_logp(setup: ProbeSetup) -> Tensor:
     return ref
 
 
-def _training_logp(setup: ProbeSetup) -> Tensor:
-    """The policy's log-probabilities by the very pass that trains, its graph included."""
-    batch = setup.batch
-    return stitch((score_micro(micro, batch, setup.run).logp for micro in batch.micros), batch.width)
-
-
 def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     assert setup.run.reference is not None
     mine = dict(effective_weights(setup.policy.model))
@@ -119,12 +112,10 @@ def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float
     with setup.run.reference.model() as model:
         difference = compare_weights(mine, dict(effective_weights(model)), fresh=fresh)
         training = model.training
-    logp, ref, again = _training_logp(setup), reference_logp(setup), reference_logp(setup)
-    with eval_mode(setup.policy.model):
-        still = _training_logp(setup)
+    logp, ref, again = setup.logp(), reference_logp(setup), reference_logp(setup)
+    setup.of_batch["start"] = logp, again
     mask = setup.mask
     figures["kl_at_start"] = token_kl(logp, ref, mask)
-    figures["kl_at_start_evaluation_mode"] = token_kl(still, ref, mask)
     figures["sums_against_means"] = float(sums_against_means(logp, ref, mask))
     figures["reference_repeats_to"] = largest_gap(ref, again, mask)
     figures["parameters_policy"] = float(difference.policy_size)
@@ -136,6 +127,8 @@ def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float
         return [_wrong(setup, difference, figures)]
     if start <= limit:
         return []
+    with eval_mode(setup.policy.model):
+        figures["kl_at_start_evaluation_mode"] = token_kl(setup.logp(), ref, mask)
     cause, advice = explain_start(figures, limit, difference, training, _scale(setup), setup.config)
     size = largest_gap(logp, ref, mask)
     evidence = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import Draws, draws, unfiltered
+from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, unfiltered
 from keel.lab.doctor.probes.gap import average, reports_close
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
@@ -31,7 +31,7 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     findings = [] if finding is None else [finding]
     back = draws(setup, setup.collect())
     returned = _gap(setup, back)
-    grown = thresholds["sync_gap_growth"] * _gap(setup, draws(setup, setup.groups))
+    grown = thresholds["sync_gap_growth"] * _gap(setup, batch_draws(setup))
     if not findings and returned > max(grown, thresholds["scoring_gap_half"]):
         findings.append(_stale(f"after the weights were restored and synced again the gap is {returned:.3g} nats"))
     figures = {"gap_new": _gap(setup, new), "gap_old": _gap(setup, old), "gap_back": returned}
@@ -52,7 +52,7 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     drawn, decisive = _ratio(setup, new, old), thresholds["sync_drawn_share"] * apart
     lora = " (LoRA included: only the adapter was changed)" if setup.policy.lora is not None else ""
     # what is wrong at unchanged weights is wrong at any, and more so at noisy ones: that tells nothing of a sync
-    unchanged = draws(setup, setup.groups)
+    unchanged = batch_draws(setup)
     sound = reports_close(setup, _differences(setup, unchanged), thresholds)
     if stale < thresholds["sync_stale_share"] * fresh and (sound or drawn < decisive):
         return _stale(

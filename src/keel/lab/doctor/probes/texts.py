@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keel.lab.doctor.findings import Finding, Severity, finding
+from keel.lab.doctor.probes.evidence import SAME
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.request import Turn
 from keel.rollout.stops import StopStrings
-
-_SAME_REWARD = 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _worth(setup: ProbeSetup, others: Sequence[OtherText]) -> tuple[Severity, st
         if key in problems and given != right:
             judged = [setup.built.judge.judge(problems[key], [texts]) for texts in (given, right)]
             earned = [rewards[0].total for rewards in judged if rewards]
-            differing += len(earned) == 2 and abs(earned[0] - earned[1]) > _SAME_REWARD
+            differing += len(earned) == 2 and abs(earned[0] - earned[1]) > SAME
     setup.built.judge.drain()
     if not differing:
         return "note", ", and earn the same"

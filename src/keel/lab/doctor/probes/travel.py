@@ -11,4 +11,4 @@ from keel.lab.doctor.setup import ProbeSetup
 
 def probe_travel(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The text of every turn against its tokens, and what was written against the prompt that it is scored after."""
-    return ProbeResult("travel", (*text_findings(setup), *continued_findings(setup, thresholds)))
+    return ProbeResult("travel", (*text_findings(setup.whole), *continued_findings(setup, thresholds)))

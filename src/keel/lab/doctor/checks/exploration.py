@@ -1,0 +1,180 @@
+"""Exploration: sampling options that leave none or only noise, an entropy that is gone or rises."""
+
+from __future__ import annotations
+
+import math
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.advice import either, setting, stronger, times, unfiltered
+from keel.lab.doctor.checks.base import (
+    RECENT,
+    SMALL_VOCABULARY,
+    CheckResults,
+    Unchecked,
+    clear,
+    equal_groups,
+    not_recorded,
+    opt,
+    reward_flat,
+    reward_rose,
+    reward_trend,
+    saturated,
+    shape_of,
+    solved,
+)
+from keel.lab.doctor.findings import Options, finding
+from keel.lab.doctor.history import History
+from keel.lab.doctor.shapes import course, median
+
+
+def temperature(history: History, thresholds: Thresholds) -> CheckResults:
+    """Sampling that leaves nothing to explore, or nothing but noise."""
+    yield from _cold(history, thresholds)
+    yield from _hot(history, thresholds)
+
+
+def _cold(history: History, thresholds: Thresholds) -> CheckResults:
+    """Groups of copies, and sampling options or an entropy from the first step on that make them."""
+    code, equal, entropy = "rollout/temperature", equal_groups(history), history.get("entropy/mean")
+    greedy = _greedy(history, thresholds)
+    if equal is None and entropy is None:
+        yield not_recorded(code, "the entropy or the share of groups without spread")
+        return
+    if solved(history, thresholds) or saturated(history, thresholds):
+        return
+    share = equal.mean if equal is not None else math.nan
+    first = median(entropy.finite.head(RECENT)) if entropy is not None else math.nan
+    copies = share > thresholds["same_groups"] or (equal is None and first < thresholds["entropy_rise_least"])
+    sharp = entropy is not None and max(entropy.finite.head(RECENT).values) < thresholds["entropy_collapse"]
+    if not (greedy and copies) and not (sharp and share > thresholds["zero_variance_groups"]):
+        return
+    figures = [f"{100 * share:.0f} % of the groups had equal rewards over {equal.span}"] if equal is not None else []
+    figures += [f"the entropy is {first:.2g} nats per token over its first steps"] if entropy is not None else []
+    back = unfiltered(history.config, history.source) if greedy.startswith("top") else {}
+    yield finding(
+        code,
+        ", ".join(filter(None, (*figures, greedy))),
+        "the sampler is greedy or next to it: completions of a group are copies, and so are their rewards",
+        setting("set {}", back or {opt(history, "rollout.temperature"): 1.0}),
+    )
+
+
+def _greedy(history: History, thresholds: Thresholds) -> str:
+    """The sampling option that leaves the likeliest token alone; "" where there is none."""
+    temperature, top_p = history.figure("rollout.temperature"), history.figure("rollout.top_p")
+    if temperature is not None and temperature < thresholds["temperature_cold"]:
+        return f"the temperature is {temperature:g}"
+    if history.figure("rollout.top_k") == 1:
+        return "top_k is 1"
+    if top_p is not None and 0 < top_p < thresholds["exploration_least"]:
+        return f"top_p is {top_p:g}"
+    return ""
+
+
+def _hot(history: History, thresholds: Thresholds) -> CheckResults:
+    """Noise from the first step on, by an entropy that no trained model has, or a temperature that no recipe has."""
+    entropy, temperature = history.get("entropy/mean"), history.figure("rollout.temperature")
+    if reward_rose(history, thresholds) or solved(history, thresholds) or saturated(history, thresholds):
+        return
+    first = median(entropy.finite.head(RECENT)) if entropy is not None else 0.0
+    blind = thresholds["entropy_uniform_share"] * math.log(history.vocabulary or SMALL_VOCABULARY)
+    noise = first > min(thresholds["entropy_noise"], blind)
+    configured = temperature is not None and temperature >= thresholds["temperature_hot"]
+    guessed = temperature is None and noise and first <= blind
+    if not guessed and not (configured and (noise or reward_flat(history, thresholds))):
+        return
+    figures = [f"the temperature is {temperature:g}"] if temperature is not None else []
+    figures += [f"the entropy is {first:.3g} nats per token over its first steps"] if entropy is not None else []
+    gain = reward_trend(history)
+    yield finding(
+        "rollout/temperature",
+        ", ".join((*figures, *([gain.text] if gain is not None else []))),
+        "sampling so hot that each token is one of hundreds: what is written is noise, whatever the policy knows"
+        + (", unless the weights were not loaded as they should be" if guessed else ""),
+        setting("set {}", {opt(history, "rollout.temperature"): 1.0}),
+        severity="error" if noise else "warning",
+    )
+
+
+def collapse(history: History, thresholds: Thresholds) -> CheckResults:
+    """Entropy gone without the task being solved."""
+    code, series = "entropy/collapse", history.get("entropy/mean")
+    if series is None:
+        yield not_recorded(code, "the entropy")
+        return
+    if len(series) < 2 * RECENT:
+        yield Unchecked(code, f"{len(series)} steps are too few: {2 * RECENT} are needed")
+        return
+    first, now = series.finite.head(3).mean, series.finite.tail(RECENT)
+    low = thresholds["entropy_collapse"]
+    if clear(course(series), thresholds):  # what noise does not explain is gone before nothing at all is left
+        low = thresholds["entropy_rise_least"]
+    gone = now.mean < min(low, thresholds["entropy_collapse_share"] * first)
+    if gone and not reward_rose(history, thresholds) and not solved(history, thresholds):
+        yield finding(
+            code,
+            f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
+            "the policy repeats one answer, so groups have no spread left to learn from",
+            either(
+                stronger(history.config, history.source),
+                setting("{}", _wider(history)),
+                setting("{}", {} if history.source != "keel" or history.option("loss.entropy_coef") else BONUS),
+                times(history.config, "optim.learning_rate", 0.5, "half of", history.source),
+            ),
+        )
+
+
+def rising(history: History, thresholds: Thresholds) -> CheckResults:
+    """Entropy above its start, beyond noise, without a gain."""
+    code = "entropy/rising"
+    shape = shape_of(history, code, "entropy/mean", "the entropy")
+    if isinstance(shape, Unchecked):
+        yield shape
+        return
+    series, change = shape
+    first, now = series.finite.head(RECENT).mean, series.finite.tail(RECENT).mean
+    far = now > thresholds["entropy_rise"] * first and now - first > thresholds["entropy_rise_least"]
+    if not far or change.size <= 0 or not clear(change, thresholds) or reward_rose(history, thresholds):
+        return
+    logged = history.get("entropy/coefficient")
+    bonus = logged.finite.values[-1] if logged is not None else history.figure("loss.entropy_coef")
+    trend_text = f"; {reward.text}" if (reward := reward_trend(history)) is not None else ""
+    evidence = (
+        f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
+        f"{change.chance:.1g}){trend_text}"
+    )
+    if bonus:
+        yield finding(
+            "entropy/too-strong",
+            f"{evidence}; the bonus has a coefficient of {bonus:g}",
+            "the bonus pays more for noise than the reward does for answers",
+            either(
+                setting("set {}", {opt(history, "loss.entropy_coef"): 0}),
+                times(history.config, "loss.entropy_coef", 0.1, "a tenth of", history.source),
+            ),
+        )
+        return
+    yield finding(
+        code,
+        evidence,
+        "the policy drifts into noise: advantages that are mostly noise, too large updates, a bonus on entropy, or "
+        "sampling hotter than what is scored",
+        either(
+            times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            stronger(history.config, history.source),
+            "read the completions",
+        ),
+    )
+
+
+BONUS = {"loss.entropy_coef": 0.001}
+
+
+def _wider(history: History) -> Options:
+    """DAPO's upper limit, for losses that clip ratios and have a lower one."""
+    clips = history.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
+    wide = (history.figure("loss.epsilon_high") or 0.0) >= 0.28
+    return {"loss.epsilon_high": 0.28} if history.source == "keel" and clips and not wide else {}
+
+
+CHECKS = (temperature, collapse, rising)

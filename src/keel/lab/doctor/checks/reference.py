@@ -1,0 +1,91 @@
+"""The reference: one that goes along with the policy, or is replaced on the way."""
+
+from __future__ import annotations
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.checks.base import KL, CheckResults, clear, movement, not_recorded, reward_size
+from keel.lab.doctor.findings import finding
+from keel.lab.doctor.history import History
+from keel.lab.doctor.shapes import LEAST, fall, noise
+
+
+def follows(history: History, thresholds: Thresholds) -> CheckResults:
+    """No KL at all to a reference although the policy moves."""
+    code = "reference/follows"
+    if history.kl is None:
+        yield not_recorded(code, KL)
+        return
+    name, series = history.kl
+    most = max(abs(value) for value in series.finite.values)
+    if len(series.finite) < LEAST or most > thresholds["kl_no_move"] or history.beta == 0:
+        return
+    moving = movement(history, thresholds) or ("the reference is meant to move" if history.moves_reference else None)
+    if moving is None:
+        return
+    unsure = most == 0 and history.unpenalized
+    yield finding(
+        code,
+        f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps, while {moving}"
+        + ("; a run without a KL term logs 0, too" if unsure else ""),
+        "the reference is the policy itself: the same weights, an adapter that is left on while it scores, or a copy "
+        "taken at every step",
+        "score the reference with the weights that training started from; with an adapter, with the adapter off; a "
+        "reference that is synced on purpose, every hundred steps or so and in part",
+        severity="note" if unsure else None,
+    )
+
+
+def dropped(history: History, thresholds: Thresholds) -> CheckResults:
+    """KL that falls to next to nothing from one step to the next: the reference was replaced."""
+    if history.kl is None:
+        yield not_recorded("reference/moving", KL)
+        return
+    if history.moves_reference:
+        return
+    name, series = history.kl
+    finite = series.finite
+    drops = []
+    least = max(thresholds["kl_at_start"], (6 if name.endswith("k1") else 3) * noise(series)[0])
+    for index in range(5, len(finite) - 2):
+        before, after = finite.values[index - 5 : index], finite.values[index : index + 3]
+        usual = sorted(before)[2]
+        if usual > least and after[0] <= thresholds["reference_follows"] * usual and max(after) < 0.5 * min(before):
+            drops.append((int(finite.steps[index]), usual, after[0]))
+    if not drops:
+        yield from _wasting(history, thresholds)
+        return
+    step, usual, after_drop = drops[0]
+    known = bool(history.config)
+    more = f"; so it does at {len(drops)} steps" if len(drops) > 1 else ""
+    yield finding(
+        "reference/moving",
+        f"{name} falls from {usual:.3g} to {after_drop:.2g} nats per token at step {step}{more}",
+        "the reference was replaced by the policy of that moment: a resume that took the checkpoint as reference, or a "
+        "reference that is synced",
+        "load the reference from where training started, also after a resume; if it is meant to be synced, nothing",
+        severity=None if known or len(drops) == 1 else "warning",
+    )
+
+
+def _wasting(history: History, thresholds: Thresholds) -> CheckResults:
+    """KL that goes back to next to nothing little by little, while the reward keeps what it gained."""
+    if history.kl is None:
+        return
+    name, series = history.kl
+    change, reward = fall(series), history.get("reward/mean")
+    if change is None or not clear(change, thresholds) or change.before <= thresholds["kl_not_learning"]:
+        return
+    lost = fall(reward) if reward is not None else None
+    back = lost is None or (clear(lost, thresholds) and -lost.size > thresholds["gap_reward"] * reward_size(history))
+    if change.after <= thresholds["reference_follows"] * change.before and not back:
+        yield finding(
+            "reference/moving",
+            f"{name} falls from {change.before:.3g} to {change.after:.2g} nats per token, from step {change.step} on "
+            f"(chance under noise: {change.chance:.1g}), and the reward stays",
+            "the reference comes after the policy: an average that includes it, or copies of it",
+            "load the reference from where training started; if it is meant to come after, nothing",
+            severity="warning",
+        )
+
+
+CHECKS = (follows, dropped)

@@ -1,0 +1,174 @@
+"""What an engine reports of the tokens that it drew, and what explains a gap to the policy's log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.advice import either, setting
+from keel.lab.doctor.advice import unfiltered as whole_distribution
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.draws import FEW, Draws, best_temperature, filters, unfiltered
+from keel.lab.doctor.probes.gap import (
+    bf16_scores,
+    close,
+    in_half_precision,
+    largest,
+    quantized_scores,
+    rounded_weights,
+    rounding_explains,
+    without_first,
+)
+from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.sampling import SamplingParams
+
+_EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
+
+
+def reported_finding(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> Finding:
+    """Recompute the reported log-probabilities under each hypothesis; the first that closes the gap is the cause."""
+    plain = unfiltered(setup.sampling)
+    size = (
+        f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
+    )
+    limit = max(0.02 * float(gap.abs().mean()), 1e-4)
+
+    def residual(params: SamplingParams) -> float:
+        return float((reported.sample_logp - reported.logp(params)).abs().nan_to_num(torch.inf).mean())
+
+    for temperature in (1.0, best_temperature(plain, residual)):
+        if residual(replace(plain, temperature=temperature)) <= limit:
+            return finding(
+                "sampler/temperature",
+                f"{size}; it closes at temperature {temperature:.3g}, rollout.temperature is {plain.temperature:g}",
+                "the engine reports log-probabilities that are not at the sampling temperature",
+                "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
+                "logprobs_mode=processed_logprobs)",
+            )
+    for name, params in filters(setup.sampling):
+        if residual(params) <= limit:
+            return finding(
+                "sampler/filter",
+                f"{size}; the gap closes under {name}",
+                "the engine reports log-probabilities after filtering, the trainer computes them before",
+                either(
+                    "let sample_logp be the unfiltered one",
+                    setting("set {}", whole_distribution(setup.config.to_dict())),
+                    joined=", and ",
+                ),
+            )
+    if len(reported) == len(setup.mask[setup.mask]) and _after_shorter(setup, reported, limit):
+        return finding(
+            "sampler/mismatch",
+            f"{size}; the gap closes when each prompt loses its first token",
+            "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
+            "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
+        )
+    rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask]
+    rounding = float(rounded.abs().mean())
+    alike = rounding_explains(gap, rounded, thresholds) if len(gap) == len(rounded) else None
+    if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * rounding):
+        kl = float((gap.exp() - 1 - gap).mean())
+        worth = kl > thresholds["sampler_kl_warning"]
+        return finding(
+            "sampler/precision",
+            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {rounding:.3g} on average",
+            "sampler and trainer run the same weights in different precision or kernels",
+            "run the engine in the trainer's type, or keep loss.mismatch on",
+            severity="warning" if worth else "note",
+        )
+    held_in = _held_in(setup, reported, gap) if len(gap) == len(rounded) else None
+    if held_in is not None:
+        return finding(
+            "sampler/precision",
+            f"{size}; {held_in}",
+            "the engine holds the weights in a narrower type than the trainer",
+            "let the engine hold the trainer's type (no quantization), or keep loss.mismatch on",
+            severity="error" if float(gap.abs().mean()) > thresholds["precision_error"] else "warning",
+        )
+    return finding(
+        "sampler/mismatch",
+        size + (_pattern(reported, plain) or _where(setup, reported, gap, thresholds)),
+        "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
+        "nor precision explains it",
+        "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
+        "trainer's weights)",
+    )
+
+
+def filtered_findings(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
+    """What is reported of the configured filters: the weights of the samples are taken from it."""
+    assert drawn.filtered_logp is not None
+    gap = drawn.filtered_logp - drawn.logp(setup.sampling)
+    gap = gap[gap.isfinite()]  # a token that the filters rule out is the draws' finding
+    if close(setup, gap, thresholds):
+        return []
+    return [
+        finding(
+            "sampler/filter",
+            f"under the configured filters the engine's filtered_logp is off by up to {largest(gap):.3g} nats",
+            "it is not of what the tokens were drawn from, and the weights of the samples are taken from it",
+            "return the drawn token's log-probability among the tokens that the filters keep, or NaN where it is not "
+            "known",
+        )
+    ]
+
+
+def _held_in(setup: ProbeSetup, reported: Draws, gap: Tensor) -> str | None:
+    """The type of weights that takes most of the gap away, as text."""
+    size = float(gap.abs().mean())
+    left = {}
+    for name, rounded in rounded_weights().items():
+        scored = quantized_scores(setup, rounded)[setup.mask].double()
+        left[name] = float((reported.sample_logp - scored).abs().mean())
+    best = min(left, key=left.__getitem__)
+    if left[best] > _EXPLAINED_SHARE * size:
+        return None
+    return f"weights held in {best} leave {left[best]:.2g} of {size:.2g} nats"
+
+
+def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
+    """On which tokens the gap lies, where it is not on all of them: from a place on, or at one token."""
+    assert reported.position is not None
+    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    off = gap.abs().nan_to_num(torch.inf) > limit
+    lengths = torch.tensor(reported.prompts, device=off.device)[reported.row]
+    for where, places in (("the text", lengths + reported.position), ("the completion", reported.position)):
+        first = int(places[off].min())
+        before, after = places < first, places >= first
+        if int(before.sum()) >= FEW and float(off[after].double().mean()) > 0.5:
+            return (
+                f"; it begins at token {first + 1} of {where}, the {int(before.sum())} before it are right: a cache or "
+                "positions that fail from there on"
+            )
+    tokens = reported.tokens[off].unique()
+    if len(tokens) <= 2 and bool(off[torch.isin(reported.tokens, tokens)].all()) and not bool(off.all()):
+        return f"; all of it at {', '.join(repr(setup.policy.tokenizer.decode([t])) for t in tokens.tolist())}"
+    share = float(off.double().mean())
+    return f"; {100 * share:.0f} % of the tokens are off, the others are right" if share < 0.9 else ""
+
+
+def _pattern(reported: Draws, plain: SamplingParams) -> str:
+    """What the reported numbers look like, as text."""
+    true = reported.logp(plain)
+    if bool((reported.sample_logp == 0).all()):
+        return "; all of them are 0"
+    factor = float((reported.sample_logp * true).sum() / true.square().sum().clamp_min(1e-12))
+    off = float((reported.sample_logp - factor * true).abs().mean())
+    if abs(factor - 1) > 0.01 and off <= 0.01 * float(true.abs().mean()):
+        return f"; they are {factor:.3g} times the right ones"
+    for shift, where in ((1, "next"), (-1, "previous")):
+        neighbour = true.roll(-shift)
+        same = reported.row == reported.row.roll(-shift)
+        if bool(same.any()) and float((reported.sample_logp - neighbour)[same].abs().mean()) <= 1e-3:
+            return f"; they are those of the {where} token"
+    return ""
+
+
+def _after_shorter(setup: ProbeSetup, reported: Draws, limit: float) -> bool:
+    """Whether what was reported is the policy's after prompts without their first token."""
+    shorter = setup.forward_logp(without_first(setup.groups))[setup.mask].double()
+    return float((reported.sample_logp - shorter).abs().mean()) <= limit

@@ -1,0 +1,90 @@
+"""Environments of several turns, sound and broken: the first turn is a call, the second the answer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+from keel.base.types import Problem, Reward
+from keel.envs import Episode
+from keel.models.tiny import CHAT_TEMPLATE
+from lab.doctor.faults import Odd
+from lab.doctor.schooled import nearness, schooled_model
+
+
+class Consulting(Odd):
+    """The schooled task behind a tool that says the problem again; `kind` is what is wrong with it."""
+
+    last: ClassVar[str] = ""  # what the call before returned
+    asked: ClassVar[str] = ""  # what the episode that was started last is about
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind, kind)
+
+    def start(self, problem: Problem) -> Episode:
+        Consulting.asked = str(problem.prompt)
+        return Consultation(self.kind, problem)
+
+
+class Consultation(Episode):
+    def __init__(self, kind: str, problem: Problem) -> None:
+        self.kind, self.problem, self.turns = kind, problem, list[str]()
+
+    def step(self, text: str) -> str | None:
+        self.turns.append(text)
+        if len(self.turns) > 1 and self.kind not in ("endless", "interview"):
+            return None
+        prompt = str(self.problem.prompt)
+        before, Consulting.last = Consulting.last, prompt
+        return {
+            "failing": "error: 503 from the index\n",
+            "empty": "\n<result>\n\n</result>\n",
+            "late": before,
+            "swapped": Consulting.asked,
+            "interview": f"{text}? {prompt}",
+            "again": "Are you sure?\n",
+        }.get(self.kind, prompt)
+
+    def reward(self) -> Reward:
+        return nearness(self.problem, self.turns[-1])
+
+
+def forgetful() -> tuple[Any, Any]:
+    """A template that writes the first question alone."""
+    model, shared = schooled_model()
+    tokenizer = copy.deepcopy(shared)
+    content = "(message['content'] if loop.first or message['role'] == 'assistant' else '')"
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", content)
+    return model, tokenizer
+
+
+def sound() -> Consulting:
+    return Consulting("sound")
+
+
+def failing() -> Consulting:
+    return Consulting("failing")
+
+
+def empty() -> Consulting:
+    return Consulting("empty")
+
+
+def late() -> Consulting:
+    return Consulting("late")
+
+
+def swapped() -> Consulting:
+    return Consulting("swapped")
+
+
+def endless() -> Consulting:
+    return Consulting("endless")
+
+
+def interview() -> Consulting:
+    return Consulting("interview")
+
+
+def again() -> Consulting:
+    return Consulting("again")

@@ -1,0 +1,70 @@
+"""What environments answer and how episodes end, through the probe that reads them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from keel.base.thresholds import load_thresholds
+from keel.lab.doctor.findings import Finding
+from keel.lab.doctor.probes.episodes import episode_findings, is_useless
+from keel.lab.doctor.setup import build_setup
+from lab.doctor.schooled import schooled_config
+
+HERE = "lab.doctor.faults_episodes"
+
+
+def probed(name: str, *overrides: str) -> list[Finding]:
+    task = [f"task={{name: '{HERE}:{name}'}}", "rollout.max_completion_length=60", "rollout.max_turns=2"]
+    setup = build_setup(schooled_config(*task, *overrides))
+    with closing(setup.run):
+        return list(episode_findings(setup, load_thresholds()))
+
+
+FAULTS = {
+    "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
+    "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
+    "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
+    "calls return another episode's result": ("tool/failing", "handed to another", ["swapped"]),
+    "a template that drops what tools return": (
+        "tool/failing",
+        "the chat template or the task drops",
+        ["sound", "data.chat_template=default", f"model.name={HERE}:forgetful"],
+    ),
+    "episodes that never end": ("output/truncated", "never ends an episode", ["endless"]),
+}
+HEALTHY = {
+    "a tool that answers": ["sound"],
+    "a tool that answers, in a template": ["sound", "data.chat_template=default"],
+    "the same question to all": ["again"],
+    "a talk of as many turns as there are": ["interview"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named(fault: str) -> None:
+    code, cause, overrides = FAULTS[fault]
+    (first,) = probed(*overrides)
+    assert (first.code, first.severity) == (code, "error")
+    assert cause in first.cause
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_sound_episodes_are_silent(name: str) -> None:
+    assert probed(*HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "\n<result>\n\n</result>\n", "tool\n", "Error: KeyError 'x'", "search timed out"]
+)
+def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
+    assert is_useless(reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["7", "<result>\n0\n</result>", "?", "The trial " + "went on for many days and " * 3 + "failed.", "Try again."],
+)
+def test_one_that_says_something(reply: str) -> None:
+    assert not is_useless(reply)

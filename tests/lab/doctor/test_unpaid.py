@@ -1,0 +1,32 @@
+"""What a text comes down to, whatever its form."""
+
+from __future__ import annotations
+
+import pytest
+
+from keel.lab.doctor.probes.unpaid import value
+
+SEVEN = [
+    "7",
+    "7.0",
+    "\\boxed{7}",
+    "<answer> 7 </answer>",
+    "so 3 + 4\n#### 7",
+    "The answer is 7.",
+    "**Answer:** $7$",
+    "7 cm",
+]
+
+
+@pytest.mark.parametrize("text", SEVEN)
+def test_forms_of_one_value(text: str) -> None:
+    assert value(text) == "7"
+
+
+@pytest.mark.parametrize(("text", "other"), [("Paris", "the answer is **Paris**."), ("(B)", "Answer: (B)")])
+def test_words(text: str, other: str) -> None:
+    assert value(text) == value(other)
+
+
+def test_other_values_differ() -> None:
+    assert len({value(text) for text in ("7", "-7", "17", "Paris", "London", "")}) == 6
