@@ -336,6 +336,9 @@ def test_refused_async(tmp_path):
         (0.1, KLOptions(collect_max=1.0), None, "kl.collect_max"),
         (0.1, KLOptions(budget={"max": 1.0, "action": "rollback"}), None, "rollback is not done inside TRL"),
         (0.1, None, GuardOptions(on_nans="rollback"), "rollback is not done inside TRL"),
+        (0.1, {"estimater": "k2"}, None, "kl.estimater.*kl.estimator"),
+        (0.1, {"beta": -1}, None, "kl.beta"),
+        (0.1, 0.04, None, "kl is a float: give a KLOptions"),
     ],
 )
 def test_refused_options(beta, kl, guards, message):
@@ -348,6 +351,7 @@ def test_beta_comes_from_either_place():
     assert settle(0.1, None, None, None).kl.beta == 0.1
     assert settle(0.0, KLOptions(beta=0.2), None, None).kl.beta == 0.2
     assert settle(0.2, KLOptions(beta=0.2), None, None).kl.beta == 0.2
+    assert settle(0.0, {"beta": 0.2}, None, None).kl == KLOptions(beta=0.2)
     assert settle(0.1, None, GuardOptions(grad_spike=5.0), None).guards.on_nans == "stop"
 
 

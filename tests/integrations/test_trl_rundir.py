@@ -1,17 +1,22 @@
 """A run directory out of a TRL run: Keel's commands read it as one of Keel's own."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from integrations.small_trl import WORDS, build, small_model
+from integrations.small_trl import WORDS, arguments, build, small_model
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
+from keel.integrations.trl.rundir import run_folder
 from keel.kl import KLOptions
 from keel.lab.runs import read_run
 from keel.run.resume import check_same_run
@@ -144,3 +149,19 @@ def test_what_may_surprise_is_said(tmp_path):
     notes = [event["message"] for event in read_run(tmp_path).events if event["kind"] == "note"]
     assert any("luspo" in note for note in notes)
     assert any("expected gradient is" in note for note in notes)
+
+
+def test_what_is_pushed_to_the_hub_holds_no_rollouts(tmp_path):
+    args = arguments(tmp_path)
+    assert run_folder(args) == tmp_path
+    args.push_to_hub = True
+    name = (run_folder(args) / "rollouts.jsonl").relative_to(tmp_path)
+    assert list(filter_repo_objects([str(name)], ignore_patterns=["_*", "checkpoint-*"])) == []
+
+
+def test_the_example(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "example"
+    monkeypatch.setattr(sys, "argv", ["trl_keel.py", "--steps", "2", "--out", str(out)])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_keel.py"), run_name="__main__")
+    assert "nats per token, steered to 0.2" in capsys.readouterr().out
+    assert len(read_run(out).metrics) == 2

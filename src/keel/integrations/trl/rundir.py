@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +35,7 @@ from keel.run.train import findings_of, write_report_of
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
+logger = logging.getLogger("keel")
 PROMPTS = "prompts.jsonl"  # some of the data's, for `keel kl RUN`
 NUM_PROMPTS = 64
 MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
@@ -41,9 +44,10 @@ MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
 class KeelRunCallback(TrainerCallback):
     """Writes metrics.jsonl, config.yaml, events.jsonl, rollouts.jsonl, findings.json, summary.json and report.html.
 
-    They lie in TRL's own `output_dir`, where `checkpoints/step-N` leads to its `checkpoint-N`. Added to a plain
-    `GRPOTrainer` it writes what TRL logs, under Keel's names; `KeelGRPOTrainer` has one of its own, and writes a
-    complete line every step. `if_exists="replace"` discards a run that lies there already.
+    They lie in TRL's own `output_dir`, where `checkpoints/step-N` leads to its `checkpoint-N`; with `push_to_hub` in
+    `_keel` there, which is not uploaded. Added to a plain `GRPOTrainer` it writes what TRL logs, under Keel's names;
+    `KeelGRPOTrainer` has one of its own, and writes a complete line every step. `if_exists="replace"` discards a run
+    that lies there already.
     """
 
     def __init__(self, *, if_exists: str = "refuse", report: bool = True) -> None:
@@ -92,7 +96,7 @@ class KeelRunCallback(TrainerCallback):
             return
         self.close()  # of a run that was interrupted
         self._began = time.monotonic()
-        path, resumed = Path(args.output_dir), state.global_step > 0
+        path, resumed = run_folder(args), state.global_step > 0
         self._directory = _open(path, resumed, state.global_step, replace_old=self.if_exists == "replace")
         self._loggers = MultiLogger(JsonlLogger(self._directory))
         prompts = _write_prompts(self._directory, named.get("train_dataloader"))
@@ -126,7 +130,7 @@ class KeelRunCallback(TrainerCallback):
         if self._directory is None:
             return
         self._directory.sync()
-        _link_checkpoints(Path(args.output_dir))
+        _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         self.event("checkpoint", step=state.global_step, path=f"{CHECKPOINTS}/step-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
@@ -137,10 +141,12 @@ class KeelRunCallback(TrainerCallback):
         same = "the same as" if after == self._weights else "others than"
         message = f"the weights after step {state.global_step} are {same} before training"
         self.event("weights", step=state.global_step, message=message, before=self._weights, after=after)
-        _link_checkpoints(Path(args.output_dir))
+        _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         self._directory.sync()
         findings = findings_of(self._directory, self._loggers, AT_END)
         self._directory.write_json("findings.json", findings)
+        if errors := [finding["code"] for finding in findings if finding["severity"] == "error"]:
+            logger.warning("%s: see keel doctor %s", ", ".join(errors), self._directory.path)
         finished = self.state or State(kl=KLState(math.nan, math.nan))
         finished = replace(finished, step=state.global_step, wall_s=time.monotonic() - self._began)
         self._directory.write_json("summary.json", summarise("trl", finished, findings))
@@ -155,6 +161,11 @@ class KeelRunCallback(TrainerCallback):
             self._loggers.close()
             self._directory.close()
         self._directory, self._loggers = None, None
+
+
+def run_folder(args: Any) -> Path:
+    """Where Keel's files go: what begins with an underscore is not pushed to the hub with the model."""
+    return Path(args.output_dir) / "_keel" if args.push_to_hub else Path(args.output_dir)
 
 
 def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDirectory:
@@ -216,14 +227,12 @@ def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) 
     return own
 
 
-def _link_checkpoints(output_dir: Path) -> None:
+def _link_checkpoints(folder: Path, output_dir: Path) -> None:
     """`checkpoints/step-N` for every `checkpoint-N` that is there; a link to one that TRL has removed goes."""
-    folder = output_dir / CHECKPOINTS
-    folder.mkdir(exist_ok=True)
     for link in folder.glob("step-*"):
         if link.is_symlink() and not link.exists():
             link.unlink()
     for step, path in saved_checkpoints(output_dir):
         link = folder / f"step-{step}"
         if not link.exists():
-            link.symlink_to(Path("..") / path.name, target_is_directory=True)
+            link.symlink_to(os.path.relpath(path, folder), target_is_directory=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from keel.base.errors import KeelError
+from keel.base.options import Options
 from keel.config import Config, aliases, read_config
-from keel.config.load import is_option, put
+from keel.config.load import is_option, put, validate
 from keel.kl import BetaController, KLOptions, Pairing, advise, check_kl, controller_of
 from keel.kl.facts import POLICY_REF
 from keel.losses.options import MismatchOptions
@@ -76,11 +78,28 @@ def _launched_with(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes")
 
 
+T = TypeVar("T", bound=Options)
+
+
+def _section(name: str, kind: type[T], value: T | Mapping[str, Any] | None) -> T:
+    """A section of options, as it is or from a mapping."""
+    if isinstance(value, kind):
+        return value
+    if value is not None and not isinstance(value, Mapping):
+        raise KeelError(f"{name} is a {type(value).__name__}: give a {kind.__name__}, or its options as a mapping")
+    validate({name: value or {}})  # one line on what is wrong, under its dotted name
+    return kind.model_validate(value or {})
+
+
 def settle(
-    beta: float, kl: KLOptions | None, guards: GuardOptions | None, reference: ReferenceOptions | None
+    beta: float,
+    kl: KLOptions | Mapping[str, Any] | None,
+    guards: GuardOptions | Mapping[str, Any] | None,
+    reference: ReferenceOptions | Mapping[str, Any] | None,
 ) -> Settings:
     """Keel's options with β filled in from `GRPOConfig.beta` where they do not name it; what cannot work is refused."""
-    kl = KLOptions() if kl is None else kl
+    kl = _section("kl", KLOptions, kl)
+    guards, reference = _section("guards", GuardOptions, guards), _section("reference", ReferenceOptions, reference)
     if "beta" not in kl.model_fields_set:
         if beta == 0 and not kl.steers:
             raise KeelError(
@@ -94,7 +113,6 @@ def settle(
         raise KeelError(
             "kl.beta is 0 and kl.measure_every is 0, so that there is no reference and no KL: set kl.measure_every=1"
         )
-    reference = ReferenceOptions() if reference is None else reference
     check_kl(kl, estimator_facts(kl.estimator))
     check_reference(reference.kind, **reference.params)
     _check_done_here(kl, reference)
@@ -116,9 +134,8 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
         raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
 
 
-def _guards(guards: GuardOptions | None) -> GuardOptions:
+def _guards(guards: GuardOptions) -> GuardOptions:
     """The guards; inside TRL a run is not rolled back, and what nobody chose is a stop."""
-    guards = GuardOptions() if guards is None else guards
     if "on_nans" not in guards.model_fields_set:
         return guards.model_copy(update={"on_nans": "stop"})
     if guards.on_nans == "rollback":

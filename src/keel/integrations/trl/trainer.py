@@ -72,7 +72,8 @@ logger = logging.getLogger("keel")
 
 
 class KeelGRPOTrainer(GRPOTrainer):
-    """`GRPOTrainer` with Keel's options: `kl`, `guards` and `reference` are the sections of a Keel configuration.
+    """`GRPOTrainer` with Keel's options: `kl`, `guards` and `reference` are the sections of a Keel configuration, as
+    their classes or as mappings.
 
     β is `kl.beta`, or `GRPOConfig.beta` where `kl` does not name it. The reference is the policy as it is given here.
     """
@@ -89,9 +90,9 @@ class KeelGRPOTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: Any = None,
         *positional: Any,
-        kl: KLOptions | None = None,
-        guards: GuardOptions | None = None,
-        reference: ReferenceOptions | None = None,
+        kl: KLOptions | Mapping[str, Any] | None = None,
+        guards: GuardOptions | Mapping[str, Any] | None = None,
+        reference: ReferenceOptions | Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
         if args is not None:
