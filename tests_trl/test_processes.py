@@ -2,9 +2,9 @@
 
 import json
 import math
-from pathlib import Path
 
 import torch
+from peft import LoraConfig
 
 from integrations.small_trl import TRLS_OWN, build, gap, weights
 from keel.kl import KLOptions
@@ -34,7 +34,7 @@ def several(folder):
 
 
 def steered(folder):
-    """A controller, a moving reference, a NaN on one rank alone, and a stop that both ranks make."""
+    """A controller, a moving reference, a NaN on one rank alone, and a stop that both ranks make; then an adapter."""
     from keel.integrations.trl import KeelGRPOTrainer
     from keel.reference.options import ReferenceOptions
 
@@ -57,6 +57,11 @@ def steered(folder):
     print(json.dumps({"steps": state.step, "beta": state.beta, "stopped": trainer.keel_stopped}))
     torch.save(weights(trainer), folder / f"rank-{trainer.accelerator.process_index}.pt")
 
+    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    keel = {"kl": KLOptions(beta=0.1), "peft_config": adapter, "reference": {"kind": "snapshot", "every": 2}}
+    shape = {"learning_rate": 2.0, "per_device_train_batch_size": 4}
+    build(KeelGRPOTrainer, folder / "lora", beta=0.0, keel=keel, max_steps=4, **shape).train()
+
 
 def test_weights_after_several_steps_are_trls(tmp_path):
     for ended in run_ranks(several, tmp_path):
@@ -77,6 +82,8 @@ def test_both_processes_decide_alike(tmp_path):
     assert "checkpoint-1" in outcomes[0]["stopped"]
     first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
     assert gap(first, second) == 0
-    record = json.loads((Path(tmp_path) / "steered" / "skipped" / "step-3.json").read_text())
+    record = json.loads((tmp_path / "steered" / "skipped" / "step-3.json").read_text())
     assert len(record["completions"]) == 8
     assert record["first_nonfinite"] == "advantage"
+    lines = [json.loads(line) for line in (tmp_path / "lora" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kl/policy_ref/k2/mean"] > 1e-8 for line in lines] == [False, True, False, True]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
+import keel
 from integrations.small_trl import TRLS_OWN, arguments, build, gap, small_model, weights
 from keel.base.errors import KeelError
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback, versions
@@ -369,3 +371,12 @@ def test_without_trl(monkeypatch):
     monkeypatch.setattr(versions, "version", missing)
     with pytest.raises(KeelError, match=r"pip install 'keel-rl\[trl\]'"):
         versions.check_trl()
+
+
+def test_nothing_else_imports_trl_or_this_room():
+    source = Path(keel.__file__).parent
+    room = source / "integrations"
+    imports = re.compile(r"^\s*(from|import) (trl|keel\.integrations)\b", re.MULTILINE)
+    others = [path for path in source.rglob("*.py") if room not in path.parents]
+    assert [path for path in others if imports.search(path.read_text()) and source / "cli" not in path.parents] == []
+    assert imports.search((room / "trl" / "trainer.py").read_text())
