@@ -364,6 +364,15 @@ def test_an_untested_version_is_refused(monkeypatch, installed):
         versions.check_trl()
 
 
+def test_a_trainer_without_what_is_overridden_is_refused():
+    class Other:
+        _compute_loss = None
+
+    versions.check_names(GRPOTrainer)
+    with pytest.raises(KeelError, match=r"has no _generate_and_score_completions.*pip install 'transformers=="):
+        versions.check_names(Other)
+
+
 def test_without_trl(monkeypatch):
     def missing(name):
         raise versions.PackageNotFoundError(name)

@@ -45,7 +45,8 @@ from keel.integrations.trl.settings import (
     pairing_of,
     settle,
 )
-from keel.integrations.trl.window import Pass, Window, detached, gather, measure
+from keel.integrations.trl.versions import check_names
+from keel.integrations.trl.window import Pass, Update, Window, detached, gather, measure
 from keel.kl import KLOptions
 from keel.lab.doctor.names import TRAINERS
 from keel.losses import kl_penalty
@@ -95,6 +96,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         reference: ReferenceOptions | Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
+        check_names(GRPOTrainer)
         if args is not None:
             check_args(args)
             args = copy.copy(args)
@@ -436,13 +438,6 @@ class KeelGRPOTrainer(GRPOTrainer):
             logger.warning("%s is a checkpoint of plain TRL: Keel's controller and guards begin anew", checkpoint)
             return
         self.keel_state, self._batches = saved
-
-
-class Update:
-    """An update between its last pass and the end of its step."""
-
-    def __init__(self, window: Window, line: dict[str, float], applied: bool) -> None:
-        self.window, self.line, self.applied = window, line, applied
 
 
 class _Steps(TrainerCallback):

@@ -46,6 +46,15 @@ class Window:
         return int(self.batch.action_mask.sum())
 
 
+@dataclass(frozen=True)
+class Update:
+    """An update between its last pass and the end of its step: what is measured of it, and whether it is made."""
+
+    window: Window
+    line: dict[str, float]
+    applied: bool
+
+
 def detached(scores: Scores) -> Scores:
     """The same numbers without their graph."""
 
