@@ -44,7 +44,7 @@ AT_ANY_RATE = {
 
 @pytest.mark.parametrize("case", AT_ANY_RATE)
 def test_what_is_left_in_fp32_is_rounding(tmp_path, monkeypatch, case):
-    """At these rates fp32 ends 1e-6 to 3e-4 apart: TRL takes e^d - d - 1, Keel expm1(d) - d, and steps amplify rounding.
+    """At these rates fp32 ends 1e-6 to 3e-4 apart: TRL takes e^d - d - 1, Keel expm1(d) - d; steps amplify rounding.
 
     On the same log-probabilities in double the weights are the same.
     """
