@@ -11,7 +11,7 @@ NPROC  ?= 1
 OUT    ?= doctor-results.jsonl
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm train test test-architectures test-gpu test-vllm test-metamorphic bench-doctor fuzz-doctor soak lint verify clean
+.PHONY: help setup setup-vllm train test test-architectures test-gpu test-trl test-vllm test-metamorphic bench-doctor fuzz-doctor soak lint verify clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test-architectures: setup  ## score and sample every causal architecture of tran
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests_gpu
+
+test-trl: setup  ## Keel inside TRL against TRL: every loss in every shape of a batch, and two processes (some minutes)
+	$(BIN)/python -m pytest tests_trl
 
 test-vllm: setup-vllm  ## run the engines' tests on vLLM, in the process and behind a server, without a GPU (some minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests_vllm

@@ -18,7 +18,7 @@ from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
 from keel.losses.mismatch import behaviour_logp, drawn_by_other, kl_behaviour_logp, mismatch_metrics, mismatch_weights
-from keel.losses.options import LossOptions
+from keel.losses.options import LossOptions, MismatchOptions
 from keel.losses.policy import get_loss, policy_term
 from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
 
@@ -49,7 +49,7 @@ class Objective:
 
 
 def kl_term(
-    kl: KLOptions, pairing: Pairing, loss: LossOptions, scores: Scores, batch: Batch, by: Denominators
+    kl: KLOptions, pairing: Pairing, loss_reduction: str, scores: Scores, batch: Batch, by: Denominators
 ) -> Tensor:
     """The KL term of the loss, reduced, before β.
 
@@ -68,7 +68,37 @@ def kl_term(
     )
     if pairing.level == "sequence":
         return divide(values.sum(), by.sequences)
-    return get_reduction(kl.reduction_under(get_loss(loss.loss_type).reduction))(values, batch.action_mask, by)
+    return get_reduction(kl.reduction_under(loss_reduction))(values, batch.action_mask, by)
+
+
+def kl_penalty(
+    kl: KLOptions,
+    pairing: Pairing | None,
+    loss_reduction: str,
+    beta: float,
+    scores: Scores,
+    batch: Batch,
+    by: Denominators,
+    mismatch: MismatchOptions,
+) -> tuple[Tensor, Number]:
+    """What the KL adds to the loss, β included, wherever it is placed; and its value as it is logged (`loss/kl`)."""
+    penalty = batch.kl_advantages
+    if beta != 0.0 and kl.placement == "advantage":
+        # of the policy as it is at this update, not as it was when it sampled
+        penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
+    if penalty is not None:
+        behaviour = kl_behaviour_logp(batch, scores.logp)
+        per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
+        old = scores.logp if batch.old_logp is None else batch.old_logp
+        drawn = behaviour_logp(batch, old, mismatch.level)
+        if drawn is not None and not drawn_by_other(batch):  # otherwise its ratio is already π/μ
+            per_token = per_token * mismatch_weights(old, drawn, batch.action_mask, mismatch, mask_out=False)
+        value = get_reduction(loss_reduction)(per_token, batch.action_mask, by)
+        return value, beta * mean_penalty(kl, scores, batch, by)
+    value = scores.logp.new_zeros(())
+    if pairing is not None and beta != 0.0 and kl.placement == "loss":
+        value = beta * kl_term(kl, pairing, loss_reduction, scores, batch, by)
+    return value, value.detach().double()
 
 
 def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
@@ -146,27 +176,13 @@ def objective(
         per_token = per_token * mismatch_weights(old, drawn, policy_mask, loss.mismatch)
     policy_loss = reduce(per_token, policy_mask, counts.policy)
 
-    kl_loss_value = policy_loss.new_zeros(())
-    penalty, logged = batch.kl_advantages, None
-    if beta != 0.0 and kl.placement == "advantage":
-        # of the policy as it is at this update, not as it was when it sampled
-        penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
-    if penalty is not None:
-        behaviour = kl_behaviour_logp(batch, scores.logp)
-        per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
-        if drawn is not None and not drawn_by_other(batch):  # otherwise its ratio is already π/μ
-            per_token = per_token * mismatch_weights(old, drawn, batch.action_mask, loss.mismatch, mask_out=False)
-        kl_loss_value = reduce(per_token, batch.action_mask, counts.kl)
-        logged = beta * mean_penalty(kl, scores, batch, counts.kl)
-    elif pairing is not None and beta != 0.0 and kl.placement == "loss":
-        kl_loss_value = beta * kl_term(kl, pairing, loss, scores, batch, counts.kl)
-
+    kl_loss_value, kl_part = kl_penalty(kl, pairing, recipe.reduction, beta, scores, batch, counts.kl, loss.mismatch)
     total = policy_loss + kl_loss_value
     if loss.entropy_coef != 0.0:
         if scores.entropy is None:
             raise KeelError("loss.entropy_coef needs the entropy of the scores: score with entropy=True")
         total = total - loss.entropy_coef * token_mean(scores.entropy, policy_mask, counts.policy)
-    policy, kl_part = policy_loss.detach().double(), kl_loss_value.detach().double() if logged is None else logged
+    policy = policy_loss.detach().double()
     metrics: dict[str, Metric] = {
         "loss/total": Sum(total.detach().double()),
         "loss/policy": Sum(policy),

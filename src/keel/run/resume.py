@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from keel.base.errors import KeelError
+from keel.base.files import read_json
 from keel.base.moved import current_names
 from keel.base.redact import masked, secrets_in
 from keel.config import Config, load_config
@@ -64,6 +65,12 @@ def may_change(option: str) -> bool:
 
 def check_same_run(folder: Path, config: Config) -> None:
     """Refuse to resume under other settings: controller, optimizer and reference go on from what was saved."""
+    env = read_json(folder / "env.json")
+    if isinstance(env, dict) and "trl" in env:
+        raise KeelError(
+            f"{folder} is a run of TRL {env['trl']}: go on with trainer.train(resume_from_checkpoint=True), or start a "
+            "new run from its checkpoint with model.name"
+        )
     written = read_settings(folder)
     if written is None:
         _check_nothing_begun(folder)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Completion
+from keel.base.types import Batch, Completion
 from keel.kl.options import KLBudget
 from keel.losses import MismatchOptions, centred
 from keel.trainer.batch import StepBatch, rewards_of
@@ -103,7 +103,23 @@ def update_guard_state(
     applied_norms: Sequence[float],
     baseline: str,
 ) -> State:
-    """The guards' state after a step: running norms, stretches without signal, and how far back all was well.
+    """The guards' state after a step: running norms, stretches without signal, and how far back all was well."""
+    totals = {reward.total for group in batch.groups for reward in group.rewards}
+    rewards, group = rewards_of(batch.groups)  # the advantages are on the device
+    silent = not bool(centred(rewards.float(), group, baseline).any())
+    return judged_state(state, metrics, budget, applied_norms=applied_norms, constant=len(totals) == 1, silent=silent)
+
+
+def judged_state(
+    state: State,
+    metrics: Mapping[str, float],
+    budget: KLBudget | None,
+    *,
+    applied_norms: Sequence[float],
+    constant: bool,
+    silent: bool,
+) -> State:
+    """The same, given whether all rewards of the step were one number, and whether no group's rewards differed.
 
     Only norms of updates that were made count: spikes that were skipped must not become the usual. The
     numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
@@ -112,15 +128,12 @@ def update_guard_state(
     measured = budget is None or budget_metric(metrics, budget.unit) is not None
     within = measured and (not broken or (budget is not None and budget.action == "warn"))
     fine = metrics["guard/skipped"] == 0.0 and within
-    totals = {reward.total for group in batch.groups for reward in group.rewards}
-    rewards, group = rewards_of(batch.groups)  # the advantages are on the device
-    silent = not bool(centred(rewards.float(), group, baseline).any())
     return replace(
         state,
         norms=(*state.norms, *applied_norms)[-WINDOW:],
         over_budget=broken if measured else state.over_budget,
         confirmed=state.step - 1 if fine else state.confirmed,
-        constant_rewards=state.constant_rewards + 1 if len(totals) == 1 else 0,
+        constant_rewards=state.constant_rewards + 1 if constant else 0,
         zero_advantages=state.zero_advantages + 1 if silent else 0,
     )
 
@@ -180,9 +193,8 @@ def tool_error_event(
     return {"message": f"{message}; the first: {error}" if error else message, "error": error}
 
 
-def first_nonfinite(batch: StepBatch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
+def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
     """What was not finite first, in the order of the computation; `gradient` is the parameter whose gradient was."""
-    rows = batch.rows
     before: tuple[tuple[str, Tensor | None], ...] = (
         ("reward", rows.rewards),
         ("advantage", rows.advantages),

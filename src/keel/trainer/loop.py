@@ -315,7 +315,7 @@ def _log_engine(job: Job, state: State, events: Sequence[Sequence[tuple[str, str
 def _keep_skipped(job: Job, step: Step, state: State) -> None:
     """Log why and what was not finite first, and save the batch; of a long stretch only the first ones."""
     spike = step.metrics["guard/nonfinite"] == 0.0
-    first = None if spike else first_nonfinite(step.batch, step.metrics, job.run.optimizer.nonfinite)
+    first = None if spike else first_nonfinite(step.batch.rows, step.metrics, job.run.optimizer.nonfinite)
     reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"
     fields: Record = {
         "message": f"an update was skipped: {reason}",

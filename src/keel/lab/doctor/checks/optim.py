@@ -89,14 +89,14 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
                 f"set {name}, and the schedule's number of steps to the run's",
             )
             return
-    held = _held_back(history, thresholds)
+    held, unchanged = _held_back(history, thresholds), _unchanged(history)
     still, since = _standstill(history, thresholds)
-    still = still or (held if _nothing_learned(history, thresholds) else None)
+    still = unchanged or still or (held if _nothing_learned(history, thresholds) else None)
     if still is None:
         if history.kl is None and history.get("entropy/mean") is None:
             yield not_recorded(code, f"{KL} or the entropy")
         return
-    if (moving := movement(history.since(since), thresholds)) is not None:
+    if unchanged is None and (moving := movement(history.since(since), thresholds)) is not None:
         yield Unchecked(code, f"{still}, yet {moving}: the policy moves")
         return
     silent = history.get("reward/zero_variance_fraction")
@@ -127,6 +127,16 @@ def no_update(history: History, thresholds: Thresholds) -> CheckResults:
             joined="; ",
         ),
     )
+
+
+def _unchanged(history: History) -> str | None:
+    """That every weight is what it was, where a run recorded fingerprints before and after and made updates."""
+    recorded = [event for event in history.events if event.get("kind") == "weights"]
+    skipped = history.get("guard/skipped")
+    if not recorded or history.steps < 1 or (skipped is not None and skipped.mean == 1):
+        return None
+    before, after = recorded[-1].get("before"), recorded[-1].get("after")
+    return f"every weight after step {history.steps} is as before training ({before})" if before == after else None
 
 
 def _held_back(history: History, thresholds: Thresholds) -> str | None:

@@ -1,0 +1,238 @@
+"""A run directory of Keel's beside TRL's files, so that `keel report`, `show`, `doctor` and `kl` read a TRL run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from keel.base.errors import KeelError
+from keel.integrations.trl.checkpoint import saved_checkpoints
+from keel.integrations.trl.records import messages_of
+from keel.integrations.trl.settings import Settings, config_of
+from keel.integrations.trl.versions import check_trl
+from keel.kl import KLState
+from keel.lab.doctor.names import TRAINERS
+from keel.lab.hooks import AT_END
+from keel.loggers import MultiLogger, RunDirectory
+from keel.loggers.jsonl import JsonlLogger
+from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED
+from keel.models.fingerprint import fingerprint
+from keel.models.head import causal_lm
+from keel.models.lora import is_lora
+from keel.reference.weights import unwrap
+from keel.run.environment import environment
+from keel.run.resume import to_yaml
+from keel.run.train import findings_of, write_report_of
+from keel.trainer.state import State
+from keel.trainer.summary import summarise
+
+logger = logging.getLogger("keel")
+PROMPTS = "prompts.jsonl"  # some of the data's, for `keel kl RUN`
+NUM_PROMPTS = 64
+MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
+
+
+class KeelRunCallback(TrainerCallback):
+    """Writes metrics.jsonl, config.yaml, events.jsonl, rollouts.jsonl, findings.json, summary.json and report.html.
+
+    They lie in TRL's own `output_dir`, where `checkpoints/step-N` leads to its `checkpoint-N`; with `push_to_hub` in
+    `_keel` there, which is not uploaded. Added to a plain `GRPOTrainer` it writes what TRL logs, under Keel's names;
+    `KeelGRPOTrainer` has one of its own, and writes a complete line every step. `if_exists="replace"` discards a run
+    that lies there already.
+    """
+
+    def __init__(self, *, if_exists: str = "refuse", report: bool = True) -> None:
+        if if_exists not in ("refuse", "replace"):
+            raise KeelError(f"if_exists is {if_exists!r}: use refuse or replace")
+        self.if_exists, self.report = if_exists, report
+        self.settings: Settings | None = None  # of KeelGRPOTrainer, which writes the lines itself
+        self.notes: list[str] = []
+        self.state: State | None = None
+        self._directory: RunDirectory | None = None
+        self._loggers: MultiLogger | None = None
+
+    # --------------------------------------------------------------------------------- what trainers write
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        if self._loggers is not None:
+            self._loggers.step(step, metrics)
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Completions of a step."""
+        if self._loggers is not None:
+            self._loggers.rollouts(step, records)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that is not a number a step."""
+        if self._loggers is not None:
+            self._loggers.event(kind, **fields)
+
+    def skipped(self, step: int, record: Mapping[str, Any], cause: str) -> None:
+        """A batch whose update was not made, kept in a file; of a long stretch only the first ones."""
+        if self._directory is None:
+            return
+        fields: dict[str, Any] = {"message": f"an update was skipped: {cause}", "nonfinite": record["first_nonfinite"]}
+        name = f"{SKIPPED}/step-{step}.json"
+        folder = self._directory.path / SKIPPED
+        if (self._directory.path / name).exists() or len(list(folder.glob("*.json"))) < MAX_SKIPPED_FILES:
+            self._directory.write_json(name, record, raw=True)
+            fields["batch"] = name
+        self.event("guard/skipped", step=step, cause="spike" if "spike" in cause else "non-finite", **fields)
+
+    # ------------------------------------------------------------------------------------ TRL's own moments
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.close()  # of a run that was interrupted
+        self._began = time.monotonic()
+        path, resumed = run_folder(args), state.global_step > 0
+        self._directory = _open(path, resumed, state.global_step, replace_old=self.if_exists == "replace")
+        self._loggers = MultiLogger(JsonlLogger(self._directory))
+        prompts = _write_prompts(self._directory, named.get("train_dataloader"))
+        config, notes = config_of(args, self.settings, **_about(args, state, model, path, prompts))
+        self._directory.write_text(CONFIG, to_yaml(config))
+        self._directory.write_json("env.json", {**environment(), "trl": check_trl()})
+        self._weights = fingerprint(unwrap(model))
+        if resumed:
+            self.event("resume", step=state.global_step, message=f"resumed from checkpoint-{state.global_step}")
+        for note in (*self.notes, *notes):
+            self.event("note", step=state.global_step, message=note)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+        """A line of a plain trainer, under Keel's names; Keel's own writes a line a step."""
+        if self._loggers is None or self.settings is not None or "loss" not in (logs or {}):
+            return
+        line = {}
+        for name, value in logs.items():
+            known = TRAINERS["TRL"].find(name)
+            if known is not None and not known[1].keel.startswith("other/") and isinstance(value, int | float):
+                line[known[1].keel] = known[1].factor * value
+        if args.beta:
+            line["kl/beta"] = args.beta
+        self.step(state.global_step, line)
+        if self.state is None:
+            self.state = State(kl=KLState(args.beta, args.beta))
+        measured = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
+        self.state = replace(self.state, step=state.global_step, last_kl=measured or self.state.last_kl)
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if self._directory is None:
+            return
+        self._directory.sync()
+        _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
+        self.event("checkpoint", step=state.global_step, path=f"{CHECKPOINTS}/step-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        """What became of the weights, the findings, the summary and the report."""
+        if self._directory is None or self._loggers is None:
+            return
+        after = fingerprint(unwrap(model))
+        same = "the same as" if after == self._weights else "others than"
+        message = f"the weights after step {state.global_step} are {same} before training"
+        self.event("weights", step=state.global_step, message=message, before=self._weights, after=after)
+        _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
+        self._directory.sync()
+        findings = findings_of(self._directory, self._loggers, AT_END)
+        self._directory.write_json("findings.json", findings)
+        if errors := [finding["code"] for finding in findings if finding["severity"] == "error"]:
+            logger.warning("%s: see keel doctor %s", ", ".join(errors), self._directory.path)
+        finished = self.state or State(kl=KLState(math.nan, math.nan))
+        finished = replace(finished, step=state.global_step, wall_s=time.monotonic() - self._began)
+        self._directory.write_json("summary.json", summarise("trl", finished, findings))
+        self._directory.sync()
+        if self.report:
+            write_report_of(self._directory.path, self._loggers, AT_END)
+        self.close()
+
+    def close(self) -> None:
+        """Give the folder back; safe to call twice."""
+        if self._directory is not None and self._loggers is not None:
+            self._loggers.close()
+            self._directory.close()
+        self._directory, self._loggers = None, None
+
+
+def run_folder(args: Any) -> Path:
+    """Where Keel's files go: what begins with an underscore is not pushed to the hub with the model."""
+    return Path(args.output_dir) / "_keel" if args.push_to_hub else Path(args.output_dir)
+
+
+def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDirectory:
+    """The folder as a run directory; lines past the checkpoint that is resumed from are set aside."""
+    if resumed and (path / CONFIG).is_file():
+        directory = RunDirectory.resume(path)
+        if directory.has_lines_past(step):
+            directory.set_aside(step, directory.free_attempt(0))
+        directory.cut_after(step)
+        return directory
+    try:
+        return RunDirectory.create(path, overwrite=replace_old)
+    except KeelError as error:
+        if "already holds" not in str(error):
+            raise
+        raise KeelError(
+            f"output_dir {path} already holds a run: give another one, go on with "
+            "trainer.train(resume_from_checkpoint=True), or discard it with "
+            "callbacks=[KeelRunCallback(if_exists='replace')]"
+        ) from None
+
+
+def _write_prompts(directory: RunDirectory, loader: Any) -> Path | None:
+    """Some of the data's prompts in a file that the task `dataset` reads; None where the data do not show any."""
+    dataset, lines = getattr(loader, "dataset", None), dict[str, None]()
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return None
+    for index in range(min(len(dataset), NUM_PROMPTS)):
+        prompt = dataset[index].get("prompt")
+        if prompt:
+            row = prompt if isinstance(prompt, str) else messages_of(prompt)
+            lines[json.dumps({"question": row}, ensure_ascii=False)] = None
+    return directory.write_text(PROMPTS, "".join(f"{line}\n" for line in lines)) if lines else None
+
+
+def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) -> dict[str, Any]:
+    """What config.yaml says beside the options: name, length, model, adapter, prompts."""
+    inner = unwrap(model)
+    own: dict[str, Any] = {
+        "run__name": path.name or "trl",
+        "run__dir": str(path.parent),
+        "run__max_steps": max(1, int(state.max_steps)),
+        "eval__every": 0,
+    }
+    name = getattr(causal_lm(inner).config, "_name_or_path", "")
+    if name:
+        own["model__name"] = str(name)
+    if is_lora(inner):
+        adapter = inner.peft_config[inner.active_adapters[0]]
+        targets = adapter.target_modules
+        own["model__lora"] = {
+            "r": adapter.r,
+            "alpha": float(adapter.lora_alpha),
+            "dropout": adapter.lora_dropout,
+            "targets": targets if isinstance(targets, str) else sorted(targets or ()) or "all-linear",
+        }
+    if prompts is not None:
+        own |= {"task__name": "dataset", "data__path": str(prompts.resolve()), "data__columns__answer": None}
+    return own
+
+
+def _link_checkpoints(folder: Path, output_dir: Path) -> None:
+    """`checkpoints/step-N` for every `checkpoint-N` that is there; a link to one that TRL has removed goes."""
+    for link in folder.glob("step-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for step, path in saved_checkpoints(output_dir):
+        link = folder / f"step-{step}"
+        if not link.exists():
+            link.symlink_to(os.path.relpath(path, folder), target_is_directory=True)

@@ -1,0 +1,228 @@
+"""What the bridge is asked to do: refusals, β from one of two places, and TRL's options under Keel's names."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keel.base.errors import KeelError
+from keel.base.options import Options
+from keel.config import Config, aliases, read_config
+from keel.config.load import is_option, put, validate
+from keel.kl import BetaController, KLOptions, Pairing, advise, check_kl, controller_of
+from keel.kl.facts import POLICY_REF
+from keel.losses.options import MismatchOptions
+from keel.reference import check_reference
+from keel.reference.options import ReferenceOptions
+from keel.trainer.options import GuardOptions
+from keel.verify.own import estimator_facts
+
+# How each of TRL's losses averages over tokens, in the words of `keel.losses.reductions`. luspo sums each completion's
+# tokens: a constant of 1 instead of the longest completion.
+REDUCTIONS = {
+    **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean"),
+    **dict.fromkeys(("dr_grpo", "luspo"), "constant"),
+}
+# Options of GRPOConfig that config.yaml shows under Keel's names, where they have one.
+SHOWN = (
+    *("loss_type", "epsilon", "epsilon_high", "delta", "num_iterations", "importance_sampling_level", "scale_rewards"),
+    *("mask_truncated_completions", "entropy_coef", "num_generations", "temperature", "top_p", "top_k", "min_p"),
+    *("max_completion_length", "per_device_train_batch_size", "generation_batch_size", "steps_per_generation"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "save_steps"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16", "gradient_checkpointing"),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keel's options, checked against TRL's."""
+
+    kl: KLOptions
+    guards: GuardOptions
+    reference: ReferenceOptions
+
+
+def check_args(args: Any) -> None:
+    """Refuse what the bridge does not do, before a model is loaded for it."""
+    from trl import GRPOConfig
+
+    if not isinstance(args, GRPOConfig):
+        raise KeelError(
+            f"args is a {type(args).__name__}: KeelGRPOTrainer works inside GRPOTrainer alone (AsyncGRPO has another "
+            "loop); give a trl.GRPOConfig"
+        )
+    if args.deepspeed or _launched_with("DEEPSPEED"):
+        raise KeelError(
+            "DeepSpeed owns its gradients, so that no update could be skipped: launch without it (DDP by accelerate "
+            "or torchrun), or train with keel train and parallel.sharding=full"
+        )
+    if args.fsdp or _launched_with("FSDP"):
+        raise KeelError(
+            "FSDP under TRL was not tested with Keel's references: launch with DDP, or train with keel train and "
+            "parallel.sharding=full"
+        )
+    if args.use_liger_kernel:
+        raise KeelError("use_liger_kernel was not tested with Keel's KL term: set use_liger_kernel=False")
+    if args.sync_ref_model:
+        raise KeelError(
+            "sync_ref_model is TRL's moving reference: set it to False and give "
+            "reference=ReferenceOptions(kind='ema', alpha=…, every=…), which works with LoRA too"
+        )
+
+
+def _launched_with(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true", "yes")
+
+
+T = TypeVar("T", bound=Options)
+
+
+def _section(name: str, kind: type[T], value: T | Mapping[str, Any] | None) -> T:
+    """A section of options, as it is or from a mapping."""
+    if isinstance(value, kind):
+        return value
+    if value is not None and not isinstance(value, Mapping):
+        raise KeelError(f"{name} is a {type(value).__name__}: give a {kind.__name__}, or its options as a mapping")
+    validate({name: value or {}})  # one line on what is wrong, under its dotted name
+    return kind.model_validate(value or {})
+
+
+def settle(
+    beta: float,
+    kl: KLOptions | Mapping[str, Any] | None,
+    guards: GuardOptions | Mapping[str, Any] | None,
+    reference: ReferenceOptions | Mapping[str, Any] | None,
+) -> Settings:
+    """Keel's options with β filled in from `GRPOConfig.beta` where they do not name it; what cannot work is refused."""
+    kl = _section("kl", KLOptions, kl)
+    guards, reference = _section("guards", GuardOptions, guards), _section("reference", ReferenceOptions, reference)
+    if "beta" not in kl.model_fields_set:
+        if beta == 0 and not kl.steers:
+            raise KeelError(
+                "β is 0 in GRPOConfig and not given in kl, so that TRL would have no reference: set "
+                "kl=KLOptions(beta=…), or KLOptions(beta=0.0) to measure the KL without a penalty"
+            )
+        kl = kl.model_copy(update={"beta": beta})
+    elif beta not in (0, kl.beta):
+        raise KeelError(f"beta={beta:g} of GRPOConfig and kl.beta={kl.beta:g} disagree: keep one")
+    if not kl.penalizes and kl.measure_every == 0:
+        raise KeelError(
+            "kl.beta is 0 and kl.measure_every is 0, so that there is no reference and no KL: set kl.measure_every=1"
+        )
+    check_kl(kl, estimator_facts(kl.estimator))
+    check_reference(reference.kind, **reference.params)
+    _check_done_here(kl, reference)
+    return Settings(kl, _guards(guards), reference)
+
+
+def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
+    """Refuse options that only Keel's own trainer has."""
+    if kl.placement == "reward":
+        raise KeelError(
+            "kl.placement=reward is not done inside TRL, whose rewards are out of reach: use kl.placement=advantage, "
+            "which comes after the division by the group's deviation"
+        )
+    if kl.collect_max is not None:
+        raise KeelError("kl.collect_max is not done inside TRL: leave it out, or train with keel train")
+    if kl.budget is not None and kl.budget.action == "rollback":
+        raise KeelError("kl.budget.action=rollback is not done inside TRL: use stop or warn")
+    if kl.measure_every == 0 and reference.kind == "kl_triggered":
+        raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
+
+
+def _guards(guards: GuardOptions) -> GuardOptions:
+    """The guards; inside TRL a run is not rolled back, and what nobody chose is a stop."""
+    if "on_nans" not in guards.model_fields_set:
+        return guards.model_copy(update={"on_nans": "stop"})
+    if guards.on_nans == "rollback":
+        raise KeelError("guards.on_nans=rollback is not done inside TRL: use stop or warn")
+    return guards
+
+
+def several_updates(args: Any) -> bool:
+    """Whether a batch of rollouts serves several updates, as TRL itself asks (`_generate_and_score_completions`)."""
+    return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0)
+
+
+def pairing_of(kl: KLOptions, args: Any) -> Pairing:
+    """The checked pairing under TRL's loss."""
+    if args.loss_type not in REDUCTIONS:
+        raise KeelError(f"loss_type={args.loss_type} is none that Keel knows the reduction of: {', '.join(REDUCTIONS)}")
+    return kl.pairing(REDUCTIONS[args.loss_type], off_policy=several_updates(args), facts=estimator_facts(kl.estimator))
+
+
+def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
+    """What is allowed and may surprise, one sentence each."""
+    notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
+    if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
+        notes.append(
+            "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
+            "where TRL's own takes the sequence's"
+        )
+    return notes + advise(args.loss_type, kl.beta)
+
+
+def controller(kl: KLOptions, args: Any) -> BetaController:
+    """The controller of β; its step is TRL's, one update."""
+    return controller_of(kl, args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
+
+
+def mismatch_of(args: Any) -> MismatchOptions:
+    """What TRL does about the difference between vLLM and the model, in Keel's words."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return MismatchOptions(kind="none")
+    level = args.vllm_importance_sampling_mode.partition("_")[0]
+    cap = args.vllm_importance_sampling_clip_max
+    return MismatchOptions(kind="truncate", level=level, cap=1e6 if cap is None else max(1.0, cap))
+
+
+def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config, list[str]]:
+    """A configuration of Keel's with as much of TRL's as has a counterpart, and a sentence on each option that has not.
+
+    `own` are dotted options that the caller knows, with `__` for the dot.
+    """
+    given = {name: getattr(args, name, None) for name in SHOWN}
+    if given["generation_batch_size"] is not None:  # TRL fills in the one from the other
+        given["steps_per_generation"] = None
+    given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    named = aliases.by_name({name: _plain(value) for name, value in given.items() if value is not None}, is_option)
+    options: dict[str, Any] = {name.replace("__", "."): value for name, value in own.items()}
+    if settings is not None:
+        options |= {f"kl.{name}": value for name, value in settings.kl.model_dump().items()}
+        options |= {f"guards.{name}": value for name, value in settings.guards.model_dump().items()}
+        options |= {f"reference.{name}": value for name, value in settings.reference.model_dump().items()}
+    else:
+        options |= {"kl.beta": args.beta, "kl.reduction": "loss"}
+        options["kl.gradient"] = "rho" if args.use_bias_correction_kl else "plain"
+    config, notes = _accepted({}, options, "")
+    for name, value in named.items():
+        alias = aliases.find(name, is_option)
+        try:
+            theirs = {} if alias is None else dict(alias.apply(value, named))
+        except KeelError as error:
+            notes.append(f"{error}; config.yaml leaves it out")
+            continue
+        config, refused = _accepted(config, theirs, f"{name}={value}: ")
+        notes += refused
+    return read_config(config, installed=False)[0], notes
+
+
+def _accepted(tree: dict[str, Any], options: dict[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """The tree with these options, if Keel takes it so; otherwise as it was, and why."""
+    changed = copy.deepcopy(tree)
+    for name, value in options.items():
+        put(changed, name, value)
+    try:
+        read_config(changed, installed=False)
+    except KeelError as error:
+        return tree, [f"{prefix}{error}; config.yaml leaves it out"]
+    return changed, []
+
+
+def _plain(value: Any) -> Any:
+    """An enumeration by its value, anything else as it is."""
+    return getattr(value, "value", value)

@@ -1,0 +1,132 @@
+"""An update's passes together: what was scored in all microbatches of all processes, and what is measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.base.metrics import Number, Share, python_numbers
+from keel.base.types import Batch, Scores
+from keel.base.world import World
+from keel.kl import importance_ratio, k3, log_ratio
+from keel.kl.measure import MaskIndex, kl_statistics
+from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One microbatch: its rows and scores, TRL's loss and what the KL adds to it, and the completions behind them."""
+
+    batch: Batch
+    scores: Scores
+    policy_loss: Tensor
+    kl_loss: Number
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The passes of an update, over all processes; tensors `[B, T]`, padded to one length."""
+
+    batch: Batch
+    scores: Scores
+    policy_loss: float
+    kl_loss: float
+
+    @property
+    def loss(self) -> float:
+        return self.policy_loss + self.kl_loss
+
+    @property
+    def tokens(self) -> int:
+        return int(self.batch.action_mask.sum())
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update between its last pass and the end of its step: what is measured of it, and whether it is made."""
+
+    window: Window
+    line: dict[str, float]
+    applied: bool
+
+
+def detached(scores: Scores) -> Scores:
+    """The same numbers without their graph."""
+
+    def plain(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach()
+
+    return Scores(scores.logp.detach(), plain(scores.entropy), plain(scores.exact_kl), plain(scores.ref_policy_kl))
+
+
+def gather(passes: Sequence[Pass], world: World) -> Window:
+    """All passes of an update; called by all processes. Losses are this process's share: their mean is the update's."""
+    own = (
+        _joined([part.batch for part in passes]),
+        _joined([part.scores for part in passes]),
+        *python_numbers([sum(part.policy_loss.detach().double() for part in passes)]),
+        *python_numbers([sum(part.kl_loss for part in passes)]),
+    )
+    if world.size == 1:
+        return Window(*own)
+    everybody = world.gather((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    batches, scores, policy, kl = zip(*everybody, strict=True)
+    return Window(_joined(batches), _joined(scores), sum(policy) / world.size, sum(kl) / world.size)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Rows of several batches or scores under each other; what one of them lacks is lacking."""
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
+    return type(parts[0])(**{name: _stacked(values) for name, values in columns.items()})
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    if any(not isinstance(value, Tensor) for value in values):
+        return values[0] if all(isinstance(value, bool) for value in values) else None
+    if len(values) == 1:
+        return values[0]
+    if values[0].dim() == 1:
+        return torch.cat(list(values))
+    longest = max(value.shape[1] for value in values)
+    return torch.cat([torch.nn.functional.pad(value, (0, longest - value.shape[1])) for value in values])
+
+
+def _on_cpu(part: Any) -> Any:
+    moved = {f.name: getattr(part, f.name) for f in fields(part)}
+    return type(part)(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in moved.items()})
+
+
+def measure(window: Window, clamp: float | None) -> dict[str, float]:
+    """What Keel's own step measures of policy, reference and sampler, in the same names and units.
+
+    On a batch's first update the policy drew the samples. On a later one they are an older policy's, under filters what
+    those left of it, and each token weighs ρ = π/μ.
+    """
+    rows, scores = window.batch, window.scores
+    mask, logp, index = rows.action_mask, scores.logp, MaskIndex.of(rows.action_mask)
+    metrics: dict[str, Number] = {"logp/policy_mean": index.mean(logp)}
+    if rows.ref_logp is not None:
+        behaviour = kl_behaviour_logp(rows, logp)
+        weights = None if behaviour is None else importance_ratio(logp, behaviour, mask)
+        metrics |= kl_statistics(
+            logp, rows.ref_logp, mask, index, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
+        )
+        metrics["logp/ref_mean"] = index.mean(rows.ref_logp)
+        if scores.ref_policy_kl is not None:
+            metrics["kl/ref_policy/exact/mean"] = index.mean(scores.ref_policy_kl)
+    if rows.old_logp is not None:
+        metrics["kl/old_policy/k3/mean"] = index.mean(k3(log_ratio(rows.old_logp, logp, mask).d))
+        drawn = None if rows.sample_logp is None else behaviour_logp(rows, rows.old_logp)
+        if drawn is not None:
+            d = log_ratio(drawn, rows.old_logp, mask).d
+            metrics["kl/sampler_policy/k1/mean"] = index.mean(-d)
+            metrics["kl/sampler_policy/k3/mean"] = index.mean(k3(d))
+            metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0
+    losses = {"loss/total": window.loss, "loss/policy": window.policy_loss, "loss/kl": window.kl_loss}
+    share = {"loss/kl_share": Share(window.kl_loss, window.policy_loss).value}
+    return {**dict(zip(metrics, python_numbers(metrics.values()), strict=True)), **losses, **share}

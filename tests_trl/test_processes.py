@@ -1,0 +1,89 @@
+"""Two processes under accelerate (gloo): TRL's weights, one KL, one run directory, one mind about guards."""
+
+import json
+import math
+
+import torch
+from peft import LoraConfig
+
+from integrations.small_trl import TRLS_OWN, build, gap, weights
+from keel.kl import KLOptions
+from keel.trainer.options import GuardOptions
+from ranks import run_ranks
+
+SHAPE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+
+
+def compare(folder, loss_type):
+    from trl import GRPOTrainer
+
+    from keel.integrations.trl import KeelGRPOTrainer
+
+    theirs = build(GRPOTrainer, folder / "trl", loss_type=loss_type, **SHAPE)
+    theirs.train()
+    ours = build(KeelGRPOTrainer, folder / f"keel-{loss_type}", loss_type=loss_type, keel={"kl": TRLS_OWN}, **SHAPE)
+    ours.train()
+    assert theirs.accelerator.num_processes == 2
+    assert gap(weights(theirs), weights(ours)) < 1e-6
+    assert theirs.state.log_history[0]["reward"] == ours.state.log_history[0]["reward"]
+
+
+def several(folder):
+    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo"):
+        compare(folder, loss_type)
+
+
+def steered(folder):
+    """A controller, a moving reference, a NaN on one rank alone, and a stop that both ranks make; then an adapter."""
+    from keel.integrations.trl import KeelGRPOTrainer
+    from keel.reference.options import ReferenceOptions
+
+    class Poisoned(KeelGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            broken = self.state.global_step >= 2 and self.accelerator.process_index == 1
+            bad = {"advantages": inputs["advantages"] * math.nan} if broken else {}
+            return super()._compute_loss(model, {**inputs, **bad})
+
+    kl = KLOptions(beta=0.1, estimator="exact", controller={"name": "step", "target": 1e-4})
+    keel = {
+        "kl": kl,
+        "guards": GuardOptions(max_consecutive_nans=2),
+        "reference": ReferenceOptions(kind="ema", alpha=0.5, every=1),
+    }
+    saves = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4}
+    trainer = build(Poisoned, folder / "steered", beta=0.0, keel=keel, max_steps=6, **saves)
+    trainer.train()
+    state = trainer.keel_state
+    print(json.dumps({"steps": state.step, "beta": state.beta, "stopped": trainer.keel_stopped}))
+    torch.save(weights(trainer), folder / f"rank-{trainer.accelerator.process_index}.pt")
+
+    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    keel = {"kl": KLOptions(beta=0.1), "peft_config": adapter, "reference": {"kind": "snapshot", "every": 2}}
+    shape = {"learning_rate": 2.0, "per_device_train_batch_size": 4}
+    build(KeelGRPOTrainer, folder / "lora", beta=0.0, keel=keel, max_steps=4, **shape).train()
+
+
+def test_weights_after_several_steps_are_trls(tmp_path):
+    for ended in run_ranks(several, tmp_path):
+        assert ended.status == 0, ended.err[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "keel-dapo" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["kl/policy_ref/k3/mean"] == 0.0
+    assert lines[-1]["kl/policy_ref/k3/mean"] > 0
+
+
+def test_both_processes_decide_alike(tmp_path):
+    ended = run_ranks(steered, tmp_path)
+    for rank in ended:
+        assert rank.status == 0, rank.err[-3000:]
+    outcomes = [json.loads(line) for rank in ended for line in rank.out.splitlines() if line.startswith('{"steps"')]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["steps"] == 4
+    assert "checkpoint-1" in outcomes[0]["stopped"]
+    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    assert gap(first, second) == 0
+    record = json.loads((tmp_path / "steered" / "skipped" / "step-3.json").read_text())
+    assert len(record["completions"]) == 8
+    assert record["first_nonfinite"] == "advantage"
+    lines = [json.loads(line) for line in (tmp_path / "lora" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kl/policy_ref/k2/mean"] > 1e-8 for line in lines] == [False, True, False, True]
