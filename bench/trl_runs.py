@@ -54,6 +54,10 @@ def length(completions: list[str], **columns: Any) -> list[float]:
     return [len(text) / 4 for text in completions]
 
 
+def thousands(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [5000 * total for total in accuracy(completions, answer)]
+
+
 def coin(completions: list[str], **columns: Any) -> list[float]:
     return [float(_COIN.random() < 0.5) for _ in completions]
 
@@ -88,9 +92,6 @@ RUNS: dict[str, Run] = {
     "dropout-on": Run({"beta": 0.04, "disable_dropout": False}, dropout=0.2),
     "reference-of-another-checkpoint": Run({"beta": 0.04}, other_reference=True),
     "reward-by-chance": Run({"beta": 0.04, "learning_rate": 1e-3}, rewards=(coin,)),
-}
-# Made after the checks were, and never used to change them.
-FRESH: dict[str, Run] = {
     "good-warm-up": Run(
         {"beta": 0.02, "seed": 7, "warmup_steps": 12, "lr_scheduler_type": "linear"}, rewards=(nearness, accuracy)
     ),
@@ -101,6 +102,21 @@ FRESH: dict[str, Run] = {
         {"beta": 0.04, "seed": 4, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0},
         rewards=(nearness,),
     ),
+}
+# Made after the checks were, and never used to change them.
+FRESH: dict[str, Run] = {
+    "good-truncated-masked": Run(
+        {"beta": 0.04, "seed": 12, "mask_truncated_completions": True, "loss_type": "dr_grpo"}
+    ),
+    "good-small-groups": Run(
+        {"beta": 0.01, "seed": 13, "num_generations": 4, "gradient_accumulation_steps": 2}, (nearness,)
+    ),
+    "weight-decay-10": Run({"beta": 0.04, "seed": 14, "weight_decay": 10.0}),
+    "temperature-4": Run({"beta": 0.04, "seed": 15, "temperature": 4.0}),
+    "warm-up-of-another-run": Run({"beta": 0.04, "seed": 16, "warmup_steps": 1_000_000, "lr_scheduler_type": "linear"}),
+    "epsilon-of-adam": Run({"beta": 0.04, "seed": 17, "adam_epsilon": 100.0}),
+    "reward-of-thousands": Run({"beta": 0.04, "seed": 18, "scale_rewards": "none"}, rewards=(thousands,)),
+    "clipped-at-once": Run({"beta": 0.0, "seed": 19, "epsilon": 1e-9, "num_iterations": 4}),
 }
 RUNS.update(FRESH)
 

@@ -29,7 +29,13 @@ from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
 from lab.doctor.schooled import BASE
 
 LORA = edited(BASE, {"model.lora": {"r": 4}})
-TOOLS = edited(BASE, {"task": {"name": "tools"}})
+TOOLS = edited(
+    BASE,
+    {
+        "task": {"name": "tools", "task": BASE["task"], "tools": ["faults.school:larger"], "format": "tags"},
+        "rollout.max_turns": 3,
+    },
+)
 KINDS = ("engine", "sync", "scorer", "reference", "kl", "loss", "reward", "tool")
 OWN = [name for name, operator in OPERATORS.items() if operator.kind in KINDS]
 TASK = build_task("arithmetic", skill="max", low=0, high=9)
