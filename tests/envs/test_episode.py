@@ -382,7 +382,7 @@ def test_ctrl_c_leaves_no_box_open(when: str) -> None:
             rollout(Says(["a", "stop"], ["wait"]), task)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert [box.closed for box in Box.made] == ([1] if when == "start" else [1, 1])
+    assert eventually(lambda: [box.closed for box in Box.made] == ([1] if when == "start" else [1, 1]))
 
 
 def test_a_step_cleans_up_before_its_box_is_closed() -> None:
