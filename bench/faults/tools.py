@@ -222,7 +222,7 @@ def call_cut_by_stop(config: Config, random: Random) -> dict[str, Any]:
     return edited(config, {"rollout.stop": ["<larger>"]})
 
 
-@lookalike("environment of two turns", has_one_turn)
+@lookalike("environment of two turns", lambda c: has_one_turn(c) and option(c, "task.format", "plain") == "plain")
 def healthy_lookup(config: Config, random: Random) -> dict[str, Any]:
     return with_tool(config, "right")
 
