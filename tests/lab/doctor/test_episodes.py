@@ -56,7 +56,23 @@ def test_sound_episodes_are_silent(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", ["", "\n<result>\n\n</result>\n", "tool\n", "Error: KeyError 'x'", "search timed out"]
+    "reply",
+    [
+        "",
+        "\n<result>\n\n</result>\n",
+        "tool\n",
+        "Error: KeyError 'x'",
+        "KeyError: 'x'",
+        "search timed out",
+        "No results found.",
+        "\n<|im_start|>user\n<tool_response>\nTool error: no such page\n</tool_response>",
+        '{"error": "no such page"}',
+        '{"result": null, "error": "no such page"}',
+        '{"status": "error", "message": "no such page"}',
+        "HTTP 404 Not Found",
+        "The service is unavailable.",
+        "Failed to open the page",
+    ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
     assert is_useless(reply)
@@ -64,7 +80,24 @@ def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    ["7", "<result>\n0\n</result>", "?", "The trial " + "went on for many days and " * 3 + "failed.", "Try again."],
+    [
+        "7",
+        "<result>\n0\n</result>",
+        "?",
+        "The trial " + "went on for many days and " * 3 + "failed.",
+        "Try again.",
+        '{"result": 7, "error": null}',
+        '{"error": null, "result": 7}',
+        '{"error": "", "result": 7}',
+        "0 errors, 2 warnings",
+        "Errors: 0",
+        "exit code 0, no errors",
+        "2 tests failed, 1 passed",
+        "3 errors, 1 of them at line 7",
+        "null",
+        "mean squared error 0.25",
+        "timeout: 30",
+    ],
 )
 def test_one_that_says_something(reply: str) -> None:
     assert not is_useless(reply)

@@ -23,11 +23,15 @@ from keel.lab.doctor.setup import ProbeSetup
 SECONDS = 5.0  # after which no further episode is played again
 REPLAYED, FEWEST = 16, 4  # episodes of the batch that are, and as many as must agree
 BEYOND = 3  # times rollout.max_turns that an episode is gone on with
-SHORT = 12  # words: a reply this short is an error if it says so anywhere
 _FRAME = re.compile(r"\b(results?|tool|response|output|observation|function|ipython|user|system|assistant)\b|[\s<>/|]+")
+_OPENING = re.compile(rf"(?:<[^<>]*>|[\W_]|(?:status|null)\b|{_FRAME.pattern})*")
+# At the start of a reply. A count is a result, as of a linter; so is a field for errors that holds none.
 _ERRORS = re.compile(
-    r"\b(errors?|exceptions?|traceback|fail(ed|ure)?|tim(ed out|eout)|unavailable|forbidden|denied|refused|invalid|"
-    r"unauthori[sz]ed|not (found|available|implemented)|no results?|rate limit|bad request|null|nan|undefined)\b"
+    r"(?:(?:an?|the|internal|server|unknown|unexpected|fatal)\s+)*\w*(?:error|exception|failure)s?\b"
+    r"(?!\W*(?:null|none|nil|false|0)\b|\W*(?:\"\"|''|\[\]|\{\}))"
+    r"|(?:(?!(?:no|not|never|without|\d\d?)\b)\w+\W+){0,3}(?:traceback|timed out|timeout(?!\W*\d)|unavailable|"
+    r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|no results?|rate limit|"
+    r"bad request|undefined|failed to)\b"
 )
 
 
@@ -51,9 +55,8 @@ def replies(completion: Completion, tokenizer: Any) -> list[str]:
 
 def is_useless(reply: str) -> bool:
     """Whether a reply says nothing, or that something went wrong."""
-    content = _FRAME.sub(" ", reply.casefold()).split()
-    start = content if len(content) <= SHORT else content[:2]
-    return not content or _ERRORS.search(" ".join(start)) is not None
+    text = reply.casefold()
+    return not _FRAME.sub("", text) or _ERRORS.match(_OPENING.sub("", text, count=1)) is not None
 
 
 def _useless(group: Group, tokenizer: Any) -> float | None:
