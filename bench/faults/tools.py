@@ -29,7 +29,7 @@ def with_tool(config: Config, tool: str, changes: Mapping[str, Any] = {}, **para
     """The configuration with a tool between the question and the answer."""
     task = {"name": "faults.tools:lookup", "task": dict(config["task"]), "tool": tool, **parameters}
     rewards = [{"name": "task"}]
-    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 64}
+    turns = {"rollout.max_turns": 2, "rollout.max_completion_length": 160}
     return edited(config, {"task": task, "rewards": rewards, **turns, **changes})
 
 
@@ -128,7 +128,7 @@ tool_fault(
     "results are so long that no room is left for the answer",
     "output/truncated",
     tool="long",
-    strength=(12, 30),
+    strength=(30, 60),
 )
 tool_fault(
     "tool/one-turn-too-few",

@@ -23,7 +23,8 @@ def group(parsed: bool, reason: str) -> Group:
     ids=["cut off", "unreadable without it too", "ends by itself", "read as it is"],
 )
 def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readable: bool, share: float | None) -> None:
-    def collect(*, sampling: SamplingParams) -> list[Group]:
+    def collect(*, sampling: SamplingParams, judged: bool) -> list[Group]:
+        assert judged
         assert not sampling.stop
         return [group(readable, "eos")]
 
@@ -32,6 +33,6 @@ def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readabl
         sampling=SamplingParams(num_generations=4, max_completion_length=8, stop=("<call>",)),
         of_batch={},
         collect=collect,
-        built=SimpleNamespace(judge=SimpleNamespace(drain=list)),
+        built=SimpleNamespace(judge=SimpleNamespace(drain=list, remote=False)),
     )
     assert parsed_without_stop(setup, load_thresholds()) == share

@@ -28,5 +28,20 @@ def test_words(text: str, other: str) -> None:
     assert value(text) == value(other)
 
 
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        (r"\frac{3}{4}", r"\frac{1}{4}"),
+        ("(3, 5)", "(2, 5)"),
+        ("10:30", "9:30"),
+        ("(25 - 7) * 4", "(25 + 7) - 4"),
+        ("2x", "2y"),
+        ("1/2", "2"),
+    ],
+)
+def test_the_last_number_is_not_the_value(text: str, other: str) -> None:
+    assert value(text) != value(other)
+
+
 def test_other_values_differ() -> None:
     assert len({value(text) for text in ("7", "-7", "17", "Paris", "London", "")}) == 6

@@ -110,7 +110,8 @@ def collapse(history: History, thresholds: Thresholds) -> CheckResults:
     if clear(course(series), thresholds):  # what noise does not explain is gone before nothing at all is left
         low = thresholds["entropy_rise_least"]
     gone = now.mean < min(low, thresholds["entropy_collapse_share"] * first)
-    if gone and not reward_rose(history, thresholds) and not solved(history, thresholds):
+    best = solved(history, thresholds) or saturated(history, thresholds)
+    if gone and not best and not reward_rose(history, thresholds):
         yield finding(
             code,
             f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",

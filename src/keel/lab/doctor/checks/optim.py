@@ -136,7 +136,11 @@ def _unchanged(history: History) -> str | None:
     if not recorded or history.steps < 1 or (skipped is not None and skipped.mean == 1):
         return None
     before, after = recorded[-1].get("before"), recorded[-1].get("after")
-    return f"every weight after step {history.steps} is as before training ({before})" if before == after else None
+    return (
+        f"every weight after step {history.steps} is as before training ({before})"
+        if before and before == after
+        else None
+    )
 
 
 def _held_back(history: History, thresholds: Thresholds) -> str | None:

@@ -191,7 +191,7 @@ def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thres
         f"it would write) and tells prompts apart ({opinion:.2g} nats), but gold answers are {-support.mean():.2g} "
         f"nats less likely after their own prompts than after others ({-deviations:.1f} standard errors)",
         "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or the model was "
-        "taught another task than the data ask for",
+        "taught another task than the data ask for, or they are the problems that it fails",
         "read some rows, question beside answer; check that both are taken from the same row",
         severity="warning",
     )

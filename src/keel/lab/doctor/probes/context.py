@@ -34,7 +34,8 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
     limit = max(0.02 * gap, 1e-4)
     prompts = [group.prompt_tokens for group in setup.groups]
     single = [(token,) for token in sorted({token for prompt in prompts for token in prompt})[:_SINGLE]]
-    first = _off(setup, score(single, _continue(setup, single, 1)))
+    begun = _continue(setup, single, 1)
+    first = _off(setup, score(single, begun)) if begun else torch.nan
     if not first > max(10 * limit, thresholds["scoring_gap"]):
         return None
     engine, model = setup.run.engine, setup.policy.model
@@ -48,12 +49,12 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
             left = _off(setup, drawn)
     finally:
         engine.sync(model, 4)
-    if not blind or left > limit:
+    if not blind or not left <= limit:
         return None
     return (
         f"the engine's log-probabilities are off by {gap:.3g} nats on average, by {first:.3g} after prompts of one "
-        f"token, and by {left:.1g} with weights whose attention gives nothing out: weights and reports are right, and "
-        "more stands before the tokens than the prompt"
+        f"token, and by {left:.1g} with weights whose attention gives nothing out: the other weights and the reports "
+        "are right; more stands before the tokens than the prompt, unless attention's own weights or cache are others"
     )
 
 

@@ -54,12 +54,13 @@ class Continued:
     def draws(self, setup: ProbeSetup, prompts: Sequence[tuple[int, ...]]) -> Draws:
         """The turns' tokens with the policy's logits after these prompts, one a turn."""
         width = max(4, _MAX_ELEMENTS // (setup.vocabulary * len(self.turns)))
-        texts = [(*prompt, *turn.tokens[:width]) for prompt, turn in zip(prompts, self.turns, strict=True)]
+        texts = [
+            ((*prompt, *turn.tokens[:width]), len(prompt) - 1) for prompt, turn in zip(prompts, self.turns, strict=True)
+        ]
         distinct = list(dict.fromkeys(texts))
-        starts = {text: len(prompt) - 1 for text, prompt in zip(texts, prompts, strict=True)}
         logits_of = {
-            text: logits[starts[text] : -1].double()
-            for text, logits in zip(distinct, row_logits(setup, distinct), strict=True)
+            (text, start): logits[start:-1].double()
+            for (text, start), logits in zip(distinct, row_logits(setup, [text for text, _ in distinct]), strict=True)
         }
         parts = [logits_of[text] for text in texts]
         acted = [torch.tensor(turn.action[:width], device=setup.policy.device) for turn in self.turns]

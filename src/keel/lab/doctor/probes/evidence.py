@@ -21,9 +21,11 @@ from keel.lab.doctor.setup import ProbeSetup
 TESTS = (
     "advantage/amplified",
     "data/misaligned",
+    "eval/train-gap",
     "kl/rejects-all",
     "output/truncated",
     "output/unparseable",
+    "prompt/format",
     "reward/cliff",
     "reward/constant",
     "reward/exploit",

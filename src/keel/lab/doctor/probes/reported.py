@@ -136,6 +136,8 @@ def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Threshol
     assert reported.position is not None
     limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
     off = gap.abs().nan_to_num(torch.inf) > limit
+    if not bool(off.any()):
+        return ""
     lengths = torch.tensor(reported.prompts, device=off.device)[reported.row]
     for where, places in (("the text", lengths + reported.position), ("the completion", reported.position)):
         first = int(places[off].min())

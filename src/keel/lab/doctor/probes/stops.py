@@ -24,7 +24,9 @@ def parsed_without_stop(setup: ProbeSetup, thresholds: Thresholds) -> float | No
     return parsed if parsed is not None and parsed >= thresholds["parse_rate_warning"] else None
 
 
-def _parsed(setup: ProbeSetup) -> float:
-    groups = setup.collect(sampling=replace(setup.sampling, stop=()))
+def _parsed(setup: ProbeSetup) -> float | None:
+    if setup.built.judge.remote and setup.judgements_left < sum(len(group.completions) for group in setup.groups):
+        return None
+    groups = setup.collect(sampling=replace(setup.sampling, stop=()), judged=True)
     setup.built.judge.drain()
     return fmean(reward.parsed for group in groups for reward in group.rewards)

@@ -4,64 +4,65 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
+from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
-from keel.envs.answers import last_number, last_tag
+from keel.envs.answers import last_tag, plain_number
+from keel.eval.statistics import estimate
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.probes.gold_rewards import JudgedGold
 from keel.lab.doctor.setup import ProbeSetup
 
-FEWEST = 8  # right answers that are not paid
+FEWEST, FEWEST_PROBLEMS = 8, 16  # right answers that are not paid; problems
+_DOUBT = 0.05  # chance below which more is sampled
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"[^\w\\]*?([-+−]?\d[\d,]*(?:\.\d+)?)(?:\s*%|\s+[A-Za-z]+)?[^\w\\]*")  # one, with its unit
 _MARK = re.compile(r"####|answer(?: is|:)", re.IGNORECASE)
 
 
 def value(text: str) -> str:
-    """What a text comes down to: what is boxed or tagged, or follows a mark, as a number where it holds one."""
+    """What a text comes down to: what is boxed or tagged, or follows a mark, as a number where it is one."""
     boxed = _BOX.findall(text)
     core = boxed[-1] if boxed else last_tag(text) or _MARK.split(text)[-1]
-    return last_number(core) or core.strip(" .\n*`$\"'").casefold()
+    number = _NUMBER.fullmatch(core.strip())
+    return (number and plain_number(number.group(1))) or core.strip(" .\n*`$\"'").casefold()
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Completions with the value of their own gold answer: all, and those that are not paid, beside its text."""
+
+    right: int
+    written: int
+    unpaid: Sequence[tuple[str, str]]
+    by_chance: float  # with the value of another problem's
+    chance: float  # that so many more have their own's
 
 
 def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Completions with the value of their own gold answer, far more than have another problem's, that are not paid."""
-    task = setup.run.task
-    if task.several_turns or not judged:
+    if setup.run.task.several_turns or not judged or setup.config.reward.aggregate != "sum":
         return
     half = fmean((row.gold + row.bottom) / 2 for row in judged)
     if half <= fmean(row.bottom for row in judged):
         return
-    groups: list[Group] = [*setup.groups, *setup.shared.get("further groups", [])]
-    golds = {group.problem.key: task.gold_turns(group.problem)[-1] for group in groups}
-    if len({value(gold) for gold in golds.values()} - {""}) < 2:
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        count = _count(setup, groups, half, thresholds)
+        return count is not None and level(thresholds) < count.chance < _DOUBT
+
+    count = _count(setup, more_groups(setup, "reward/gold", undecided), half, thresholds)
+    if count is None or count.chance > level(thresholds):
         return
-    rows = [
-        (golds[group.problem.key], completion.text, reward.total)
-        for group in groups
-        if value(golds[group.problem.key])
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward.parsed
-    ]
-    right = [(gold, text, total) for gold, text, total in rows if value(text) == value(gold)]
-    unpaid = [(gold, text) for gold, text, total in right if total < half]
-    if len(unpaid) < FEWEST or len(unpaid) < thresholds["unpaid_right"] * len(right):
-        return
-    values = [value(gold) for gold in golds.values()]
-    by_chance = fmean(
-        sum(value(text) == other for other in values if other != value(gold)) / max(1, len(values) - 1)
-        for gold, text, _ in rows
-    )
-    chance = _at_least(len(right), len(rows), min(1.0, by_chance + 1 / len(rows)))
-    if chance > level(thresholds):
-        return
-    gold, text = unpaid[0]
+    gold, text = count.unpaid[0]
     yield finding(
         "reward/gold",
-        f"{len(right)} of {len(rows)} completions have the value of their gold answer (of another's "
-        f"{100 * by_chance:.0f} %; chance {chance:.1g}), and {len(unpaid)} of them are not paid: "
+        f"{count.right} of {count.written} completions have the value of their gold answer (of another's "
+        f"{100 * count.by_chance:.0f} %; chance {count.chance:.1g}), and {len(count.unpaid)} of them are not paid: "
         f"{text.strip()[-40:]!r} beside {gold.strip()[-40:]!r}",
         "the reward compares texts, and the data's answers have a form that completions do not have",
         "write the answers of the data as completions write them, compare values (task.answer, or a reward of your "
@@ -69,8 +70,35 @@ def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds:
     )
 
 
-def _at_least(count: int, total: int, rate: float) -> float:
-    """The chance of `count` or more of `total` at this rate."""
-    from scipy.stats import binom
+def _count(setup: ProbeSetup, groups: Sequence[Group], half: float, thresholds: Thresholds) -> _Count | None:
+    """What the groups show; None where few right answers lack their pay, or most are paid."""
+    try:
+        golds = [setup.run.task.gold_turns(group.problem)[-1] for group in groups]
+    except (KeelError, NotImplementedError):
+        return None
+    values = [value(gold) for gold in golds]
+    rows = [
+        (gold, completion.text, reward.total)
+        for group, gold in zip(groups, golds, strict=True)
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward.parsed
+    ]
+    right = [row for row in rows if value(row[1]) == value(row[0]) != ""]
+    unpaid = [(gold, text) for gold, text, total in right if total < half]
+    few = len(unpaid) < max(FEWEST, thresholds["unpaid_right"] * len(right))
+    if few or len(set(values)) < 2 or len(groups) < FEWEST_PROBLEMS:
+        return None
+    own, others = zip(*(_shares(group, v, values) for group, v in zip(groups, values, strict=True)), strict=True)
+    more = estimate([a - b for a, b in zip(own, others, strict=True)])  # problems are what is independent
+    chance = 0.0 if more is None or more.p is None else more.p / 2
+    return _Count(len(right), len(rows), unpaid, fmean(others), chance if fmean(own) > fmean(others) else 1.0)
 
-    return float(binom.sf(count - 1, total, rate))
+
+def _shares(group: Group, gold: str, values: Sequence[str]) -> tuple[float, float]:
+    """Of a group's completions, those with the value of its gold answer, and on average with another problem's."""
+    written = [value(completion.text) for completion in group.completions]
+    others = [other for other in values if other != gold]
+    return (
+        fmean(text == gold for text in written),
+        fmean(text == other for text in written for other in others) if others else 1.0,
+    )
