@@ -43,19 +43,30 @@ class Consultation(Episode):
             "swapped": Consulting.asked,
             "interview": f"{text}? {prompt}",
             "again": "Are you sure?\n",
+            "lines": "\n".join(prompt),
         }.get(self.kind, prompt)
 
     def reward(self) -> Reward:
         return nearness(self.problem, self.turns[-1])
 
 
-def forgetful() -> tuple[Any, Any]:
-    """A template that writes the first question alone."""
+def _rewriting(reply: str) -> tuple[Any, Any]:
+    """A template that writes replies in a way of its own."""
     model, shared = schooled_model()
     tokenizer = copy.deepcopy(shared)
-    content = "(message['content'] if loop.first or message['role'] == 'assistant' else '')"
+    content = f"(message['content'] if loop.first or message['role'] == 'assistant' else {reply})"
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", content)
     return model, tokenizer
+
+
+def forgetful() -> tuple[Any, Any]:
+    """One that writes the first question alone."""
+    return _rewriting("''")
+
+
+def quoting() -> tuple[Any, Any]:
+    """One that writes replies as JSON, as Llama 3.1's does."""
+    return _rewriting("(message['content'] | tojson)")
 
 
 def sound() -> Consulting:
@@ -88,3 +99,7 @@ def interview() -> Consulting:
 
 def again() -> Consulting:
     return Consulting("again")
+
+
+def lines() -> Consulting:
+    return Consulting("lines")

@@ -254,10 +254,15 @@ def test_a_step_that_was_logged_twice_counts_as_it_was_done_last(tmp_path):
 
 
 def test_evaluations_in_trls_state_are_read(tmp_path):
-    lines = [{"step": 1, "reward": 0.1}, {"step": 1, "eval_reward": 0.2, "eval_loss": 0.0}, {"step": 2, "reward": 0.3}]
+    lines = [
+        {"step": 1, "reward": 0.1},
+        {"step": 1, "eval_reward": 0.2, "eval_runtime": 8.0},
+        {"step": 2, "reward": 0.3},
+    ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 2, "log_history": lines}))
     history = read_history(tmp_path)
     assert history.series["eval/reward"].values == (0.2,)
+    assert history.series["other/eval_runtime"].values == (8.0,)
     assert history.series["reward/mean"].values == (0.1, 0.3)
 
 

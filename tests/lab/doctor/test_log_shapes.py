@@ -166,3 +166,31 @@ def test_six_evaluations_tell_a_fall_by_a_line(values, clear):
     change = few_trend(Series.of(enumerate(values)))
     assert change is not None
     assert (change.chance < 5e-4) == clear
+
+
+def evaluated(part: float, *evaluations: float, completions: int = 0) -> History:
+    """A run of TRL in which a part of the reward is paid, with held-out scores and that part beside them."""
+    rows = {"eval/reward": evaluations, "eval/part/right": [part] * len(evaluations)}
+    if completions:
+        rows["other/eval_runtime"] = [8.0] * len(evaluations)
+        rows["other/eval_samples_per_second"] = [completions / 8] * len(evaluations)
+    base = logged(healthy(120, 120, source="TRL", config={}, evaluations=()), "reward/part/right", lambda s: 0.3)
+    return replace(base, series={**base.series, **{name: Series.of(enumerate(row)) for name, row in rows.items()}})
+
+
+@pytest.mark.parametrize(
+    ("history", "severity", "name"),
+    [
+        (evaluated(0.0, 0.0, 0.0, 0.0), "note", "reward"),  # of unknown size
+        (evaluated(0.0, 0.0, 0.0, 0.0, completions=2), "note", "reward"),
+        (evaluated(0.0, 0.0, 0.0, 0.0, completions=64), "warning", "reward"),
+        (evaluated(0.0, *[0.0] * 12), "warning", "reward"),
+        (evaluated(0.0, 0.2, 0.3, 0.4, completions=64), "warning", "part/right"),
+        (evaluated(0.0, 0.2, 0.3, 0.4, completions=2), "note", "part/right"),
+        (evaluated(0.3, 0.2, 0.3, 0.4, completions=64), None, ""),
+    ],
+)
+def test_held_out_scores_at_zero_are_named_at_a_level(history, severity, name):
+    gaps = [finding for finding in check_history(history).findings if finding.code == "eval/train-gap"]
+    assert [gap.severity for gap in gaps] == ([] if severity is None else [severity])
+    assert all(f"held-out {name} stays at 0" in gap.evidence for gap in gaps)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from keel.base.errors import KeelError
 from keel.base.types import Problem
+from keel.envs import Task
+from keel.lab.doctor.probes.gold_likelihood import gold_or_none, golds
 from keel.lab.doctor.probes.rendering import turn_marks
-from keel.lab.doctor.probes.templates import KNOWN, _by_chance, _rendered
+from keel.lab.doctor.probes.templates import KNOWN, _by_chance, _golds, _rendered
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
+from lab.doctor.schooled import schooled_config
 
 CHATML = TEMPLATES["chatml"]
 HEADER = "{{ '<|im_start|>assistant\\n' }}"
@@ -69,6 +77,40 @@ def test_known_templates_are_tried_where_the_tokenizer_has_their_marks() -> None
     assert own.tokenizer.decode(list(zephyr)) == expected
 
 
+def test_what_a_generation_prompt_begins_of_an_answer_is_begun_in_other_templates_too() -> None:
+    problems = [Problem("a", [{"role": "user", "content": "2 + 3 ="}])]
+    tokenizer = tiny_tokenizer()
+    zephyr = KNOWN["Zephyr"][1].removesuffix("{{ '<|assistant|>\\n' }}")
+    for opening in ("<think>\n", "So: ", ""):
+        header = f"{{% if add_generation_prompt %}}{{{{ '<|assistant|>\n{opening}' }}}}{{% endif %}}"
+        tokenizer.chat_template = zephyr + header
+        own = Renderer(tokenizer)
+        assert _rendered(own, problems, "Zephyr") == []
+        (other,) = _rendered(own, problems, "<|user|>…")
+        assert tokenizer.decode(list(other)).endswith(f"2 + 3 =<eos><|assistant|>{opening}")
+
+
+class Partly(Task):
+    """Every third problem has an answer; of the others one refuses, one was never written."""
+
+    def gold(self, problem: Problem) -> str:
+        if problem.key == "1":
+            raise KeelError("no answer here")
+        return super().gold(problem) if problem.key == "2" else "5"
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        return [Problem(str(i % 3), "2 + 3 =") for i in range(count)]
+
+
+def test_problems_without_a_gold_answer_are_left_out() -> None:
+    task, config, policy = Partly(), schooled_config(), SimpleNamespace(tokenizer=tiny_tokenizer(), context_length=None)
+    assert [gold_or_none(task, problem) for problem in task.sample(3, seed=0, step=0)] == [["5"], None, None]
+    setup: Any = SimpleNamespace(run=SimpleNamespace(task=task), config=config, policy=policy, shared={})
+    assert len(golds(setup, 9)) == 3
+    in_chat = Renderer(policy.tokenizer, chat_template="default")
+    assert {problem.key for problem, _ in _golds(setup, in_chat)} == {"0"}
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_known_template_holds_the_messages(name: str) -> None:
     marks, template = KNOWN[name]
@@ -80,6 +122,7 @@ def test_each_known_template_holds_the_messages(name: str) -> None:
     assert all(mark in text for mark in marks)
 
 
-def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one() -> None:
+def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)  # slow to import, and not needed
     assert _by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
     assert _by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1

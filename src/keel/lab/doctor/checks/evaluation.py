@@ -5,14 +5,12 @@ from __future__ import annotations
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, not_recorded, reward_trend
+from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_trend
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.judge import Accuracy, accuracies
 
 PART = "eval/part/"
-NOTHING = 0.01  # of what a score may be, at most
-MOST = 0.6  # of the highest reward
 
 
 def _measured_twice(history: History, *, retention: bool) -> list[Accuracy]:
@@ -75,16 +73,19 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
     rewards = history.get("reward/mean")
     up = shapes.trend(rewards) if rewards is not None else None
     rises = clear(up, thresholds) and up is not None and up.size > 0
-    level = f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else _paid(history)
-    unseen = _at_zero(history, logged) if level else None
+    course = f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else _paid(history, thresholds)
+    unseen = _at_zero(history, logged, thresholds) if course else None
     if unseen is not None:
+        name, chance = unseen
         yield finding(
             "eval/train-gap",
-            f"the reward {level} while held-out {unseen.removeprefix('eval/')} stays at 0 "
-            f"({len(logged[unseen].finite)} evaluations, at most {max(logged[unseen].finite.values):.2g})",
+            f"the reward {course} while held-out {name.removeprefix('eval/')} stays at 0 "
+            f"({len(logged[name].finite)} evaluations, at most {max(logged[name].finite.values):.2g}; "
+            f"chance at training's level: {chance:.1g})",
             "nothing that is learned is seen there: another prompt, template, limit or judge than in training, or "
             "problems far harder than those that are trained on",
             "judge held-out completions by the training reward, and read one with its prompt",
+            severity="warning" if chance <= level(thresholds) else "note",
         )
         return
     for name, series in logged.items() if rises else ():
@@ -94,40 +95,60 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
         if -change.size > thresholds["gap_reward"] * change.before:
             yield finding(
                 "eval/train-gap",
-                f"the reward {level} while held-out {name.removeprefix('eval/')} "
+                f"the reward {course} while held-out {name.removeprefix('eval/')} "
                 f"falls from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})",
                 "the reward pays for something else than the evaluation asks, or both see different prompts",
                 "read the best paid completions; judge held-out problems by the training reward, too",
             )
 
 
-def _paid(history: History) -> str:
+def _paid(history: History, thresholds: Thresholds) -> str:
     """Where most of the highest reward is paid in training, all along, that as text."""
     rewards, highest = history.get("reward/mean"), history.get("reward/max")
     if rewards is None or highest is None:
         return ""
     best, usual = max(highest.finite.values), shapes.median(rewards)
-    return f"is {usual:.3g} of {best:.3g} in the middle of the run" if best > 0 and usual > MOST * best else ""
+    mostly = best > 0 and usual > thresholds["mostly_paid"] * best
+    return f"is {usual:.3g} of {best:.3g} in the middle of the run" if mostly else ""
 
 
-def _at_zero(history: History, logged: dict[str, Series]) -> str | None:
-    """A held-out score that is nothing at every evaluation: all of them, or a part of the reward that training pays."""
-    rewards = history.get("reward/mean")
-    paid = max([1.0, *(rewards.finite.values if rewards is not None else ())])
+def _at_zero(history: History, logged: dict[str, Series], thresholds: Thresholds) -> tuple[str, float] | None:
+    """A held-out score that is nothing at every evaluation, and the chance of that at training's level.
+
+    All of the scores, or a part of the reward that training pays.
+    """
+    rewards, highest = history.get("reward/mean"), history.get("reward/max")
+    if rewards is None:
+        return None
+    paid = max(1.0, *rewards.finite.values)
+    best = max(paid, *highest.finite.values) if highest is not None else paid
 
     def nothing(name: str, size: float) -> bool:
         values = logged[name].finite.values
-        return len(values) >= 3 and max(map(abs, values)) <= NOTHING * size
+        return len(values) >= 3 and max(map(abs, values)) <= thresholds["held_out_nothing"] * size
 
-    scores = [name for name in logged if not name.startswith(PART)]
-    if scores:
-        return scores[0] if all(nothing(name, paid if "reward" in name else 1.0) for name in scores) else None
-    for name in logged:
+    sizes = {name: paid if "reward" in name else 1.0 for name in logged if not name.startswith(PART)}
+    if sizes and all(nothing(name, size) for name, size in sizes.items()):
+        name, size = next(iter(sizes.items()))
+        return name, _chance_of_nothing(history, logged[name].scaled(1 / size), rewards.mean / best)
+    for name in (name for name in logged if name.startswith(PART)):
         part = history.get(f"reward/part/{name.removeprefix(PART)}")
         largest = max(part.finite.values) if part is not None else 0.0
-        if part is not None and part.tail(RECENT).mean > MOST * largest > 0 and nothing(name, largest):
-            return name
+        if part is None or not part.tail(RECENT).mean > thresholds["mostly_paid"] * largest > 0:
+            continue
+        if nothing(name, largest):
+            return name, _chance_of_nothing(history, logged[name].scaled(1 / largest), part.mean / max(1.0, largest))
     return None
+
+
+def _chance_of_nothing(history: History, scores: Series, share: float) -> float:
+    """Of scores this low where a share is right: of one completion an evaluation, unless the log tells how many."""
+    from scipy.special import bdtr
+
+    seconds, rate = history.get("other/eval_runtime"), history.get("other/eval_samples_per_second")
+    count = max(1, round(seconds.mean * rate.mean)) if seconds is not None and rate is not None else 1
+    right = max(0.0, count * sum(scores.finite.values))
+    return float(bdtr(right, count * len(scores.finite), min(1.0, max(0.0, share))))
 
 
 CHECKS = (retention, train_gap)

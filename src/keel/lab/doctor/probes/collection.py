@@ -133,7 +133,8 @@ def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
     Episodes that were on their way to an answer say nothing of its form, nor do turns that a stop text cuts.
     """
     limit = thresholds["entropy_uniform_share"]
-    if fmean(fmean(unfinished(setup, group)) for group in setup.groups) > thresholds["truncated_completions"]:
+    shares = [fmean(ended) for group in setup.groups if (ended := unfinished(setup, group))]
+    if fmean(shares or [0.0]) > thresholds["truncated_completions"]:
         return
     if "another template" in setup.shared or parsed_without_stop(setup, thresholds) is not None:
         return  # which has its finding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,16 +19,21 @@ from keel.envs.episode import Reply, close_now, step_now
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import between, chance_above, level, more_groups
+from keel.lab.doctor.probes.rendering import survives
 from keel.lab.doctor.setup import ProbeSetup
 
 SECONDS = 5.0  # after which no further episode is played again
 REPLAYED, FEWEST = 16, 4  # episodes of the batch that are, and as many as must agree
 BEYOND = 3  # times rollout.max_turns that an episode is gone on with
-SHORT = 12  # words: a reply this short is an error if it says so anywhere
 _FRAME = re.compile(r"\b(results?|tool|response|output|observation|function|ipython|user|system|assistant)\b|[\s<>/|]+")
+_OPENING = re.compile(rf"(?:<[^<>]*>|[\W_]|(?:status|null)\b|{_FRAME.pattern})*")
+# At the start of a reply. A count is a result, as of a linter; so is a field for errors that holds none.
 _ERRORS = re.compile(
-    r"\b(errors?|exceptions?|traceback|fail(ed|ure)?|tim(ed out|eout)|unavailable|forbidden|denied|refused|invalid|"
-    r"unauthori[sz]ed|not (found|available|implemented)|no results?|rate limit|bad request|null|nan|undefined)\b"
+    r"(?:(?:an?|the|internal|server|unknown|unexpected|fatal)\s+)*\w*(?:error|exception|failure)s?\b"
+    r"(?!\W*(?:null|none|nil|false|0)\b|\W*(?:\"\"|''|\[\]|\{\}))"
+    r"|(?:(?!(?:no|not|never|without|\d\d?)\b)\w+\W+){0,3}(?:traceback|timed out|timeout(?!\W*\d)|unavailable|"
+    r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|no results?|rate limit|"
+    r"bad request|undefined|failed to)\b"
 )
 
 
@@ -51,9 +57,8 @@ def replies(completion: Completion, tokenizer: Any) -> list[str]:
 
 def is_useless(reply: str) -> bool:
     """Whether a reply says nothing, or that something went wrong."""
-    content = _FRAME.sub(" ", reply.casefold()).split()
-    start = content if len(content) <= SHORT else content[:2]
-    return not content or _ERRORS.search(" ".join(start)) is not None
+    text = reply.casefold()
+    return not _FRAME.sub("", text) or _ERRORS.match(_OPENING.sub("", text, count=1)) is not None
 
 
 def _useless(group: Group, tokenizer: Any) -> float | None:
@@ -134,16 +139,17 @@ def _of_other_calls(setup: ProbeSetup) -> Iterator[Finding]:
     others = {row.again for row in steady}
     lost = [row for row in steady if _squeezed(row.again) not in _squeezed(row.shown)]
     swapped = sum(any(_squeezed(o) in _squeezed(row.shown) for o in others - {row.again}) for row in lost)
+    dropped = [row for row in lost if not stands_in(row.again, row.shown, setup.policy.tokenizer)]
     if len(late) >= FEWEST and stale > 0.75 * len(late):
         what = f"{stale} of {len(late)} calls return what the call before them should have returned"
         cause = "the tool, or a cache of it, hands out the result of the call before"
     elif len(lost) >= FEWEST and 2 * len(lost) > len(steady) and 2 * swapped > len(lost):
         what = f"{swapped} of {len(steady)} calls return another episode's result, and their own where they are alone"
         cause = "episodes share what each should have for itself: a result of one is handed to another"
-    elif len(lost) >= FEWEST and len(lost) == len(steady) and not any(map(is_useless, others)):
+    elif len(dropped) >= FEWEST and len(dropped) == len(steady) and not any(map(is_useless, others)):
         what = (
-            f"none of {len(steady)} results stands in what the model reads next: {lost[0].again.strip()[:60]!r} became "
-            f"{lost[0].shown[-60:]!r}"
+            f"none of {len(steady)} results stands in what the model reads next: {dropped[0].again.strip()[:60]!r} "
+            f"became {dropped[0].shown[-60:]!r}"
         )
         cause = "the chat template or the task drops or cuts what a tool returns"
     else:
@@ -191,19 +197,32 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
+def stands_in(result: str, shown: str, tokenizer: Any) -> bool:
+    """Whether a result is in what the model reads: as it is, as a template writes JSON, or as tokens give it back."""
+    tokens = tokenizer.encode(result, add_special_tokens=False)
+    forms = (result, json.dumps(result)[1:-1], str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    return any(survives(form, shown) for form in forms)
+
+
 # ------------------------------------------------------------------------ how they end
 
 
 def unfinished(setup: ProbeSetup, group: Group) -> list[bool]:
-    """Which episodes had more to do after their last turn; of a single turn, which would have been answered."""
+    """Which episodes had more to do after their last turn, of the first ones; [] where that is not known.
+
+    Of a single turn, whether it would have been answered: one of a problem is played again, of REPLAYED problems.
+    """
     if setup.config.rollout.max_turns > 1 or not setup.run.task.several_turns:
         return [completion.stop_reason == "turns" for completion in group.completions]
-    known: dict[tuple[str, str], bool] = setup.shared.setdefault("answered turns", {})
-    for completion in group.completions:
-        if (key := (group.problem.key, completion.text)) not in known:
-            with suppress(Exception):  # a user's environment may raise anything
-                known[key] = _answers(setup.run.task, group.problem, [completion.text])[0] is not None
-    return [known.get((group.problem.key, completion.text), False) for completion in group.completions]
+    known: dict[tuple[str, str], list[bool]] = setup.shared.setdefault("answered turns", {})
+    began, seconds = time.monotonic(), setup.shared.get("seconds of answered turns", 0.0)
+    key = group.problem.key, group.completions[0].text
+    if key not in known and len(known) < REPLAYED and seconds < SECONDS:
+        known[key] = []
+        with suppress(Exception):  # a user's environment may raise anything
+            known[key] = [_answers(setup.run.task, group.problem, [key[1]])[0] is not None]
+        setup.shared["seconds of answered turns"] = seconds + time.monotonic() - began
+    return known.get(key, [])
 
 
 def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
@@ -214,7 +233,7 @@ def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     alarm, healthy = thresholds["truncated_completions_error"], thresholds["healthy_truncated"]
 
     def shares(groups: Sequence[Group]) -> list[float]:
-        return [fmean(unfinished(setup, group)) for group in groups]
+        return [fmean(ended) for group in groups if (ended := unfinished(setup, group))] or [0.0]
 
     def doubtful(groups: Sequence[Group]) -> bool:
         return fmean(shares(groups)) > alarm and chance_above(shares(groups), healthy) > level(thresholds)
@@ -222,7 +241,7 @@ def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     groups = more_groups(setup, "output/truncated", doubtful)
     if fmean(shares(groups)) <= alarm or doubtful(groups):
         return
-    rows = [pair for group in groups for pair in zip(unfinished(setup, group), group.rewards, strict=True)]
+    rows = [pair for group in groups for pair in zip(unfinished(setup, group), group.rewards, strict=False)]
     judged = fmean(reward.parsed for open_ended, reward in rows if open_ended)
     deaf = _is_deaf(setup)
     if judged > thresholds["parse_rate_warning"] and not deaf:
@@ -230,8 +249,8 @@ def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     turns = setup.config.rollout.max_turns
     yield finding(
         "output/truncated",
-        f"{between(shares(groups))} of the episodes of {len(groups)} problems had more to do after their last turn "
-        f"(rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be read"
+        f"{between(shares(groups))} of the episodes of {len(shares(groups))} problems had more to do after their last "
+        f"turn (rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be read"
         + (
             f"; the environment says the same to whatever it is told, and does not end in {BEYOND * turns} turns" * deaf
         ),

@@ -10,8 +10,10 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
+from keel.envs import Task
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import evaluating
@@ -35,7 +37,7 @@ def golds(setup: ProbeSetup, count: int = _GOLDS) -> list[Gold]:
         problems = [] if task.unanswered else task.sample(count, seed=setup.config.run.seed, step=0)
         limit = setup.policy.context_length or 1 << 30
         pairs = [
-            Gold(prompt, tuple(tokenizer.encode(_first_turn(setup, problem), add_special_tokens=False)))
+            Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))
             for problem, prompt in zip(problems, rendered(setup, problems), strict=True)
         ]
         setup.shared["golds"] = [g for g in pairs if g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
@@ -43,8 +45,12 @@ def golds(setup: ProbeSetup, count: int = _GOLDS) -> list[Gold]:
     return chosen
 
 
-def _first_turn(setup: ProbeSetup, problem: Problem) -> str:
-    return next(iter(setup.run.task.gold_turns(problem)), "")
+def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
+    """The gold turns; None of a problem without an answer, as in part of a mixture, or of a task that writes none."""
+    try:
+        return task.gold_turns(problem) or None
+    except (KeelError, NotImplementedError):
+        return None
 
 
 def row_logits(setup: ProbeSetup, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:

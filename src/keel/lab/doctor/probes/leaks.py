@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.setup import ProbeSetup
 
 _CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|ground.?truth|####|boxed|key\b", re.I)
@@ -54,10 +55,10 @@ def leak_findings(
 
 
 def _answer(setup: ProbeSetup, problem: Problem) -> str:
-    """What is compared, where the problem says it; else the gold text."""
+    """What is compared, where the problem says it; else the gold text; empty where there is none."""
     if isinstance(problem.answer, str | int | float) and str(problem.answer).strip():
         return str(problem.answer).strip()
-    return setup.run.task.gold(problem).strip()
+    return (gold_or_none(setup.run.task, problem) or [""])[-1].strip()
 
 
 def _before(answer: str, text: str) -> list[str]:

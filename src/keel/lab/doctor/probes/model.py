@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gold_likelihood import Gold, golds, read_golds
+from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.result import ProbeResult
@@ -80,8 +80,8 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     if task.unanswered or task.several_turns or options.aggregate != "sum" or options.shuffle is not None:
         return
     worse = []
-    for problem in problems[:4]:
-        gold = task.gold(problem)
+    answered = [(problem, turns[-1]) for problem in problems[:4] if (turns := gold_or_none(task, problem))]
+    for problem, gold in answered:
         back = _back(tokenizer, gold)
         judged = [setup.built.judge.judge(problem, [[text]]) for text in (gold, back) if back != gold]
         earned = [rewards[0].total for rewards in judged if rewards]
@@ -91,7 +91,7 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     if worse:
         gold, back = worse[0]
         yield _tokenizer(
-            f"{len(worse)} of {len(problems[:4])} gold answers earn less once they were tokens: {gold[:50]!r} becomes "
+            f"{len(worse)} of {len(answered)} gold answers earn less once they were tokens: {gold[:50]!r} becomes "
             f"{back[:50]!r}"
         )
 

@@ -22,7 +22,7 @@ class TurnMarks:
     """Texts as a template writes them: what opens the user's and the assistant's turn.
 
     `assistant` is the generation prompt, `answered` what stands before an answer in a conversation and `end` after it,
-    `asked` all that stands before a question.
+    `asked` all that stands before a question, and `opening` what the generation prompt begins of the answer itself.
     """
 
     user: str
@@ -30,6 +30,7 @@ class TurnMarks:
     answered: str = ""
     end: str = ""
     asked: str = ""
+    opening: str = ""
 
     @property
     def fault(self) -> str | None:
@@ -80,11 +81,15 @@ def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
         return None
     before, asked, after = fill(question).partition(_QUESTION)
     conversation = fill(question, answer)
-    header = fill(question, opened=True).removeprefix(before + asked + after) or _between_turns(conversation, after)
+    generation = fill(question, opened=True).removeprefix(before + asked + after)
+    header = generation or _between_turns(conversation, after)
     between, _, end = conversation.partition(_QUESTION)[2].partition(_ANSWER)
     answered = between.removeprefix(after) if end else ""
     assistant, answered = (text.partition(_THOUGHT)[0].strip() for text in (header, answered))
-    return TurnMarks(_last_mark(tokenizer, before), assistant, answered, end.strip(), before.strip()) if asked else None
+    mark = next((mark for mark in (answered, assistant) if mark and mark in generation), None)
+    opening = (generation if mark is None else generation.partition(mark)[2]).lstrip()
+    user = _last_mark(tokenizer, before)
+    return TurnMarks(user, assistant, answered, end.strip(), before.strip(), opening) if asked else None
 
 
 def _between_turns(conversation: str, after: str) -> str:

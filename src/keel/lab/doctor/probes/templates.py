@@ -10,8 +10,8 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
-from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise
-from keel.lab.doctor.probes.rendering import in_template, messages_of
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, gold_or_none
+from keel.lab.doctor.probes.rendering import in_template, messages_of, turn_marks
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.rollout.render import TEMPLATES, Renderer
@@ -98,18 +98,24 @@ def _golds(setup: ProbeSetup, renderer: Renderer) -> list[tuple[Problem, Gold]]:
     if task.unanswered or task.several_turns:
         return []
     problems = [p for p in task.sample(PROBLEMS, seed=setup.config.run.seed, step=0) if in_template(renderer, p)]
-    rows = [(p, Gold(renderer.prompt(p), tuple(encode(task.gold(p), add_special_tokens=False)))) for p in problems]
+    answered = [(p, turns[-1]) for p in problems if (turns := gold_or_none(task, p))]
+    rows = [(p, Gold(renderer.prompt(p), tuple(encode(gold, add_special_tokens=False)))) for p, gold in answered]
     room = setup.policy.context_length or 1 << 30
     return [(p, gold) for p, gold in rows if gold.answer and 2 * len(gold.prompt) + len(gold.answer) < room]
 
 
 def _rendered(renderer: Renderer, problems: Sequence[Problem], name: str) -> list[tuple[int, ...]]:
-    """Prompts in a known template; [] where the tokenizer lacks its marks, or it gives what is rendered anyway."""
+    """Prompts in a known template; [] where the tokenizer lacks its marks, or it gives what is rendered anyway.
+
+    What the run's own prompts begin of an answer, such as a thought, is begun there too.
+    """
     tokenizer: Any = renderer.tokenizer
     marks, template = KNOWN[name]
     known = tokenizer.get_vocab()
     if not problems or not all(mark in known for mark in marks):
         return []
+    own = turn_marks(tokenizer, renderer.template)
+    opening = own.opening if own is not None and own.fault is None else ""
     rows = []
     for problem in problems:
         messages = messages_of(problem)
@@ -118,13 +124,13 @@ def _rendered(renderer: Renderer, problems: Sequence[Problem], name: str) -> lis
         text = tokenizer.apply_chat_template(
             [dict(m) for m in messages], chat_template=template, tokenize=False, add_generation_prompt=True
         )
-        rows.append(tuple(int(token) for token in tokenizer.encode(str(text), add_special_tokens=False)))
+        rows.append(tuple(int(token) for token in tokenizer.encode(f"{text}{opening}", add_special_tokens=False)))
     return [] if rows == [renderer.prompt(problem) for problem in problems] else rows
 
 
 def _by_chance(gains: Sequence[float]) -> float:
     """The chance of so high a mean where the true one is 0 (Student's t)."""
-    from scipy.stats import t
+    from scipy.special import stdtr  # the cdf of scipy.stats.t, at a fifth of the import
 
     error = stdev(gains) / len(gains) ** 0.5
-    return float(t.sf(fmean(gains) / max(error, 1e-12), len(gains) - 1))
+    return float(stdtr(len(gains) - 1, -fmean(gains) / max(error, 1e-12)))
