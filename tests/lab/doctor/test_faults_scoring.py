@@ -102,7 +102,7 @@ FAULTS = {
     "a reward that raises": ("reward/failed", [reward("raises")]),
     "random weights": ("output/random-weights", [f"model.name={HERE}:random_weights"]),
     "a cliff with random weights": ("output/random-weights", [f"model.name={HERE}:random_weights", reward("cliff")]),
-    "a cliff under a trained model": ("reward/cliff", [task("Shouted"), reward("steep")]),
+    "a form that is never asked for, under a cliff": ("reward/gold", [task("Shouted"), reward("steep")]),
     "completions all truncated": ("output/truncated", ["rollout.max_completion_length=1"]),
     "a reward with its sign reversed": ("reward/gold", [reward("reversed_sign")]),
     "a reward that never differs": ("reward/constant", [reward("always_the_same")]),
