@@ -15,7 +15,6 @@ from keel.lab.doctor.checks.base import (
     equal_groups,
     not_recorded,
     opt,
-    reward_flat,
     reward_rose,
     reward_trend,
     saturated,
@@ -81,8 +80,10 @@ def _hot(history: History, thresholds: Thresholds) -> CheckResults:
     noise = first > min(thresholds["entropy_noise"], blind)
     configured = temperature is not None and temperature >= thresholds["temperature_hot"]
     guessed = temperature is None and noise and first <= blind
-    if not guessed and not (configured and (noise or reward_flat(history, thresholds))):
+    if not guessed and not configured:
         return
+    equal = equal_groups(history)
+    silent = equal is not None and equal.mean > thresholds["same_groups"]
     figures = [f"the temperature is {temperature:g}"] if temperature is not None else []
     figures += [f"the entropy is {first:.3g} nats per token over its first steps"] if entropy is not None else []
     gain = reward_trend(history)
@@ -92,7 +93,7 @@ def _hot(history: History, thresholds: Thresholds) -> CheckResults:
         "sampling so hot that each token is one of hundreds: what is written is noise, whatever the policy knows"
         + (", unless the weights were not loaded as they should be" if guessed else ""),
         setting("set {}", {opt(history, "rollout.temperature"): 1.0}),
-        severity="error" if noise else "warning",
+        severity="error" if noise or silent else "warning",
     )
 
 

@@ -18,6 +18,7 @@ from keel.lab.doctor.checks.base import (
     omitted_steps,
     opt,
     reward_ranges,
+    reward_rose,
     reward_trend,
 )
 from keel.lab.doctor.checks.reward import advantage_size
@@ -394,7 +395,8 @@ def decayed(history: History, thresholds: Thresholds) -> CheckResults:
         return
     steps = history.steps - int(rates.finite.steps[0]) + 1
     left = math.exp(-max(0.0, decay) * max(0.0, rates.mean) * steps)
-    if left < thresholds["decay_left"]:
+    harmed = left < thresholds["decay_harmless"] and not reward_rose(history, thresholds)
+    if left < thresholds["decay_left"] or harmed:
         yield finding(
             code,
             f"a weight decay of {decay:.3g} at a mean learning rate of {rates.mean:.3g} leaves {100 * left:.2g} % of "
