@@ -25,6 +25,10 @@ BROKEN = {
     "clipped-to-nothing": "optim/no-update",
     "temperature-0.05": "rollout/temperature",
     "reference-synced": "reference/follows",
+    "weight-decay-10": "optim/weight-decay",
+    "temperature-4": "rollout/temperature",
+    "epsilon-of-adam": "optim/no-update",
+    "reward-of-thousands": "reward/scale",
 }
 HEALTHY = sorted(path.name for path in RUNS.glob("good-*"))
 
