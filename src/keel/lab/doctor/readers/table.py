@@ -18,6 +18,7 @@ from keel.lab.doctor.names import canonical, from_map, renamed, source_of
 TABLES, PRINTED = (".csv", ".tsv", ".jsonl", ".ndjson", ".json"), (".log", ".txt", ".out")
 SUFFIXES = (*TABLES, *PRINTED)
 Row = dict[str, Any]
+_LONGEST_NAME = 10_000
 
 
 def parse_map(text: str | None) -> dict[str, str]:
@@ -91,6 +92,9 @@ def _cells(path: Path, data: bytes) -> list[Row]:
     text = data.decode("utf-8-sig", "replace").replace("\0", "")
     try:
         rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
+        longest = max((len(name) for row in rows[:1] for name in row if name), default=0)
+        if longest > _LONGEST_NAME:  # csv's own limit is one of the whole process, which libraries raise
+            raise csv.Error(f"a column's name has {longest} characters")
     except csv.Error as error:
         raise KeelError(f"{path} is no CSV file: {error}") from error
     names = _export_names(path, [name for name in (rows[0] if rows else {}) if name])
