@@ -16,19 +16,27 @@ class Consulting(Odd):
     """The schooled task behind a tool that says the problem again; `kind` is what is wrong with it."""
 
     last: ClassVar[str] = ""  # what the call before returned
-    asked: ClassVar[str] = ""  # what the episode that was started last is about
+    open: ClassVar[list[Consultation]] = []  # episodes that are not over
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind, kind)
 
     def start(self, problem: Problem) -> Episode:
-        Consulting.asked = str(problem.prompt)
         return Consultation(self.kind, problem)
 
 
 class Consultation(Episode):
     def __init__(self, kind: str, problem: Problem) -> None:
         self.kind, self.problem, self.turns = kind, problem, list[str]()
+        Consulting.open.append(self)
+
+    def close(self) -> None:
+        Consulting.open.remove(self)
+
+    def of_another(self) -> str:
+        """What another open episode asks; where there is none, this one."""
+        others = [other.problem for other in Consulting.open if other.problem.key != self.problem.key]
+        return str((others or [self.problem])[-1].prompt)
 
     def step(self, text: str) -> str | None:
         self.turns.append(text)
@@ -40,7 +48,7 @@ class Consultation(Episode):
             "failing": "error: 503 from the index\n",
             "empty": "\n<result>\n\n</result>\n",
             "late": before,
-            "swapped": Consulting.asked,
+            "swapped": self.of_another(),
             "interview": f"{text}? {prompt}",
             "again": "Are you sure?\n",
             "lines": "\n".join(prompt),
