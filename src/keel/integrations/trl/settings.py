@@ -65,6 +65,10 @@ def check_args(args: Any) -> None:
             "FSDP under TRL was not tested with Keel's references: launch with DDP, or train with keel train and "
             "parallel.sharding=full"
         )
+    if any(part in str(_plain(args.optim)) for part in ("lomo", "layerwise")):
+        raise KeelError(
+            f"optim={_plain(args.optim)} updates while it goes back, so that no update could be skipped: use another"
+        )
     if args.use_liger_kernel:
         raise KeelError("use_liger_kernel was not tested with Keel's KL term: set use_liger_kernel=False")
     if args.sync_ref_model:
@@ -136,6 +140,8 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
 
 def _guards(guards: GuardOptions) -> GuardOptions:
     """The guards; inside TRL a run is not rolled back, and what nobody chose is a stop."""
+    for name in sorted({"max_rollbacks", "recovery_lr_factor"} & guards.model_fields_set):
+        raise KeelError(f"guards.{name} is of rollbacks, which are not done inside TRL: leave it out")
     if "on_nans" not in guards.model_fields_set:
         return guards.model_copy(update={"on_nans": "stop"})
     if guards.on_nans == "rollback":

@@ -290,7 +290,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         """Steer β, move the reference, log, and stop where a guard says so."""
         assert self._update is not None
         window, before = self._update.window, self.keel_state
-        line = self._world.agree({**self._update.line, **self._own_metrics(window)})
+        line = self._world.agree({**self._own_metrics(window), **self._update.line})
         line["guard/over_budget"] = float(over_budget(line, self.keel.kl.budget) is not None)
         last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
         steered = self.keel_controller.update(before.kl, controlled_kl(line, self.keel_controller.unit))
@@ -376,7 +376,8 @@ class KeelGRPOTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        self._logged.clear()  # as TRL has cleared its lists
+        if self.model.training:
+            self._logged.clear()  # as TRL has cleared its lists
 
     def _event(self, kind: str, message: str, **more: Any) -> None:
         if self._world.leads:
@@ -405,6 +406,8 @@ class KeelGRPOTrainer(GRPOTrainer):
     def train(self, *args: Any, **named: Any) -> Any:
         """TRL's `train`; after a guard's stop the model has the weights of the last good checkpoint."""
         self.keel_stopped, self._good = None, None
+        self._passes, self._update, self._logged = [], None, {}  # of a run that was interrupted
+        self._step, self._buffered_inputs = 0, None  # TRL would go on with the batch that it was stopped at
         try:
             result = super().train(*args, **named)
         finally:
@@ -424,6 +427,8 @@ class KeelGRPOTrainer(GRPOTrainer):
             adapters.update(others)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.keel_stopped is not None:  # save_strategy=epoch or best would save what the guard has stopped
+            return
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
