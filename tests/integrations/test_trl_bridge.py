@@ -191,6 +191,14 @@ def test_a_budget_stops_at_the_last_good_checkpoint(tmp_path, capsys):
     assert len(lines(tmp_path / "abandoned" / "attempt-0")) == 2
 
 
+def test_what_a_budget_has_stopped_is_not_saved_at_the_end_of_the_epoch(tmp_path):
+    kl = KLOptions(beta=0.1, budget={"max": 1e-9})
+    trainer = trainer_of(tmp_path, kl, save_strategy="epoch")
+    trainer.train()
+    assert trainer.keel_stopped is not None
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def test_a_budget_that_breaks_before_the_first_checkpoint(tmp_path):
     kl = KLOptions(beta=0.1, budget={"max": 1e-9})
     trainer = trainer_of(tmp_path, kl)
@@ -296,6 +304,7 @@ def test_a_checkpoint_is_refused_with_another_start(tmp_path):
     ("changes", "message"),
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"optim": "adalomo"}, "no update could be skipped"),
         ({"sync_ref_model": True}, "ReferenceOptions"),
     ],
 )
@@ -338,6 +347,7 @@ def test_refused_async(tmp_path):
         (0.1, KLOptions(collect_max=1.0), None, "kl.collect_max"),
         (0.1, KLOptions(budget={"max": 1.0, "action": "rollback"}), None, "rollback is not done inside TRL"),
         (0.1, None, GuardOptions(on_nans="rollback"), "rollback is not done inside TRL"),
+        (0.1, None, GuardOptions(max_rollbacks=2), "guards.max_rollbacks is of rollbacks"),
         (0.1, {"estimater": "k2"}, None, "kl.estimater.*kl.estimator"),
         (0.1, {"beta": -1}, None, "kl.beta"),
         (0.1, 0.04, None, "kl is a float: give a KLOptions"),
