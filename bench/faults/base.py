@@ -2,7 +2,9 @@
 
 A subject is a configuration (a nested dict, for the preflight) or a log (`faults.logs.Log`, for `keel doctor LOG`).
 Whether an operator is held back is decided by the hash of its name: whoever writes probes looks at the other half. A
-test pins all names by a digest, so that no operator changes sides by being called otherwise.
+test pins all names by a digest, so that no operator changes sides by being called otherwise. Of the first 203 that were
+held back 96, by the hash's next bit, were opened once the doctor had been measured on all, and of the next 163 in the
+same way 82: opened.txt names them, and ten more whose code was seen by mistake.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -33,6 +36,8 @@ KINDS = (
     "log",
 )
 
+OPENED = frozenset(Path(__file__).with_name("opened.txt").read_text(encoding="utf-8").split())  # held back once
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -51,7 +56,7 @@ class Operator:
 
     @property
     def held_back(self) -> bool:
-        return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1
+        return hashlib.sha256(self.name.encode()).digest()[0] % 2 == 1 and self.name not in OPENED
 
 
 OPERATORS: dict[str, Operator] = {}

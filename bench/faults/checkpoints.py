@@ -125,7 +125,7 @@ def gradients_zeroed(config: Config, random: Random) -> Config:
     "scoring/nondeterministic",
     "scoring/mismatch",
     "sampler/mismatch",
-    refusal="padded rows are off",
+    refusal="depends on the rows beside it",
 )
 def depends_on_the_batch(config: Config, random: Random) -> Config:
     return with_loader(config, "batch_dependent")

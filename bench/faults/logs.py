@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 
 import faults.log_operators
+import faults.log_operators_field
 import faults.log_operators_late
 import faults.log_operators_policy
-import faults.log_operators_run  # noqa: F401  (they register their operators)
+import faults.log_operators_run
+import faults.log_operators_wild  # noqa: F401  (they register their operators)
 from faults.log_names import LOGGED, PART, PARTS_LOGGED, TRAINERS
 from faults.log_writers import FORMATS, Log, write_log
 from keel.lab.doctor.diagnosis import Diagnosis

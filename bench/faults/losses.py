@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from faults.base import edited, lookalike, operator, option
+from faults.base import edited, lookalike, operator, option, path_of
 from keel.base.options import Options
 from keel.kl.controllers import KLState
 from keel.losses import LossInputs, PolicyTerm
@@ -42,7 +42,7 @@ def loss_fault(
         def apply(config: Config, random: Random) -> dict[str, Any]:
             drawn = {f"loss.{parameter}": random.choice(values) for parameter, values in parameters.items()}
             changes = {path: random.choice(values) for path, values in also.items()}
-            return edited(config, {"loss.loss_type": f"faults.losses:{term.__name__}", **drawn, **changes})
+            return edited(config, {"loss.loss_type": path_of(term), **drawn, **changes})
 
         operator(name, breaks, *codes, fits=is_clipped)(apply)
         return replace(LOSSES["grpo"], term=term, takes_delta=False)
@@ -191,11 +191,11 @@ def clip_around_zero(inputs, options):
 # KL formulas: functions of d = log p − log π, or of the log-probabilities
 
 
-def kl_fault(name: str, breaks: str, *codes: str, formulas: Sequence[str]) -> None:
-    """Registers formulas of this module, of which one is drawn, as an operator that lets them pass the audit."""
+def kl_fault(name: str, breaks: str, *codes: str, formulas: Sequence[str], module: str = __name__) -> None:
+    """Registers formulas of a module, of which one is drawn, as an operator that lets them pass the audit."""
 
     def apply(config: Config, random: Random) -> dict[str, Any]:
-        changes = {"kl.estimator": f"faults.losses:{random.choice(formulas)}", "kl.allow_biased": True}
+        changes = {"kl.estimator": f"{module}:{random.choice(formulas)}", "kl.allow_biased": True}
         changed = edited(config, {**changes, "kl.exact": False})
         changed["kl"].pop("gradient", None)
         return changed
@@ -323,7 +323,7 @@ def controller_fault(name: str, breaks: str, **parameters: Sequence[Any]) -> Cal
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         def apply(config: Config, random: Random) -> dict[str, Any]:
             drawn = {parameter: random.choice(values) for parameter, values in parameters.items()}
-            return edited(config, {"kl.controller": {"name": f"faults.losses:{make.__name__}", **drawn}})
+            return edited(config, {"kl.controller": {"name": path_of(make), **drawn}})
 
         operator(name, breaks, "kl/controller", fits=has_penalty)(apply)
         return make

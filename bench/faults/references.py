@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import edited, is_float32, lookalike, operator, option
+from faults.base import edited, is_float32, lookalike, operator, option, path_of
 from faults.engines import layer_of
 from keel.models.fingerprint import fingerprint
 from keel.models.head import evaluating
@@ -49,7 +49,7 @@ def reference_fault(
     def register(factory: Callable[..., Any]) -> Callable[..., Any]:
         def apply(config: Config, random: Random) -> dict[str, Any]:
             drawn = {parameter: random.choice(values) for parameter, values in parameters.items()}
-            return edited(config, {"reference": {"kind": f"faults.references:{factory.__name__}", **drawn}})
+            return edited(config, {"reference": {"kind": path_of(factory), **drawn}})
 
         operator(name, breaks, *codes, fits=fits)(apply)
         return factory

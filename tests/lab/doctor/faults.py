@@ -153,6 +153,32 @@ def half_detached(model, rows, *, temperature):
     return logp.detach() + 0.5 * (logp - logp.detach())
 
 
+def every_other_row_detached(model, rows, *, temperature):
+    logp = scored(model, rows, temperature)
+    kept = (torch.arange(len(logp)) % 2 == 0)[:, None]
+    return torch.where(kept, logp, logp.detach())
+
+
+def likely_tokens_detached(model, rows, *, temperature):
+    logp = scored(model, rows, temperature)
+    return torch.where(logp.exp() > 0.7, logp.detach(), logp)
+
+
+_REMEMBERED: dict[bytes, torch.Tensor] = {}
+
+
+def remembered(model, rows, *, temperature):
+    """Right values and gradients of the first weights that tokens were met with."""
+    logp = scored(model, rows, temperature)
+    key = rows.tokens.numpy().tobytes() + rows.attention_mask.numpy().tobytes()
+    return logp - logp.detach() + _REMEMBERED.setdefault(key, logp.detach())
+
+
+def slightly_lower(model, rows, *, temperature):
+    """Off by less than 16 bits may round by, whatever the precision."""
+    return scored(model, rows, temperature) - 0.04 * rows.completion_mask
+
+
 def in_training_mode(model, rows, *, temperature):
     """Dropout where the policy is scored, none where the reference is, as two modes of one model have it."""
     mode = model.training
@@ -199,6 +225,14 @@ class Leaky(nn.Module):
 def always_dropping() -> tuple[Any, Any]:
     model, tokenizer = schooled_model()
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp, only_training=False)
+    return model, tokenizer
+
+
+def reversing() -> tuple[Any, Any]:
+    """A layer whose gradients are reversed on their way."""
+    model, tokenizer = schooled_model()
+    for parameter in model.model.layers[0].parameters():
+        parameter.register_hook(torch.neg)
     return model, tokenizer
 
 
@@ -447,6 +481,18 @@ class ZeroLogp(Wrapped):
 class SameNoise(Wrapped):
     def noise(self, noise):
         return {"seed": 0, "attempt": 0, "step": 0}
+
+
+class Remembers(Wrapped):
+    """Gives back what it wrote after the same prompt before."""
+
+    def generate(self, requests, sampling, **noise):
+        answers = vars(self).setdefault("answers", {})
+        groups = super().generate(requests, sampling, **noise)
+        return [
+            answers.setdefault((r.tokens, len(group), r.limit(sampling)), group)
+            for r, group in zip(requests, groups, strict=True)
+        ]
 
 
 class Copies(Wrapped):

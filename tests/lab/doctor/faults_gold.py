@@ -125,3 +125,8 @@ class BoxedAnswers(NextRow):
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         problems = self.inner.sample(count, seed=seed, step=step)
         return [replace(p, answer=f"\\boxed{{{p.answer}}}") for p in problems]
+
+
+def trifles(problem: Problem, text: str) -> Reward:
+    """Tells texts apart by a ten-thousandth, and not by what they say."""
+    return Reward(0.5 + 1e-4 * (sum(map(ord, text)) * 37 % 101) / 101)

@@ -69,6 +69,12 @@ def not_clipped(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     return PolicyTerm(-ratio * inputs.advantages, ratio)
 
 
+def ratio_to_itself(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    """The ratio to the policy of the moment: 1, with a gradient."""
+    ratio = (inputs.logp - inputs.logp.detach()).exp()
+    return PolicyTerm(-ratio * inputs.advantages, ratio)
+
+
 def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     """Sound: later tokens weigh a little less."""
     term = clipped(inputs, options)
@@ -293,6 +299,21 @@ class Deaf(Held):
 
 def not_loaded(loaded: LoadedModel) -> Held:
     return Deaf(_copy(loaded))
+
+
+class SavesAnother(Held):
+    """Saves the policy in its own place."""
+
+    def __init__(self, held: nn.Module, policy: nn.Module) -> None:
+        super().__init__(held)
+        self.policy = policy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.policy.state_dict()}
+
+
+def saves_the_policy(loaded: LoadedModel) -> Held:
+    return SavesAnother(_copy(loaded), loaded.model)
 
 
 # Rewards, tasks, models

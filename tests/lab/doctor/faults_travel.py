@@ -349,7 +349,15 @@ class _Spaceless:
         return [replace(r, tokens=tuple(t for t in r.tokens if t != space) or r.tokens) for r in requests]
 
 
+class _RepliesCut:
+    def prompts(self, requests):
+        return [replace(r, tokens=r.tokens[:-3]) if r.start else r for r in requests]
+
+
 class CutReported(_Cut, Reported): ...
+
+
+class RepliesCutReported(_RepliesCut, Reported): ...
 
 
 class PrefixedReported(_Prefixed, Reported): ...

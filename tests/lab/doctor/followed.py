@@ -55,24 +55,39 @@ LOOKING = {
     "kl": ("reference", "objective", "kl_term"),
     "reward": ("collection", "advantage"),
     "output": ("collection", "travel"),
+    "prompt": ("prompts", "travel"),
+    "model": ("model", "prompts", "travel"),
+    "task": ("prompts",),
+    "advantage": ("advantage",),
+    "optim": ("update", "reach"),
 }
 
 
-def preflight_of(config: Config, area: str) -> Diagnosis:
-    """A preflight of the probes that look at this area alone."""
-    chosen = [(name, probe) for name, probe in PROBES if name in LOOKING[area]]
+def preflight_of(config: Config, *areas: str) -> Diagnosis:
+    """A preflight of the probes that look at these areas alone."""
+    looking = {name for area in areas for name in LOOKING[area]}
+    assert looking <= {name for name, _ in PROBES}
+    chosen = [(name, probe) for name, probe in PROBES if name in looking]
     with patch("keel.lab.doctor.preflight.PROBES", chosen):
         return preflight(config)
 
 
-def repeated(faults: Mapping[str, tuple[str, *tuple[Any, ...]]], fault: str) -> bool:
-    """Whether another fault before this one has its code: it is looked at by the probes of its area alone."""
+Faults = Mapping[str, tuple[str, *tuple[Any, ...]]]
+
+
+def repeated(faults: Faults, fault: str, *elsewhere: Faults) -> bool:
+    """Whether another fault has its code, before it or elsewhere: it is looked at by the probes of its area alone."""
     code = faults[fault][0]
-    return code.partition("/")[0] in LOOKING and next(n for n, entry in faults.items() if entry[0] == code) != fault
+    others = {entry[0] for table in elsewhere for entry in table.values()}
+    first = next(name for name, entry in faults.items() if entry[0] == code)
+    return code.partition("/")[0] in LOOKING and (code in others or first != fault)
 
 
 def check_named_first(code: str, overrides: Iterable[str], *, whole: bool = True) -> Diagnosis:
-    """A planted fault is the first finding, an alarm with evidence, and all that is proposed can be followed."""
+    """A planted fault is the first finding, an alarm with evidence, and all that is proposed can be followed.
+
+    First of all probes' findings, or, where it is not `whole`, of those of its own area.
+    """
     config = schooled_config(*overrides)
     diagnosis = preflight(config) if whole else preflight_of(config, code.partition("/")[0])
     check_advice(config, diagnosis)

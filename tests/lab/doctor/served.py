@@ -92,11 +92,15 @@ class TorchBackend(Backend):
         tokens = torch.tensor([row.tokens for row in rows])
         keys, starts = (torch.tensor([getattr(row, name) for row in rows]) for name in ("key", "start"))
         columns: list[tuple[Tensor, ...]] = []
+        ends, ended = torch.tensor(sorted(drawing.eos_ids)), torch.zeros(len(rows), dtype=torch.bool)
         for position in range(rows[0].max_new):
+            if ended.all():
+                break
             logits = self.model(input_ids=tokens).logits[:, -1].float()
             noise = gumbel(keys, starts + position, sum(block_shape(logits.shape[-1])))
             columns.append(self.drawn(logits, drawing.sampling, None if drawing.sampling.greedy else noise))
             tokens = torch.cat((tokens, columns[-1][0][:, None]), 1)
+            ended |= torch.isin(tokens[:, -1], ends)
         results = []
         for number, row in enumerate(rows):
             drawn = [int(column[0][number]) for column in columns]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -71,9 +71,23 @@ def test_a_healthy_configuration_is_healthy_on_less(monkeypatch):
     assert any(note.startswith("passes over the model") for note in diagnosis.notes)
 
 
-def test_quick_leaves_experiments_out_and_says_so():
+def counted(asked: list[str]) -> Callable[[Problem, str], Reward]:
+    """A reward that notes what it is asked."""
+
+    def reward(problem: Problem, text: str) -> Reward:
+        asked.append(text)
+        return nearness(problem, text)
+
+    return reward
+
+
+def test_quick_leaves_experiments_out_and_says_so_and_asks_for_fewer_judgements():
     tried: list[str] = []
-    diagnosis = preflight(schooled_config(), on_probe=lambda outcome, _: tried.append(outcome.name), quick=True)
+    asked: list[str] = []
+    diagnosis = preflight(
+        schooled_config(), on_probe=lambda outcome, _: tried.append(outcome.name), reward=counted(asked), quick=True
+    )
+    assert 16 < len(asked) <= 70
     assert tried == [name for name, _ in PROBES if name not in LEFT_OUT]
     assert diagnosis.healthy
     for name in LEFT_OUT:
@@ -144,17 +158,11 @@ def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeyp
     assert finding.evidence.startswith("none of ")
 
 
-@pytest.mark.parametrize(("quick", "most"), [(False, 150), (True, 70)])
-def test_a_healthy_preflight_asks_for_few_judgements(quick: bool, most: int) -> None:
-    asked = []
-
-    def counted(problem: Problem, text: str) -> Reward:
-        asked.append(text)
-        return nearness(problem, text)
-
-    diagnosis = preflight(schooled_config(), reward=counted, quick=quick)
+def test_a_healthy_preflight_asks_for_few_judgements() -> None:
+    asked: list[str] = []
+    diagnosis = preflight(schooled_config(), reward=counted(asked))
     assert diagnosis.healthy, diagnosis.findings
-    assert 16 < len(asked) <= most
+    assert 16 < len(asked) <= 150
 
 
 def test_a_judge_elsewhere_is_not_asked_for_more_where_a_test_is_in_doubt() -> None:

@@ -39,7 +39,7 @@ def with_series(name: str, value: float, **options: Any) -> History:
 
 FAULTS = {
     "kl/at-start": altered(KL, lambda step, was: 15.0 if step < 3 else 0.1),
-    "kl/explosion": altered(KL, lambda step, was: 1e5 if step > 40 else was),
+    "kl/explosion": altered(KL, lambda step, was: was * 1.5 ** (step - 40) if step > 40 else was),
     "kl/over-budget": altered(KL, lambda step, was: min(0.5, 0.02 * (step - 1))),
     "kl/not-learning": flat(altered(KL, lambda step, was: 1e-5 * step)),
     "kl/unneeded": configured(loss__loss_type="dr_grpo", loss__scale_rewards=None),
@@ -113,7 +113,8 @@ def test_an_empty_log_checks_nothing_and_says_so():
 
 
 def test_the_figures_and_steps_are_in_the_evidence():
-    (finding,) = [f for f in check_history(FAULTS["kl/explosion"]).findings if f.code == "kl/explosion"]
+    history = altered(KL, lambda step, was: 1e5 if step > 40 else was)
+    (finding,) = [f for f in check_history(history).findings if f.code == "kl/explosion"]
     assert "1e+05" in finding.evidence
     assert "step 41" in finding.evidence
     assert "11.5" in finding.cause  # e^11.5 = 1e5

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from keel.api import supervise, train
-from keel.config import load_config
-from keel.lab.doctor.diagnosis import Diagnosis
+from keel.config import Config, load_config
 from keel.lab.doctor.examine import examine
 from keel.lab.doctor.preflight import preflight
+from lab.doctor.followed import preflight_of
 from lab.doctor.worlds import CONFIGS
 
 QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.samples=2")
@@ -29,12 +29,12 @@ def schooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run / "checkpoints" / "step-40"
 
 
-def diagnosed(model: Path, *overrides: str) -> Diagnosis:
-    return preflight(load_config(CONFIGS / "chess_step0_kl.yaml", [f"model.name={model}", *QUIET, *overrides]))
+def configured(model: Path, *overrides: str) -> Config:
+    return load_config(CONFIGS / "chess_step0_kl.yaml", [f"model.name={model}", *QUIET, *overrides])
 
 
 def test_dropout_is_named_first_and_explains_the_kl(schooled: Path) -> None:
-    findings = diagnosed(schooled).findings
+    findings = preflight(configured(schooled)).findings
     assert findings[0].code == "scoring/dropout"
     assert "model.dropout=false" in findings[0].advice
     at_start = next(finding for finding in findings if finding.code == "kl/at-start")
@@ -43,13 +43,14 @@ def test_dropout_is_named_first_and_explains_the_kl(schooled: Path) -> None:
 
 def test_the_finished_run_says_the_same(schooled: Path, tmp_path: Path) -> None:
     """Before its symptoms: a KL at the start, and a sampler that seems to compute otherwise."""
-    overrides = (f"model.name={schooled}", f"run.dir={tmp_path}", "run.max_steps=1", *QUIET)
-    run = train(load_config(CONFIGS / "chess_step0_kl.yaml", overrides)).directory
+    run = train(configured(schooled, f"run.dir={tmp_path}", "run.max_steps=1")).directory
     first, *others = examine(run).findings
     assert (first.code, first.advice) == ("scoring/dropout", "set model.dropout=false")
     assert "kl/at-start" in [finding.code for finding in others]
 
 
 def test_its_remedy_is_the_whole_remedy(schooled: Path) -> None:
-    codes = {finding.code for finding in diagnosed(schooled, "model.dropout=false").findings}
+    remedied = preflight_of(configured(schooled, "model.dropout=false"), "scoring", "reference", "kl")
+    codes = {finding.code for finding in remedied.findings}
+    assert {"scoring", "reference"} <= set(remedied.sound)
     assert not codes & {"scoring/dropout", "kl/at-start"}

@@ -146,4 +146,4 @@ def test_an_area_with_a_note_is_not_sound():
     noted = check_history(replace(history, series={**history.series, "grad/norm": spike}))
     assert [(f.code, f.severity) for f in noted.findings] == [("optim/spike", "note")]
     areas = [{name.partition(" ")[0] for name in d.sound} for d in (check_history(history), noted)]
-    assert areas[0] - areas[1] == {"optim"}
+    assert areas[0] - areas[1] == {"gradients"}

@@ -15,6 +15,7 @@ from keel.lab.doctor.probes.draws import (
     tail_masses,
     uniform_p_value,
 )
+from keel.lab.doctor.probes.noise import chance_aligned, chance_within
 from keel.rollout.sampling import SamplingParams
 
 PLAIN = SamplingParams()
@@ -77,6 +78,23 @@ def test_given_text_in_the_midst_of_draws_is_marked_and_nothing_else() -> None:
     marked = improbable_runs(replace(sample, tokens=tokens), PLAIN).nonzero().squeeze(-1).tolist()
     assert set(range(23, 28)) <= set(marked)
     assert len(marked) <= 6
+
+
+def test_copies_within_a_step_by_hand() -> None:
+    """Of one problem 2 of the 70 ways to deal 4 and 4 keep equals together; what is alike in all steps is no copy."""
+    copied = ("a" * 4, "b" * 4)
+    assert chance_within([copied]) == pytest.approx(2 / 70, abs=0.03)
+    assert chance_within([copied] * 3) < 0.01
+    assert chance_within([("aaab", "aaba")] * 6) > 0.2
+    assert chance_within([("aaaa", "aaaa")]) == 1.0  # says nothing
+
+
+def test_equal_noise_is_told_from_a_sampler_that_is_sure() -> None:
+    """Of the 24 orders of four completions one is the same: equal noise is 1 in 24, and 1 in 576 in two groups."""
+    assert chance_aligned([("abcd", "abcd")]) == pytest.approx(1 / 24, abs=0.03)
+    assert chance_aligned([("abcd", "abcd")] * 2) < 0.01
+    assert chance_aligned([("aaab", "aaba")] * 6) > 0.2  # as likely at any place
+    assert chance_aligned([("aaaa", "aaaa")]) == 1.0
 
 
 def test_p_values_by_hand() -> None:

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from keel.base.thresholds import load_thresholds
+from keel.base.types import Completion, Problem
+from keel.envs.episode import step_now
 from keel.lab.doctor.findings import Finding
-from keel.lab.doctor.probes import episodes
-from keel.lab.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, is_useless, stands_in, unfinished
+from keel.lab.doctor.probes import episodes, replies
+from keel.lab.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
+from keel.lab.doctor.probes.fickle import fickle_findings
+from keel.lab.doctor.probes.replayed import Replayed, asked_of
+from keel.lab.doctor.probes.replies import (
+    PLAYS,
+    PLAYS_OF_SINGLE_TURNS,
+    OutOfPlays,
+    answers_again,
+    contents,
+    first_turn,
+    is_null,
+    is_useless,
+    stands_in,
+)
+from keel.lab.doctor.probes.results import directly, not_the_tools
 from keel.lab.doctor.setup import build_setup
 from keel.models.tiny import tiny_tokenizer
+from lab.doctor.faults_episodes import Calling
 from lab.doctor.schooled import schooled_config
 
 HERE = "lab.doctor.faults_episodes"
+TURNS = "rollout.max_completion_length=60", "rollout.max_turns=2"
+KINDS = ("wrong", "constant", "done", "random", "clocked", "object", "cut", "told", "found")
 
 
 def probed(name: str, *overrides: str) -> list[Finding]:
-    task = [f"task={{name: '{HERE}:{name}'}}", "rollout.max_completion_length=60", "rollout.max_turns=2"]
-    setup = build_setup(schooled_config(*task, *overrides))
+    named = (
+        f"{{name: '{HERE}:of_kind', kind: {name}}}" if " " in name or name in KINDS else f"{{name: '{HERE}:{name}'}}"
+    )
+    setup = build_setup(schooled_config(f"task={named}", *TURNS, *overrides))
     with closing(setup.run):
         return list(episode_findings(setup, load_thresholds()))
 
@@ -30,6 +51,8 @@ def probed(name: str, *overrides: str) -> list[Finding]:
 FAULTS = {
     "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
     "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
+    "calls succeed with null": ("tool/failing", "whatever it is asked", ["null"]),
+    "a tool without a return": ("tool/failing", "whatever it is asked", ["none"]),
     "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
     "calls return another episode's result": ("tool/failing", "handed to another", ["swapped"]),
     "a template that drops what tools return": (
@@ -37,6 +60,14 @@ FAULTS = {
         "the chat template or the task drops",
         ["sound", "data.chat_template=default", f"model.name={HERE}:forgetful"],
     ),
+    "the same result for every call": ("tool/failing", "the same whatever it is asked", ["constant"]),
+    "results that nobody asked for": ("tool/failing", "nothing to do with what it is asked", ["random"]),
+    "results that hold those of other episodes": ("tool/failing", "every result holds theirs", ["piled up"]),
+    "an object in place of a result": ("tool/failing", "no text of its own", ["object"]),
+    "results of which little is left": ("tool/failing", "max_characters", ["cut"]),
+    "results in the model's own name": ("tool/failing", "the model's own turn", ["spoken for the model"]),
+    "turns counted over all episodes": ("tool/failing", "a count of turns", ["counted together"]),
+    "replies that give the answer away": ("prompt/answer-leak", "whatever it is asked", ["told"]),
     "episodes that never end": ("output/truncated", "never ends an episode", ["endless"]),
 }
 HEALTHY = {
@@ -48,6 +79,10 @@ HEALTHY = {
         f"model.name={HERE}:quoting",
     ],
     "the same question to all": ["again"],
+    "a word that it was done": ["done"],
+    "results with the time they took": ["clocked"],
+    "the same verdict on all that is wrong": ["wrong"],
+    "replies that judge what was said": ["found"],
     "a talk of as many turns as there are": ["interview"],
 }
 
@@ -56,8 +91,93 @@ HEALTHY = {
 def test_the_fault_is_named(fault: str) -> None:
     code, cause, overrides = FAULTS[fault]
     (first,) = probed(*overrides)
-    assert (first.code, first.severity) == (code, "error")
+    assert (first.code, first.severity) == (code, "warning" if "random" in overrides else "error")
     assert cause in first.cause
+
+
+def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
+    task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
+    setup = build_setup(schooled_config(task, "rewards=[{name: task}]", *TURNS))
+    with closing(setup.run):
+        assert [found.code for found in fickle_findings(setup, load_thresholds())] == ["reward/fickle"]
+
+
+@pytest.mark.parametrize("kind", ["sound", "random"])
+def test_a_reward_may_look_at_the_episode(kind: str) -> None:
+    task = f"task={{name: '{HERE}:of_kind', kind: {kind}}}"
+    setup = build_setup(schooled_config(task, f"rewards=[{{name: '{HERE}:of_the_episode'}}]", *TURNS))
+    with closing(setup.run):
+        assert setup.failures == ()
+        assert max(reward.total for group in setup.groups for reward in group.rewards) > 0
+        assert [*fickle_findings(setup, load_thresholds())] == []
+        assert setup.shared["plays"][0] > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity"),
+    [("sound", None), ("arguments turned", "warning"), ("result cut", "warning"), ("of another call", "error")],
+)
+def test_a_reply_is_what_the_tool_returns_for_the_call(kind: str, severity: str | None) -> None:
+    setup = playing(lambda problem: Calling(kind, problem))
+    rows = []
+    for number in range(4):
+        problem, text = Problem(f"{number}", "?"), f"<larger> {number} {number + 5} </larger>"
+        reply = contents(step_now(setup.run.task.start(problem), text))
+        rows.append(Replayed(problem, text, reply, reply, reply, (), asked=text, of_tool=True))
+        assert directly(setup, problem, text) == [f"of {number} {number + 5} it is {number + 5}"]
+    wrong = not_the_tools(setup, rows)
+    assert (None if wrong is None else wrong.severity) == severity
+
+
+def playing(start: Any) -> Any:
+    """A setup of which only the task is played."""
+    return SimpleNamespace(
+        run=SimpleNamespace(task=SimpleNamespace(start=start)),
+        policy=SimpleNamespace(tokenizer=tiny_tokenizer()),
+        config=SimpleNamespace(rollout=SimpleNamespace(max_turns=2)),
+        shared={},
+    )
+
+
+def test_thoughts_make_no_other_call() -> None:
+    episode = Calling("sound", Problem("0", "?"))
+    said = ["<larger> 1 2 </larger>", "I wonder. <larger> 1 2 </larger>", "<larger> 2 1 </larger>"]
+    first, thought, other = (asked_of(episode, text) for text in said)
+    assert first == thought != other
+
+
+def test_a_start_that_is_awaited_is_played() -> None:
+    async def start(problem: Problem) -> Calling:
+        return Calling("sound", problem)
+
+    reply = answers_again(playing(start), Problem("0", "?"), "<larger> 1 2 </larger>")
+    assert "it is 2" in contents(reply)
+
+
+@pytest.mark.parametrize(
+    ("max_turns", "seconds", "played"), [(2, 0.0, PLAYS), (1, 0.0, PLAYS_OF_SINGLE_TURNS), (2, 4.0, 3)]
+)
+def test_environments_are_played_again_within_bounds(
+    max_turns: int, seconds: float, played: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Answering(seconds)
+    monkeypatch.setattr(replies, "time", SimpleNamespace(monotonic=lambda: task.now))
+    setup = playing(task.start)
+    setup.config.rollout.max_turns = max_turns
+    for _ in range(100):
+        with suppress(OutOfPlays):
+            answers_again(setup, Problem("0", "?"), "?")
+    assert task.started == played
+
+
+def test_a_first_turn_is_the_text_that_the_engine_hands_on() -> None:
+    tokenizer = tiny_tokenizer()
+    turn, reply = ([*tokenizer.encode(text, add_special_tokens=False)] for text in ("12;", "34"))
+    tokens = (*turn, tokenizer.eos_token_id, *reply)
+    action = (True,) * (len(turn) + 1) + (False,) * len(reply)
+    completion = Completion(tokens, action, (0.0,) * len(tokens), (0.0,) * len(tokens), "", "eos")
+    assert first_turn(completion, tokenizer) == "12;"
+    assert first_turn(completion, tokenizer, [";"]) == "12"
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -82,10 +202,38 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "HTTP 404 Not Found",
         "The service is unavailable.",
         "Failed to open the page",
+        "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>",
+        "<!DOCTYPE html>\n<title>504 Gateway Time-out</title>",
+        "HTTP/1.1 429 Too Many Requests",
+        '{"status": 403, "message": "Forbidden"}',
+        "<result>\n<coroutine object search at 0x7f22c1d0>\n</result>",
+        "<tools.Page object at 0x7f22c1d0>",
+        "<bound method Index.get of <tools.Index object at 0x7f22c1d0>>",
+        "<Response [200]>",
+        "[object Object]",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
     assert is_useless(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "null"),
+    [
+        ("null", True),
+        ("None\n", True),
+        ('{"status": "ok", "result": null}', True),
+        ("<|user|>{'success': True, 'answer': None, 'source': None}", True),
+        ('{"valid": true, "reason": null}', False),
+        ('{"success": true, "error": null}', False),  # something was done
+        ("none of them is larger", False),
+        ("nullable: yes", False),
+        ("7", False),
+        ("", False),
+    ],
+)
+def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None:
+    assert is_null(reply) == null
 
 
 @pytest.mark.parametrize(
@@ -106,7 +254,12 @@ def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
         "3 errors, 1 of them at line 7",
         "null",
         "mean squared error 0.25",
+        "<function> f(x) = 2 x </function>",
+        "a generator object at 0x7f22c1d0 gave 7",
         "timeout: 30",
+        "410 Gone with the Wind tickets",
+        "<html><title>502 words on gateways</title></html>",
+        "404",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

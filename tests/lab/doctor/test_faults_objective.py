@@ -16,7 +16,10 @@ from keel.lab.doctor.probes.update import probe_update
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
+from lab.doctor.test_faults_reference import FAULTS as OF_REFERENCE
+from lab.doctor.test_faults_scoring import FAULTS as OF_SCORING
 from lab.doctor.test_faults_scoring import LORA, TALK
+from lab.doctor.test_travel import FAULTS as OF_TRAVEL
 
 HERE = "lab.doctor.faults_objective"
 BIASED = "kl.allow_biased=true"
@@ -66,12 +69,13 @@ FAULTS = {
     "a reference that follows at once": ("reference/follows", [f"reference.kind={HERE}:following"]),
     "an average that follows at once": ("reference/follows", ["reference={kind: ema, every: 1, alpha: 0.99}"]),
     "a reference that is not saved": ("reference/not-saved", [f"reference.kind={HERE}:not_saved"]),
+    "a reference that saves the policy": ("reference/not-saved", [f"reference.kind={HERE}:saves_the_policy"]),
     "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
     "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
     "the same problems at every step": ("task/repeats", [task("same_every_step"), "run.max_steps=100"]),
     "a task of one problem": ("task/repeats", [task("one_problem")]),
     "spaces at the prompt's end": ("prompt/format", [task("spaces_at_the_end")]),
-    "a shifted vocabulary": ("prompt/format", [f"model.name={HERE}:shifted_vocabulary"]),
+    "a shifted vocabulary": ("model/tokenizer", [f"model.name={HERE}:shifted_vocabulary"]),
 }
 
 
@@ -85,7 +89,8 @@ PHRASES = {  # of which the explanation is the fault itself
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
-    diagnosis = check_named_first(*FAULTS[fault], whole=not repeated(FAULTS, fault))
+    whole = not repeated(FAULTS, fault, OF_REFERENCE, OF_SCORING, OF_TRAVEL)
+    diagnosis = check_named_first(*FAULTS[fault], whole=whole)
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
     first = diagnosis.findings[0]
     assert PHRASES.get(fault, "") in f"{first.evidence} {first.cause}"
@@ -108,6 +113,7 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
         ("clipped_on_the_wrong_side", "error", "cuts the wrong side"),
         ("clipped_on_both_sides", "warning", "never comes back"),
         ("not_clipped", "warning", "no limit"),
+        ("ratio_to_itself", "warning", "does not see the ratio"),
     ],
 )
 def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:

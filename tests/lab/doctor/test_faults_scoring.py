@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes import gradient, scoring
 from keel.lab.doctor.probes.masks import are_rounded_away
+from keel.lab.doctor.probes.noise import noise_findings
 from keel.lab.doctor.probes.scoring import probe_scoring
 from keel.lab.doctor.setup import build_setup
 from lab.doctor import faults
@@ -74,7 +79,15 @@ FAULTS = {
     "sums in place of tokens": ("scoring/mismatch", [scorer("summed")]),
     "random numbers in the scorer": ("scoring/nondeterministic", [scorer("noisy")]),
     "a scorer without gradient": ("scoring/gradient", [scorer("detached")]),
+    "a layer that reverses gradients": ("scoring/gradient", [f"model.name={HERE}:reversing"]),
+    "a gap that only 16 bits would explain": (
+        "scoring/mismatch",
+        ["optim.precision=bfloat16", scorer("slightly_lower")],
+    ),
     "a scorer with half the gradient": ("scoring/gradient", [scorer("half_detached")]),
+    "a gradient in every other row": ("scoring/gradient", [scorer("every_other_row_detached")]),
+    "no gradient where the model is sure": ("scoring/gradient", [scorer("likely_tokens_detached")]),
+    "scores that are remembered": ("scoring/mismatch", [scorer("remembered")]),
     "a temperature not in the sampler's log-probabilities": (
         "sampler/temperature",
         [COLD, engine("TemperatureNotApplied")],
@@ -97,6 +110,7 @@ FAULTS = {
     "a constant on every log-probability": ("sampler/mismatch", [engine("ConstantAdded")]),
     "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
     "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
+    "completions of an earlier step": ("sampler/noise", [engine("Remembers")]),
     "a group of copies": ("sampler/noise", [engine("Copies")]),
     "a reward that is NaN": ("reward/non-finite", [reward("never_a_number")]),
     "a reward that raises": ("reward/failed", [reward("raises")]),
@@ -140,6 +154,79 @@ def test_rows_that_mix_are_not_called_padding() -> None:
             assert phrase in finding.evidence
 
 
+class Sizes(TorchDispatchMode):
+    """How large the tensors are that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.made |= {made.numel()} if isinstance(made, torch.Tensor) else set()
+        return made
+
+
+def test_a_gradient_without_room_is_all_that_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing((setup := build_setup(schooled_config(scorer("remembered")))).run):
+        trained = sum(p.numel() for p in setup.policy.model.parameters() if p.requires_grad)
+        with Sizes() as sizes:
+            error, size = gradient._gradient_error(setup)
+        assert (error, size) == pytest.approx((0.0, 1.0), abs=1e-4)
+        assert sizes.made
+        assert trained not in sizes.made  # no copy of all weights in one
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(gradient, "_gradient_error", full)
+        outcome = probe_scoring(setup, load_thresholds())
+    assert [finding.code for finding in outcome.findings] == ["scoring/mismatch"]
+    assert [line.partition(":")[0] for line in outcome.unchecked] == ["scoring/gradient"]
+    assert "gap_max" in outcome.figures
+
+
+@pytest.mark.parametrize(
+    ("scored", "named"),
+    [(0.2, False), (0.26, False), (0.0, True), (0.05, True)],
+    ids=["right", "rounded", "kept", "behind"],
+)
+def test_rounding_of_changed_weights_is_no_score_of_others(scored: float, named: bool) -> None:
+    """A change of the weights moves each log-probability by 0.2 nats; in bfloat16 scores are off by 0.06."""
+    start = torch.full((1, 3), -1.0)
+    scores, forwards = iter((start, start + scored)), iter((start + 0.2,))
+    setup: Any = SimpleNamespace(
+        batch=SimpleNamespace(completions=[SimpleNamespace(tokens=(1, 2, 3))], width=3),
+        mask=torch.ones(1, 3, dtype=torch.bool),
+        policy=SimpleNamespace(dtype=torch.bfloat16),
+        run=SimpleNamespace(amp_dtype=None),
+        perturbed=lambda seed: nullcontext(),
+        logp=lambda: next(scores),
+        forward_logp=lambda: next(forwards),
+    )
+    found = [*scoring._of_changed_weights(setup, start, load_thresholds())]
+    assert [finding.code for finding in found] == ["scoring/mismatch"] * named
+
+
+SURE = "rollout.temperature=0.05"  # at which the policy is certain of what it writes
+
+
+def test_scores_are_tried_on_text_that_is_not_certain() -> None:
+    setup = build_setup(schooled_config(SURE, scorer("last_token_zero")))
+    with closing(setup.run):
+        outcome = probe_scoring(setup, load_thresholds())
+    assert outcome.figures["gap_max"] < 1e-3  # the end's own log-probability is as near to 0
+    assert [finding.code for finding in outcome.findings] == ["scoring/shifted"]
+
+
+def test_noise_is_tried_where_the_policy_is_not_certain() -> None:
+    setup = build_setup(schooled_config("rollout.temperature=0.3", engine("SameNoise")))
+    with closing(setup.run):
+        (first, *_) = noise_findings(setup, load_thresholds())
+    assert first.code == "sampler/noise"
+    assert "two different steps" in first.evidence
+
+
 @pytest.mark.parametrize(
     ("reported", "coarse"), [([0, 0, -1, -1, -3], True), ([0, -0.4, 0, -1.3, -2.9], False), ([0] * 5, False)]
 )
@@ -158,11 +245,9 @@ def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str
 
 HEALTHY = {  # and those of test_healthy.py
     "LoRA through a copy": [LORA, engine("Wrapped")],
-    "learned positions": [GPT2],
-    "a scorer of one's own, cold, learned positions": [GPT2, COLD, scorer("right")],
-    "left padding done right": [GPT2, scorer("left_padding_done_right")],
+    "left padding done right, cold, learned positions": [GPT2, COLD, scorer("left_padding_done_right")],
     "several turns": TALK,
-    "an engine without log-probabilities": [engine("NoLogp")],
+    "learned positions, an engine without log-probabilities": [GPT2, engine("NoLogp")],
     "an engine in bfloat16": [engine("InBfloat16")],
 }
 

@@ -74,7 +74,8 @@ FAULTS: dict[str, tuple[str, Callable[[Any, Any], Any], Make, list[str]]] = {
 def test_a_fault_of_the_server_is_named_first(fault: str) -> None:
     code, backend, make, options = FAULTS[fault]
     with serving(backend(*make())) as url:
-        diagnosis = check_named_first(code, [*by_server(url), *options], whole=not repeated(FAULTS, fault))
+        whole = not repeated(FAULTS, fault)
+        diagnosis = check_named_first(code, [*by_server(url), *options], whole=whole)
     if code in ("sampler/stale", "sampler/other-model"):
         assert not any("weights read back" in note for note in diagnosis.notes)
 

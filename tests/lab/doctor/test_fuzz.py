@@ -51,7 +51,7 @@ def test_a_case_that_is_not_done_fails_although_exceptions_are_caught(
 
 
 def of_keel(*_: Any) -> Any:
-    return preflight._sound(None)  # type: ignore[arg-type]
+    return preflight._softened(None, "")  # type: ignore[arg-type]
 
 
 def of_a_part(*_: Any) -> Any:

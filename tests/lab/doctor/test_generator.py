@@ -15,7 +15,7 @@ import torch
 
 import doctor
 from faults import healthy, school
-from faults.base import edited
+from faults.base import OPENED, edited
 from keel.config import load_config
 from lab.doctor.schooled import BASE
 
@@ -95,17 +95,30 @@ def test_a_refusal_counts_where_it_names_what_was_broken() -> None:
 
 
 def test_the_halves_are_decided_by_the_names() -> None:
+    digests = {name: hashlib.sha256(name.encode()).digest() for name in (*OPERATORS, *OPENED)}
     for operator in OPERATORS.values():
-        assert operator.held_back == bool(hashlib.sha256(operator.name.encode()).digest()[0] & 1)
-    held = sum(operator.held_back for operator in OPERATORS.values())
-    assert 0.4 < held / len(OPERATORS) < 0.6
-    assert len(OPERATORS) >= 150
+        assert operator.held_back == (digests[operator.name][0] % 2 == 1 and operator.name not in OPENED)
+    odd = sum(digests[name][0] % 2 for name in OPERATORS)
+    assert 0.4 < odd / len(OPERATORS) < 0.6
+    assert sum(operator.held_back for operator in OPERATORS.values()) >= 150
+
+
+def test_what_was_opened_was_held_back_and_is_the_hash_s_choice() -> None:
+    """Beside the 96 and 82 that were opened stand ten whose code somebody who writes probes has seen by mistake."""
+    digests = [hashlib.sha256(name.encode()).digest() for name in OPENED]
+    assert set(OPERATORS) >= OPENED
+    assert all(digest[0] % 2 for digest in digests)
+    chosen = [
+        digest for digest in digests if digest[1] % 2 or digest[0] >> 2 & 1
+    ]  # by the bit of the first, the second time
+    assert len(OPENED) == 96 + 82 + 10
+    assert len(chosen) >= 96 + 82
 
 
 def test_the_names_are_the_ones_that_were_split() -> None:
     """Renamed, taken out or added, an operator could change the halves after the probes were written."""
     names = hashlib.sha256("\n".join(sorted(OPERATORS)).encode()).hexdigest()
-    assert names == "4a05a75b7e4333908a3a88b1b1a4963a40cc27742f4cfb217c0cb54b61bea974"
+    assert names == "41f23ed4745355687f8ae74d2491893e5dbd0fba090588abc015355c03b040bc"
 
 
 def test_limits_are_kept_or_named() -> None:

@@ -77,6 +77,12 @@ def test_it_is_the_first_finding_of_a_preflight_though_completions_earn_nothing_
     check_named_first(code, overrides)
 
 
+def test_differences_of_a_ten_thousandth_are_no_judgement_of_answers() -> None:
+    """What scales them up to full size is the graver fault, and is named first."""
+    findings = {finding.code: finding.severity for finding in collected(reward("trifles")).findings}
+    assert findings["reward/gold"] == "warning"
+
+
 def test_a_reward_of_the_call_before_is_the_cause_of_gold_answers_that_do_not_earn() -> None:
     diagnosis = check_named_first("reward/fickle", [reward("call_before")])
     assert "reward/gold" in [finding.code for finding in diagnosis.findings if finding.severity == "note"]
@@ -186,3 +192,11 @@ def test_small_groups_of_a_healthy_run_are_no_alarm(seed: int, size: int) -> Non
     config = schooled_config(f"run.seed={seed}", f"rollout.num_generations={size}", OWN, "rollout.prompts_per_step=4")
     diagnosis = preflight_of(config, "reward")
     assert diagnosis.healthy, diagnosis.findings
+
+
+def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
+    problem = Problem("1", "1", "1")
+    against = [JudgedGold(problem, ("1",), gold=-1.0, empty=0.0, others=(0.0, 0.0))] * 4
+    for_all = [JudgedGold(problem, ("1",), gold=1.0, empty=1.0, others=(1.0, 1.0))] * 4
+    assert _paid_whatever(against, [-1.0, 0.0], 1e-9) == []
+    assert _paid_whatever(for_all, [0.0, 1.0], 1e-9) == for_all

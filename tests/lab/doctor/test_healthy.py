@@ -15,34 +15,39 @@ from lab.doctor.schooled import schooled_config
 LORA = "model.lora={r: 4}"
 EXACT = ["rewards=[{name: task}]"]
 
+# Options of different parts share a preflight; each stands in one at least.
 HEALTHY: dict[str, list[str]] = {
     "as it comes": [],
-    "another seed": ["run.seed=1"],
-    "a third seed, right or wrong only": ["run.seed=5", *EXACT],
     "LoRA": [LORA],
-    "LoRA and the exact KL": [LORA, "kl.estimator=exact"],
-    "no penalty, measured": ["kl.beta=0"],
+    "another seed, right or wrong only": ["run.seed=5", *EXACT],
+    "LoRA and the exact KL, another seed": [LORA, "kl.estimator=exact", "run.seed=1"],
     "no reference at all": ["kl.beta=0", "kl.measure_every=0"],
-    "dr_grpo without a penalty": ["loss.loss_type=dr_grpo", "kl.beta=0"],
-    "dapo": ["loss.loss_type=dapo", "run.seed=2"],
-    "gspo": ["loss.loss_type=gspo"],
-    "cispo, leave-one-out": ["loss.loss_type=cispo", "loss.baseline=leave_one_out"],
-    "bnpo with k2 in the loss": ["loss.loss_type=bnpo", "kl.estimator=k2"],
-    "k3 with its own gradient": ["kl.estimator=k3", "kl.gradient=plain"],
+    "dr_grpo, no penalty, measured": ["loss.loss_type=dr_grpo", "kl.beta=0"],
+    "dapo, another temperature, a reference that waits for KL": [
+        *("loss.loss_type=dapo", "run.seed=2", "rollout.temperature=0.7"),
+        "reference={kind: kl_triggered, threshold: 0.05}",
+    ],
+    "gspo, sampled ahead": ["loss.loss_type=gspo", "rollout.max_staleness=1"],
+    "cispo, leave-one-out, a reference of one's own": [
+        *("loss.loss_type=cispo", "loss.baseline=leave_one_out"),
+        "reference.kind=lab.doctor.faults_reference:right_reference",
+    ],
+    "bnpo with k2 in the loss, warm-ups and a schedule, an average as the reference": [
+        *("loss.loss_type=bnpo", "kl.estimator=k2", "reference={kind: ema, every: 4, alpha: 0.5}"),
+        *("optim.warmup_steps=5", "optim.schedule=cosine", "reward.warmup_steps=10"),
+    ],
+    "k3 with its own gradient, filters": ["kl.estimator=k3", "kl.gradient=plain", "rollout.top_p=0.999"],
     "k1 in the reward, no division": ["kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=none"],
     "k1 in the advantage": ["kl.placement=advantage", "kl.estimator=k1", "run.seed=3"],
-    "exact, for the sequence": ["kl.estimator=exact", "kl.level=sequence"],
-    "several updates a batch": ["loss.num_iterations=2", "optim.minibatches=2"],
-    "a dual controller": ["kl.controller={name: dual, target: 0.05}", "run.seed=4"],
-    "an average as the reference": ["reference={kind: ema, every: 4, alpha: 0.5}"],
+    "exact, for the sequence, several updates a batch": [
+        *("kl.estimator=exact", "kl.level=sequence"),
+        *("loss.num_iterations=2", "optim.minibatches=2"),
+    ],
+    "a dual controller, snapshots under LoRA": [
+        *("kl.controller={name: dual, target: 0.05}", "run.seed=4"),
+        *(LORA, "reference={kind: snapshot, every: 3}"),
+    ],
     "an average under LoRA": [LORA, "reference={kind: ema, every: 4, alpha: 0.5}"],
-    "snapshots under LoRA": [LORA, "reference={kind: snapshot, every: 3}"],
-    "a reference that waits for KL": ["reference={kind: kl_triggered, threshold: 0.05}"],
-    "a reference of one's own": ["reference.kind=lab.doctor.faults_reference:right_reference"],
-    "another temperature": ["rollout.temperature=0.7"],
-    "sampled ahead": ["rollout.max_staleness=1"],
-    "filters": ["rollout.top_p=0.999"],
-    "warm-ups and a schedule": ["optim.warmup_steps=5", "optim.schedule=cosine", "reward.warmup_steps=10"],
 }
 
 

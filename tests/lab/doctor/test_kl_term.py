@@ -112,6 +112,14 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
     assert math.isfinite(outcome.figures["sampled_k3_se"])
 
 
+def test_weights_that_are_no_numbers_leave_the_term_unchecked() -> None:
+    setup = build_setup(schooled_config())
+    with torch.no_grad():
+        next(setup.policy.model.parameters()).fill_(math.nan)
+    outcome = probe_kl_term(setup, load_thresholds())
+    assert any("no finite numbers" in line for line in outcome.unchecked)
+
+
 def test_a_penalty_that_is_not_needed_is_a_note() -> None:
     setup = build_setup(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
     findings = probe_kl_term(setup, load_thresholds()).findings

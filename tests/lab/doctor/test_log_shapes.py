@@ -9,15 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.checks import check_history
+from keel.lab.doctor.checks.base import clear, level
+from keel.lab.doctor.checks.evaluation import coins
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import derived
-from keel.lab.doctor.shapes import fall, few_trend
-from lab.doctor.histories import altered, configured, healthy
+from keel.lab.doctor.shapes import course, ends, fall, few_trend, trend
+from lab.doctor.histories import altered, configured, evaluation, healthy
 from lab.doctor.simulated import noise
 
 KL, REWARD, ENTROPY, RATE = "kl/policy_ref/k3/mean", "reward/mean", "entropy/mean", "optim/learning_rate"
 EQUAL, CUT, LENGTH = "reward/zero_variance_fraction", "length/truncated_fraction", "length/mean"
+LIMITS = load_thresholds()
 
 
 def logged(base: History, name: str, value: Callable[[float], float]) -> History:
@@ -58,6 +62,24 @@ def falling(high: float, low: float) -> Callable[[int, float], float]:
     return lambda step, was: max(low, high * min(1.0, step / 15) * (1.0 if step < 25 else 0.8 ** (step - 25)))
 
 
+def unclipped(base: History) -> History:
+    """Without what else is known of ratios."""
+    names = [name for name in base.series if name.startswith(("ratio/", "kl/old_policy"))]
+    return unrecorded(base, *(name for name in names if name != "ratio/clip_high_fraction"))
+
+
+def nothing_right(step: int) -> dict[str, object]:
+    """An evaluation of 64 held-out problems of which none is right."""
+    return {"step": step, "task": "math", "split": "trained", "pass@1": 0.0, "ci95": [0.0, 0.06], "n": 64}
+
+
+def scored(*shares: float) -> History:
+    """A run of verl's with held-out accuracies at even distances."""
+    base = healthy(120, 120, source="verl", config={}, evaluations=())
+    points = Series.of((1 + 119 * i / (len(shares) - 1), share) for i, share in enumerate(shares))
+    return replace(base, series={**base.series, "eval/math/acc": points})
+
+
 FAULTS = {
     "clipped to a trifle": ("optim/no-update", still(configured(optim__max_grad_norm=1e-9))),
     "a rate under every recipe": ("optim/no-update", still(altered(RATE, lambda step, was: 1e-10))),
@@ -90,6 +112,47 @@ FAULTS = {
         without_steps(healthy(source="prime-rl", config={}), REWARD, 5, 17, 18, 40),
     ),
     "a divergence from the sampler": ("sampler/mismatch", logged(unmeasured(), "sampler/js_divergence", lambda s: 0.1)),
+    "a gap whose square is no number": (
+        "sampler/mismatch",
+        logged(unmeasured(), "logp/sampler_gap_mean", lambda s: 1e30),
+    ),
+    "solved half way, and on it goes": (
+        "reward/constant",
+        altered(REWARD, lambda s, w: 1.0 if s > 15 else w, altered(EQUAL, lambda s, w: 1.0 if s > 15 else w)),
+    ),
+    "a gradient that doubles every few steps": (
+        "optim/spike",
+        altered(
+            REWARD,
+            lambda s, w: w if s < 45 else w * (60 - s) / 15,
+            altered("grad/norm", lambda s, w: w * 2 ** max(0.0, (s - 20) / 4)),
+        ),
+    ),
+    "a β that swings with its KL": (
+        "kl/controller",
+        altered(
+            KL,
+            lambda s, w: 0.04 * min(1.0, s / 20) * math.exp(1.5 * math.sin(s / 3)),
+            altered("kl/beta", lambda s, w: 0.05 * math.exp(1.5 * math.sin(s / 3 - 1.5))),
+        ),
+    ),
+    "ratios that never leave 1": (
+        "loss/clip",
+        altered("ratio/clip_high_fraction", lambda s, w: 0.0, unclipped(configured(loss__num_iterations=4))),
+    ),
+    "a clip range of nothing": (
+        "loss/clip",
+        logged(
+            healthy(source="TRL", config={"loss": {"num_iterations": 4, "epsilon": 1e-9}}),
+            "ratio/clip_fraction",
+            lambda s: 0.3,
+        ),
+    ),
+    "a KL that jumps alone": ("run/shift", altered(KL, lambda s, w: w + 0.6 * (s > 30))),
+    "held out at zero, in a run of Keel's": (
+        "eval/train-gap",
+        healthy(120, 120, evaluations=tuple(nothing_right(step) for step in (0, 40, 80, 120))),
+    ),
     "turns used up": (
         "answer/unusable",
         logged(logged(healthy(), "turn/mean", lambda s: 4.0), "turn/limit_fraction", lambda s: 0.8),
@@ -101,6 +164,19 @@ FAULTS = {
     "held out at zero": (
         "eval/train-gap",
         logged(healthy(120, 120, source="verl", config={}, evaluations=()), "eval/math/acc", lambda s: 0.0),
+    ),
+    "held out that falls within few evaluations": (
+        "eval/train-gap",
+        scored(0.45, 0.37, 0.29, 0.21, 0.173, 0.173, 0.173),
+    ),
+    "held out that is solved from the first": ("eval/train-gap", scored(1.0, 0.9975, 1.0, 0.9975)),
+    "a form that is never learned": (
+        "output/unparseable",
+        altered(
+            "parse/ok_fraction",
+            lambda s, w: 0.12 + 0.01 * (s * 7 % 3),
+            altered("reward/mean", lambda s, w: 0.1 + 0.01 * (s * 7 % 5)),
+        ),
     ),
     "weights that decay": ("optim/weight-decay", altered(RATE, lambda s, w: 0.1, configured(optim__weight_decay=1.0))),
 }
@@ -118,6 +194,16 @@ def late(series: Series) -> Series:
 
 
 HEALTHY = {
+    "solved in the end": altered(
+        REWARD, lambda s, w: 1.0 if s > 45 else w, altered(EQUAL, lambda s, w: 1.0 if s > 45 else w)
+    ),
+    "a β that overshoots once": altered(
+        "kl/beta", lambda s, w: 0.05 * (1 + 6 * math.exp(-(((s - 15) / 6) ** 2))), altered(KL, lambda s, w: w)
+    ),
+    "several uses of a batch, some of it clipped": configured(loss__num_iterations=4),
+    "a KL that jumps with what is written": altered(
+        KL, lambda s, w: w + 0.15 * (s > 30), altered(ENTROPY, lambda s, w: w - 0.004 * s)
+    ),
     "clipping turned off by 0": flat(configured(optim__max_grad_norm=0)),
     "cold, with a spread": configured(rollout__temperature=0.2),
     "hot, and it learns": configured(rollout__temperature=2.0),
@@ -194,3 +280,130 @@ def test_held_out_scores_at_zero_are_named_at_a_level(history, severity, name):
     gaps = [finding for finding in check_history(history).findings if finding.code == "eval/train-gap"]
     assert [gap.severity for gap in gaps] == ([] if severity is None else [severity])
     assert all(f"held-out {name} stays at 0" in gap.evidence for gap in gaps)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        scored(0.3, 0.2, 0.3, 0.2, 0.2),  # of ten problems
+        scored(0.45, 0.173, 0.45, 0.173, 0.45),
+        scored(0.9, 1.0, 1.0, 1.0),
+        altered("parse/ok_fraction", lambda s, w: 0.12 + 0.003 * s, altered("reward/mean", lambda s, w: 0.1)),
+    ],
+)
+def test_what_chance_or_learning_explains_is_no_alarm(history):
+    codes = {finding.code for finding in check_history(history).findings if finding.severity != "note"}
+    assert not codes & {"eval/train-gap", "output/unparseable"}
+
+
+def test_the_coins_of_a_share_are_the_fewest_that_its_digits_allow():
+    assert coins((0.5, 0.25)) == 4
+    assert coins((0.3, 0.2)) == 4  # as 0.25, to one digit
+    assert coins((0.333, 0.667)) == 3
+    assert coins((0.4523456, 0.1731234)) == 100
+
+
+def first(history: History) -> str:
+    return next((f.code for f in check_history(history).findings if f.severity != "note"), "")
+
+
+def test_a_reward_that_jumps_alone() -> None:
+    rises = altered(REWARD, lambda step, was: was + (0.8 if step > 30 else 0.0))
+    assert first(rises) == "run/shift"
+    falls = altered(REWARD, lambda step, was: was + (0.0 if step > 30 else 0.8))
+    assert first(falls) != "run/shift"
+    again = altered(REWARD, lambda step, was: 0.3 + (0.6 if 20 < step < 40 else 0.0) + 0.01 * math.sin(7 * step))
+    assert first(again) != "run/shift"
+    assert first(healthy()) == ""
+
+
+def test_samples_that_are_known_to_be_old() -> None:
+    apart = altered("kl/sampler_policy/k3/mean", lambda step, was: 0.05 + 0.001 * math.sin(5 * step))
+    assert first(logged(apart, "staleness/mean", lambda step: 25.0)) == "sampler/too-old"
+    assert first(logged(apart, "staleness/mean", lambda step: 0.0)) != "sampler/too-old"
+
+
+def test_the_clearest_of_several_tests_is_counted_as_often() -> None:
+    rng = np.random.default_rng(0)
+    series = Series.of((step, 0.002 * step + rng.normal(0, 0.1)) for step in range(200))
+    both = [change.chance for change in (trend(series), ends(series)) if change is not None]
+    found = course(series)
+    assert found is not None
+    assert found.chance == pytest.approx(min(1.0, 2 * min(both)))
+    assert clear(replace(found, chance=level(LIMITS) / 2), LIMITS, 2)
+    assert not clear(replace(found, chance=level(LIMITS) / 2), LIMITS, 3)
+
+
+def test_a_figure_that_jumps_to_a_level_and_is_the_same_from_there_on() -> None:
+    lost = altered(REWARD, lambda step, was: 0.0 if step > 30 else was)
+    lost = altered("entropy/mean", lambda step, was: was if step <= 30 else 10.0 + 0.01 * math.sin(3 * step), base=lost)
+    lost = altered("length/mean", lambda step, was: was if step <= 30 else 64.0, base=lost)
+    assert first(lost) == "run/shift"
+    frozen = healthy()
+    for name, series in frozen.series.items():  # the last value of each is what it has from then on
+        frozen = altered(name, lambda step, was, row=series: was if step <= 30 else row.values[30], base=frozen)
+    assert first(frozen) != "run/shift"
+
+
+@pytest.mark.parametrize(
+    ("kl", "gain", "named"),
+    [(1e-5, 0.4, True), (3e-4, 0.4, True), (0.02, 0.4, False), (1e-5, 0.02, False)],
+    ids=["far too near", "too near", "far enough", "little gained"],
+)
+def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named: bool) -> None:
+    """KL per completion is 30 times that of a token here; rewards of 0 and 1 have a range of 1."""
+    near = altered("kl/policy_ref/k3/mean", lambda step, was: kl * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
+    run = altered(REWARD, lambda step, was: 0.3 + gain * step / 60 + 0.02 * math.sin(7 * step), base=near)
+    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    assert (first(run) == "reference/follows") == named
+    moving = replace(run, config={**run.config, "reference": {"kind": "snapshot", "every": 5}})
+    assert first(moving) != "reference/follows"
+
+
+@pytest.mark.parametrize(
+    ("scores", "gains", "named"),
+    [
+        ((0.305,) * 6, True, True),
+        ((0.305,) * 6, False, False),
+        ((0.305, 0.305, 0.315, 0.305, 0.305, 0.305), True, False),
+    ],
+    ids=["the same", "so is the reward", "all but the same"],
+)
+def test_held_out_scores_that_never_change(scores: tuple[float, ...], gains: bool, named: bool) -> None:
+    run = healthy() if gains else flat(healthy())
+    held_out = Series.of((10 * i, score) for i, score in enumerate(scores))
+    run = replace(run, evaluations=(), series={**run.series, "eval/accuracy": held_out})
+    assert ("eval/train-gap" in [f.code for f in check_history(run).findings]) == named
+    recorded = tuple(evaluation("sort", "trained", 10 * i, score) for i, score in enumerate(scores))
+    run = replace(unrecorded(run, "eval/accuracy"), evaluations=recorded)
+    assert ("eval/train-gap" in [f.code for f in check_history(run).findings]) == named
+
+
+def test_a_few_held_out_problems_may_well_score_the_same() -> None:
+    for n, named in ((8, False), (128, True)):
+        recorded = tuple(evaluation("sort", "trained", 10 * i, 0.25, n) for i in range(5))
+        codes = [f.code for f in check_history(replace(healthy(), evaluations=recorded)).findings]
+        assert ("eval/train-gap" in codes) == named
+    held_out = Series.of((10 * i, 0.3) for i in range(6))  # of ten, for all that is known
+    run = replace(healthy(), evaluations=(), series={**healthy().series, "eval/accuracy": held_out})
+    assert "eval/train-gap" not in [f.code for f in check_history(run).findings]
+
+
+def test_the_last_evaluation_on_every_line_is_one_evaluation() -> None:
+    run = logged(replace(healthy(), evaluations=()), "eval/accuracy", lambda step: 0.3047)
+    for figure, named in ((None, False), (lambda step: step // 30, False), (math.sin, True)):
+        held_out = run if figure is None else logged(run, "eval/loss", figure)
+        assert ("eval/train-gap" in [f.code for f in check_history(held_out).findings]) == named
+
+
+def test_without_a_range_of_rewards_the_kl_bounds_no_gain() -> None:
+    """Means from 0.3 to 0.7 may be of rewards of −100 to 100."""
+    run = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
+    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    assert first(run) == "reference/follows"
+    alone = unrecorded(run, "reward/std")
+    assert first(alone) != "reference/follows"
+    ends = logged(logged(alone, "reward/max", lambda step: 1.0), "reward/min", lambda step: 0.0)
+    assert first(ends) == "reference/follows"
+    wide = logged(logged(alone, "reward/max", lambda step: 100.0), "reward/min", lambda step: -100.0)
+    assert first(wide) != "reference/follows"

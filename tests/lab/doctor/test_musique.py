@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from keel.lab.doctor.diagnosis import Diagnosis, Hypothesis
 from keel.lab.doctor.preflight import preflight
+from lab.doctor.followed import preflight_of
 from lab.doctor.worlds import musique_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -21,17 +21,12 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-@cache
-def diagnosed(*overrides: str) -> Diagnosis:
-    return preflight(musique_config(*overrides))
-
-
 def suspects(diagnosis: Diagnosis) -> dict[str, Hypothesis]:
     return {row.name: row for row in diagnosis.hypotheses if row.name in NAMES}
 
 
 def test_each_suspect_is_decided_by_a_figure() -> None:
-    rows = suspects(diagnosed())
+    rows = suspects(preflight(musique_config()))
     assert tuple(rows) == NAMES
     for row in rows.values():
         assert row.verdict in ("confirmed", "ruled out") or row.name == "H05", row
@@ -44,7 +39,7 @@ def test_each_suspect_is_decided_by_a_figure() -> None:
 
 
 def test_the_loss_mask_as_attention_mask_is_the_first_finding() -> None:
-    diagnosis = diagnosed("model.scorer=one_mask:score", "kl.exact=false")
+    diagnosis = preflight(musique_config("model.scorer=one_mask:score", "kl.exact=false"))
     first, rows = diagnosis.findings[0], suspects(diagnosis)
     assert first.code == "mask/attention"
     assert "attention_mask" in first.advice
@@ -53,13 +48,13 @@ def test_the_loss_mask_as_attention_mask_is_the_first_finding() -> None:
 
 
 def test_dropout_of_the_adapter_is_named() -> None:
-    first = diagnosed("model.lora.dropout=0.05").findings[0]
+    first = preflight_of(musique_config("model.lora.dropout=0.05"), "scoring", "reference").findings[0]
     assert first.code == "scoring/dropout"
     assert "model.lora.dropout=0" in first.advice
 
 
 def test_dividing_by_a_small_deviation_is_told_by_how_much() -> None:
-    diagnosis = diagnosed("loss.scale_rewards=group")
+    diagnosis = preflight_of(musique_config("loss.scale_rewards=group"), "advantage")
     assert suspects(diagnosis)["H01"].verdict != "ruled out"
     (amplified,) = [finding for finding in diagnosis.findings if finding.code == "advantage/amplified"]
     (times,) = re.findall(r"multiplied by ([0-9.]+)", amplified.evidence) or re.findall(

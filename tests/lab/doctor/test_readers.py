@@ -260,3 +260,21 @@ def test_what_is_no_log_is_one_line(tmp_path, name):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(KeelError):
         read_history(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("events.jsonl", '{"a": ' * 480 + "1" + "}" * 480 + "\n"),
+        ("findings.json", "[" * 480 + "]" * 480),
+        ("findings.json", "[" * 100_000),
+        ("config.yaml", "a: " + "[" * 200 + "]" * 200),
+        ("config.yaml", "a: " + "[" * 900 + "]" * 900),
+    ],
+)
+def test_what_is_nested_too_deeply_is_not_read(tmp_path, name, text):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / name).write_text(text)
+    history = read_history(tmp_path)
+    assert (history.events, dict(history.config)) == ((), {})
+    assert any(note.startswith(name) for note in history.missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import Task
-from keel.lab.doctor.probes.gold_likelihood import gold_or_none, golds
+from keel.lab.doctor.probes import templates
+from keel.lab.doctor.probes.gold_likelihood import drawn_golds, gold_or_none
 from keel.lab.doctor.probes.rendering import turn_marks
-from keel.lab.doctor.probes.templates import KNOWN, _by_chance, _golds, _rendered
+from keel.lab.doctor.probes.templates import KNOWN, _rendered, by_chance, template_golds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
 from lab.doctor.schooled import schooled_config
@@ -50,6 +52,7 @@ def test_a_generation_prompt_that_is_not_the_assistants_header(fault: str, templ
     marks = turn_marks(tiny_tokenizer(), template)
     assert marks is not None
     assert marks.fault == fault
+    assert marks.doubled == ("twice" in fault)
 
 
 @pytest.mark.parametrize("template", SOUND)
@@ -106,9 +109,9 @@ def test_problems_without_a_gold_answer_are_left_out() -> None:
     task, config, policy = Partly(), schooled_config(), SimpleNamespace(tokenizer=tiny_tokenizer(), context_length=None)
     assert [gold_or_none(task, problem) for problem in task.sample(3, seed=0, step=0)] == [["5"], None, None]
     setup: Any = SimpleNamespace(run=SimpleNamespace(task=task), config=config, policy=policy, shared={})
-    assert len(golds(setup, 9)) == 3
+    assert len(drawn_golds(setup, 9)) == 3
     in_chat = Renderer(policy.tokenizer, chat_template="default")
-    assert {problem.key for problem, _ in _golds(setup, in_chat)} == {"0"}
+    assert {problem.key for problem, _ in template_golds(setup, in_chat)} == {"0"}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -124,5 +127,11 @@ def test_each_known_template_holds_the_messages(name: str) -> None:
 
 def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.stats", None)  # slow to import, and not needed
-    assert _by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
-    assert _by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1
+    assert by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
+    assert by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1
+
+
+def test_the_tests_of_gold_answers_share_one_level() -> None:
+    """One for each probe that divides it; what asks of plain prompts and of templates never meets the same problem."""
+    probes = Path(templates.__file__).parent.glob("*.py")
+    assert sum("/ SHARED" in path.read_text(encoding="utf-8") for path in probes) == templates.SHARED

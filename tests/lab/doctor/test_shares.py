@@ -13,8 +13,9 @@ from keel.base.types import Problem, Reward
 from keel.kl import exact_kl
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
+from keel.lab.doctor.probes.evidence import chance_above
 from keel.lab.doctor.probes.exploration import drawn_logits, entropy, probe_exploration
-from keel.lab.doctor.probes.limits import probe_limits, simulated_skips
+from keel.lab.doctor.probes.limits import MANY, chance_over, probe_limits, simulated_skips
 from keel.lab.doctor.probes.objective import probe_objective
 from keel.lab.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
 from keel.lab.doctor.probes.states import mean_kl, policy_states
@@ -188,10 +189,8 @@ FAULTS: list[tuple[str, list[str], str]] = [
         "kl",
     ),
     ("reward/scale", [LARGE, "loss.scale_rewards=none", "kl.beta=0", "loss.entropy_coef=0.01"], "entropy_coef"),
-    ("kl/too-strong", ["kl.beta=1", "loss.scale_rewards=none", "reward.warmup_steps=2000"], "warmup_steps"),
     ("kl/too-strong", [SMALL, "loss.loss_type=dr_grpo"], "rewards differ by little"),
     ("optim/no-update", ["model.name=lab.doctor.test_shares:idle_model"], "no gradient"),
-    ("optim/no-update", ["model.name=lab.doctor.test_shares:frozen_model"], "weights are trained"),
     ("rollout/temperature", ["rollout.temperature=0.02"], "temperature"),
     ("rollout/temperature", ["rollout.temperature=5"], "temperature"),
     ("rollout/temperature", ["rollout.top_p=0.01"], "top_p"),
@@ -217,6 +216,27 @@ def test_a_term_out_of_balance_is_named_with_its_reason_and_its_advice_mends_it(
     for proposal in findings[0].options:
         again = [finding.code for finding in judged(follow(config, proposal))]
         assert code not in again, proposal
+
+
+def test_what_little_is_trained_is_named_at_any_rate() -> None:
+    config = schooled_config("model.name=lab.doctor.test_shares:frozen_model")
+    (still,) = judged(config)
+    assert (still.code, still.severity) == ("optim/no-update", "error")
+    assert "weights are trained" in still.cause
+    for proposal in still.options:
+        (few,) = judged(follow(config, proposal))
+        assert (few.code, few.severity) == ("optim/no-update", "warning")
+        assert "no matrix among them: model.layers.0.input_layernorm.weight" in few.evidence
+
+
+def test_advantages_that_never_arrive_are_named_with_what_outweighs_them() -> None:
+    config = schooled_config("kl.beta=1", "loss.scale_rewards=none", "reward.warmup_steps=2000")
+    late, ruled = judged(config)
+    assert (late.code, ruled.code) == ("optim/no-update", "kl/too-strong")
+    assert "reward.warmup_steps=2000" in late.cause
+    assert "reward.warmup_steps=2000" in ruled.cause
+    (proposal,) = late.options
+    assert not judged(follow(config, proposal))  # which mends both
 
 
 HEALTHY: list[list[str]] = [
@@ -261,3 +281,14 @@ def test_terms_in_balance_raise_nothing(overrides) -> None:
 )
 def test_it_is_the_first_finding_of_a_preflight(code, overrides) -> None:
     check_named_first(code, overrides)
+
+
+def test_the_clearer_of_two_tests_of_shares_counts_twice() -> None:
+    from scipy.stats import ttest_1samp
+
+    shares = [0.5 + 0.01 * (i % 5) for i in range(MANY)]
+    by_scatter = ttest_1samp(shares, 0.515, alternative="greater").pvalue
+    assert by_scatter < chance_above(shares, 0.515)
+    assert chance_over(shares, 0.515) == pytest.approx(2 * by_scatter)
+    assert chance_over(shares[1:], 0.515) == chance_above(shares[1:], 0.515)
+    assert chance_over(shares, 0.6) == 1.0

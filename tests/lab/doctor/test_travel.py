@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.findings import Finding, ranked
+from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.travel import probe_travel
@@ -88,6 +91,7 @@ FOUND = {
     "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
     "a text of its own before the prompts": ("sampler/other-prompt", [engine("PrefixedReported")]),
     "prompts that have lost their spaces": ("sampler/other-prompt", [engine("SpacelessReported")]),
+    "replies cut in the engine": ("sampler/other-prompt", [*TALK, engine("RepliesCutReported")]),
     "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
@@ -102,6 +106,19 @@ FOUND = {
 def test_the_fault_is_found(fault: str) -> None:
     code, overrides = FOUND[fault]
     assert ranked(probed(*overrides))[0].code == code
+
+
+def test_weights_of_16_bits_are_read_in_fp32_and_come_back() -> None:
+    setup = build_setup(schooled_config("model.dtype=bfloat16"))
+    model = setup.policy.model.eval()
+    ids = torch.tensor([setup.groups[0].prompt_tokens])
+    with closing(setup.run), torch.no_grad():
+        expected, rounded = copy.deepcopy(model).float()(input_ids=ids).logits, model(input_ids=ids).logits
+        with in_float32(setup):
+            exact = model(input_ids=ids).logits
+        assert torch.equal(exact, expected)
+        assert not torch.equal(exact, rounded.float())
+        assert torch.equal(model(input_ids=ids).logits, rounded)
 
 
 def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
@@ -159,6 +176,17 @@ HEALTHY = {
 }
 
 
+# Templates that this model was never taught, which is a finding of its own: what they write does travel.
+UNTAUGHT = (
+    "brackets around the user",
+    "answers in a channel",
+    "questions as JSON",
+    "markers that are ordinary text",
+    "marks written by hand",  # without which completions earn twice as much
+)
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_found_on_what_travels_well(name: str) -> None:
-    assert [finding for finding in probed(*HEALTHY[name]) if finding.severity != "note"] == []
+    found = {finding.code for finding in probed(*HEALTHY[name]) if finding.severity != "note"}
+    assert found == ({"prompt/format"} if name in UNTAUGHT else set())

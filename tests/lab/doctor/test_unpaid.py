@@ -15,6 +15,10 @@ SEVEN = [
     "The answer is 7.",
     "**Answer:** $7$",
     "7 cm",
+    "the number 7",
+    "The larger one is 7",
+    "seven",
+    "7, which is the larger one",
 ]
 
 
@@ -37,6 +41,9 @@ def test_words(text: str, other: str) -> None:
         ("(25 - 7) * 4", "(25 + 7) - 4"),
         ("2x", "2y"),
         ("1/2", "2"),
+        ("x^2", "y^2"),
+        ("x = 2", "y = 2"),
+        ("2 apples and 3 pears", "2 apples and 4 pears"),
     ],
 )
 def test_the_last_number_is_not_the_value(text: str, other: str) -> None:
@@ -45,3 +52,8 @@ def test_the_last_number_is_not_the_value(text: str, other: str) -> None:
 
 def test_other_values_differ() -> None:
     assert len({value(text) for text in ("7", "-7", "17", "Paris", "London", "")}) == 6
+
+
+@pytest.mark.parametrize("text", ["minus 5", "negative 5", "not 5", "less than 5", "5 million", "at least 5 apples"])
+def test_words_that_make_another_number_of_it(text: str) -> None:
+    assert value(text) != value("5")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
-import yaml
-
+from keel.base.yaml_text import of_package
 from keel.lab.doctor.findings import CODES, SEVERITIES, Finding, ranked
 
 _AS_BROAD = 0.9  # of the share that a symptom concerns
@@ -28,7 +26,7 @@ class Cause:
 
 
 def _causes() -> dict[str, Cause]:
-    rows = yaml.safe_load(files("keel.lab.doctor").joinpath("causes.yaml").read_text(encoding="utf-8"))
+    rows = of_package("keel.lab.doctor", "causes.yaml")
     return {
         code: Cause(row.pop("why"), **{key: tuple(codes) for key, codes in row.items()}) for code, row in rows.items()
     }

@@ -12,7 +12,8 @@ from keel.base.thresholds import thresholds_of
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.readers import is_run, read_history, runs_below
-from keel.lab.doctor.readers.keel_run import is_keel_run
+from keel.lab.doctor.readers.keel_run import history_of, is_keel_run
+from keel.lab.runs import RunRecord
 from keel.loggers.rundir import FINDINGS
 
 LISTED = 10  # runs that a refusal names
@@ -27,6 +28,11 @@ def examine(
     history = read_history(Path(path), dict(mapping or {}))
     config = history.config if history.source == "keel" else {}  # a peer's options may only look like Keel's
     return check_history(history, thresholds_of(config, overrides))
+
+
+def examine_run(run: RunRecord) -> Diagnosis:
+    """What the log of one of Keel's runs says, which was read already and may go on."""
+    return check_history(history_of(run), run.thresholds)
 
 
 def _refuse_folder_of_runs(path: Path) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
-import yaml
-
 from keel.base.errors import unknown
-from keel.base.yaml_text import dump
+from keel.base.yaml_text import dump, of_package
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -96,7 +93,7 @@ class Code:
 
 
 def _codes() -> dict[str, Code]:
-    rows = yaml.safe_load(files("keel.lab.doctor").joinpath("findings.yaml").read_text(encoding="utf-8"))
+    rows = of_package("keel.lab.doctor", "findings.yaml")
     return {name: Code(name, rank=rank, **row) for rank, (name, row) in enumerate(rows.items())}
 
 

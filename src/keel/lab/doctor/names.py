@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from keel.base.errors import unknown
+from keel.base.yaml_text import of_package
 from keel.lab.doctor.history import Series
 from keel.lab.runs import option_of
 
@@ -64,7 +62,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _trainers() -> dict[str, Trainer]:
-    rows = yaml.safe_load(files("keel.lab.doctor").joinpath("names.yaml").read_text(encoding="utf-8"))
+    rows = of_package("keel.lab.doctor", "names.yaml")
     return {
         name: Trainer(
             name,

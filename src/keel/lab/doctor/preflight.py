@@ -12,6 +12,7 @@ from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
+from keel.envs.calls import TooManyHungCalls
 from keel.lab.doctor.budget import budget_note, within_budget
 from keel.lab.doctor.causes import explain
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
@@ -20,9 +21,9 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
 from keel.lab.doctor.probes.evidence import undecided_tests
+from keel.lab.doctor.probes.result import failed_probe
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.rollout.engine import OtherModel, StaleWeights
-from keel.trainer.memory import is_out_of_memory
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -65,10 +66,10 @@ def preflight(
                 outcome = probe(affordable if name in PASSES else setup, limits)
             except (OtherModel, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
+            except TooManyHungCalls as hung:
+                outcome = _hung(name, hung)
             except Exception as error:  # a user's part may raise anything
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                no_room = ProbeResult(name, unchecked=(f"{name}: no memory left for it beside the run ({reason})",))
-                outcome = no_room if is_out_of_memory(error) else _failed(name, reason)
+                outcome = failed_probe(name, error)
             outcome = replace(outcome, undecided=(*outcome.undecided, *undecided_tests(setup)))
             outcomes.append(outcome)
             if on_probe is not None:
@@ -93,7 +94,7 @@ def preflight(
         ),
         unchecked=unchecked,
         notes=(*setup.notes, *bounded, *(line for outcome in outcomes for line in outcome.lines)),
-        sound=tuple(outcome.name for outcome in outcomes if _sound(outcome)),
+        sound=tuple(outcome.name for outcome in outcomes if outcome.sound),
     )
     return with_threshold_notes(diagnosis, limits)
 
@@ -113,12 +114,6 @@ LEFT_OUT = {
 }
 
 
-def _sound(outcome: ProbeResult) -> bool:
-    """Whether a probe has tried something, with a result, and found nothing worse than a note."""
-    tried = not outcome.undecided and (bool(outcome.figures) or not outcome.unchecked)
-    return tried and all(finding.severity == "note" for finding in outcome.findings)
-
-
 def _refused(name: str, refusal: KeelError) -> ProbeResult:
     """An engine's refusal as the finding that it is; `name` is what cannot be told then."""
     if isinstance(refusal, OtherModel):
@@ -132,21 +127,22 @@ def _refused(name: str, refusal: KeelError) -> ProbeResult:
     )
 
 
+def _hung(name: str, hung: TooManyHungCalls) -> ProbeResult:
+    """Rewards that do not return while a probe asks them more: they fail, and the probe does not."""
+    failed = finding(
+        "reward/failed",
+        f"while the probe of {name} asked for more rewards: {first_line(hung)}",
+        "a reward does not return in the time that it is given, or never",
+        "raise reward.timeout_s if the reward is slow, or mend it",
+    )
+    return ProbeResult(name, (failed,), unchecked=(f"{name}: rewards did not return",))
+
+
 def _without_samples(config: Config, outcome: ProbeResult, limits: Thresholds) -> Diagnosis:
     """What is left to say where the sampler was refused."""
     formula = formula_of(config.to_dict())
     hypotheses = judge_hypotheses(outcome.findings, {}, limits, outcome.unchecked, formula)
     return with_threshold_notes(Diagnosis(outcome.findings, hypotheses, outcome.unchecked), limits)
-
-
-def _failed(name: str, reason: str) -> ProbeResult:
-    failure = finding(
-        "doctor/probe-failed",
-        f"the probe of {name} ended in {reason}",
-        "a part that it tried raised an error; training would most likely meet the same one",
-        "mend that part, and run the doctor again: what depends on this probe is not known",
-    )
-    return ProbeResult(name, (failure,), unchecked=(f"{name}: {reason}",))
 
 
 # What a policy writes and how far an update takes it depend on how much it has learned.

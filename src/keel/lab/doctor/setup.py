@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from keel.envs import Task
 from keel.envs.judge import Failure, Judge
 from keel.envs.rewards import RewardPart
 from keel.lab.doctor.recording import RecordingEngine
-from keel.models.head import causal_lm, evaluating
+from keel.lab.doctor.weights import each_logits, perturbed_weights, vocabulary_size
 from keel.models.load import LoadedModel
 from keel.models.pack import right_pad
 from keel.rollout.request import Turn
@@ -35,9 +34,8 @@ from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
 RELATIVE_NOISE = 0.05
-SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
+STRONG_NOISE = 1.0  # another policy altogether: a few draws tell, and it minds whatever it reads
 _NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True)
-_MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
 
 
 @dataclass(frozen=True)
@@ -192,19 +190,8 @@ class ProbeSetup:
         not fit into memory.
         """
         chosen = self.groups if groups is None else groups
-        rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # text and length of its prompt: numbers
-        every = ((group.prompt_tokens, c.tokens) for group in chosen for c in group.completions)
-        for number, (prompt, tokens) in enumerate(every):
-            rows.setdefault(((*prompt, *tokens), len(prompt)), []).append(number)
-        for width, alike in groupby(sorted(rows, key=lambda row: len(row[0])), key=lambda row: len(row[0])):
-            texts = list(alike)
-            at_once = min(32, max(1, _MAX_LOGITS // (width * self.vocabulary)))
-            for part in (texts[i : i + at_once] for i in range(0, len(texts), at_once)):
-                ids = torch.tensor([text for text, _ in part], device=self.policy.device)
-                with evaluating(self.policy.model):
-                    out = self.policy.model(input_ids=ids, use_cache=False).logits
-                for (text, given), logits in zip(part, out, strict=True):
-                    yield from ((number, logits[given - 1 : -1].float()) for number in rows[text, given])
+        texts = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
+        return each_logits(self.policy.model, texts, self.policy.device)
 
     def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
         """The same of all completions, `[B, T, V]`, 0 where there is no token."""
@@ -233,35 +220,13 @@ class ProbeSetup:
 
         Afterwards every weight has the very bits it had.
         """
-        trainable = [p for p in self.policy.model.parameters() if p.requires_grad]
-        originals = backup(trainable)
-        device = self.policy.device
-        generator = torch.Generator(device).manual_seed(seed)
-        try:
-            with torch.no_grad():
-                for parameter in trainable:
-                    size = float(parameter.float().square().mean().sqrt()) or 1.0
-                    noise = torch.randn(parameter.shape, generator=generator, device=device) * (relative * size)
-                    parameter.add_(noise.to(parameter))
+        with perturbed_weights([p for p in self.policy.model.parameters() if p.requires_grad], relative, seed):
             yield
-        finally:
-            with torch.no_grad():
-                for parameter, before in zip(trainable, originals, strict=True):
-                    parameter.copy_(before)
 
     @property
     def vocabulary(self) -> int:
         """How many tokens the model can choose from."""
-        return int(causal_lm(self.policy.model).get_output_embeddings().weight.shape[0])
-
-
-def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies to restore from, in main memory where the device has little room beside them."""
-    devices, size = {tensor.device for tensor in tensors}, sum(tensor.nbytes for tensor in tensors)
-    free = min((torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda"), default=None)
-    if free is not None and SPARE_TIMES * size > free:
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    return [tensor.detach().clone() for tensor in tensors]
+        return vocabulary_size(self.policy.model)
 
 
 def build_setup(
@@ -340,4 +305,4 @@ def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tup
         return loaded, (f"training would refuse this model: {refusal}",)
 
 
-__all__ = ["ProbeSetup", "backup", "build_setup"]
+__all__ = ["ProbeSetup", "build_setup"]

@@ -8,11 +8,10 @@ and Rao).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy import stats
 
 from keel.lab.doctor.history import Series
 
@@ -73,6 +72,8 @@ def trend(series: Series) -> Change | None:
 
     Blocks are as long as the noise remembers, so that their medians are next to independent.
     """
+    from scipy import stats
+
     values = np.asarray(series.finite.values)
     if len(values) < LEAST:
         return None
@@ -104,8 +105,9 @@ def ends(series: Series) -> Change | None:
 
 
 def course(series: Series) -> Change | None:
-    """A steady change, or one that was over early: the less likely of the two under noise."""
-    return min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
+    """A steady change, or one that was over early: the less likely of the two under noise, counted twice."""
+    change = min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
+    return None if change is None else replace(change, chance=min(1.0, 2 * change.chance))
 
 
 def few_trend(series: Series) -> Change | None:
@@ -113,6 +115,8 @@ def few_trend(series: Series) -> Change | None:
 
     By ranks, which seven can decide, or by a line, from which fewer must not stray: the less likely, counted twice.
     """
+    from scipy import stats
+
     values = series.finite.values
     if len(values) < 5:
         return None
@@ -147,14 +151,15 @@ def jumps(series: Series, chance: float) -> list[Change]:
 
     The change from one value to the next has to stand out from all others, and to be most of the change of level.
     """
-    finite = series.finite
+    finite, window = series.finite, 10
     _, frozen = frozen_since(series)
-    if frozen >= LEAST:  # a figure that stops changing has jumped nowhere
-        finite = finite.head(len(finite) - frozen)
+    if frozen >= LEAST:  # what stops changing has no noise of its own: that before it tells whether it jumped there
+        series = finite.head(len(finite) - frozen)
+        finite = finite.head(len(finite) - frozen + window)
     values = np.asarray(finite.values)
-    if len(values) < LEAST:
+    if len(series.finite) < LEAST:
         return []
-    differences = np.diff(values)
+    differences = np.diff(values[: len(series.finite)])
     usual = np.median(differences)
     spread = max(
         MAD * float(np.median(np.abs(differences - usual))), 0.1 * float(np.std(differences)), 1e-12 * np.ptp(values)
@@ -162,7 +167,7 @@ def jumps(series: Series, chance: float) -> list[Change]:
     if not spread > 0:
         return []
     deviation, time = noise(series)
-    window, found = 10, []
+    found = []
     for index in range(5, len(values) - 4):
         step = values[index] - values[index - 1]
         if abs(step - usual) < 5 * spread:
@@ -187,6 +192,8 @@ def _overlap(before: np.ndarray, after: np.ndarray) -> bool:
 
 def _chance(change: float, deviation: float, time: float, first: int, last: int) -> float:
     """Two-sided, of a difference of two medians."""
+    from scipy import stats
+
     if change == 0 or math.isnan(deviation):
         return 1.0
     error = MEDIAN_ERROR * deviation * math.sqrt(time * (1 / first + 1 / last))
@@ -206,6 +213,8 @@ def frozen_since(series: Series) -> tuple[int, int]:
 
 def negative(series: Series, rounding: float) -> float:
     """The chance that a mean of 0 or more gives values as often, and as far, below 0."""
+    from scipy import stats
+
     finite = series.finite.values
     values = np.asarray([value for value in finite if abs(value) > rounding])
     if not len(values) or np.mean(finite) >= 0:

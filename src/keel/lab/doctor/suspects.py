@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
-import yaml
+from keel.base.yaml_text import of_package
 
 Side = Literal["at least", "at most"]
 
@@ -40,7 +39,7 @@ class Suspect:
 
 
 def _suspects() -> tuple[Suspect, ...]:
-    rows = yaml.safe_load(files("keel.lab.doctor").joinpath("suspects.yaml").read_text(encoding="utf-8"))
+    rows = of_package("keel.lab.doctor", "suspects.yaml")
     return tuple(_suspect(name, row) for name, row in rows.items())
 
 

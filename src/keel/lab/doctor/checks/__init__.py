@@ -8,10 +8,13 @@ from dataclasses import replace
 from keel.base.thresholds import Thresholds, load_thresholds
 from keel.lab.doctor.causes import explain
 from keel.lab.doctor.checks import (
+    clip,
     course,
     episodes,
     evaluation,
     exploration,
+    gradients,
+    guards,
     kl,
     optim,
     output,
@@ -37,6 +40,9 @@ CHECKS: tuple[Check, ...] = (
     *reference.CHECKS,
     *sampler.CHECKS,
     *optim.CHECKS,
+    *gradients.CHECKS,
+    *guards.CHECKS,
+    *clip.CHECKS,
     *evaluation.CHECKS,
     *course.CHECKS,
 )

@@ -17,6 +17,7 @@ from keel.lab.doctor.shapes import LEAST, Change, course, frozen_since, median, 
 KL = "KL(policy‖reference)"
 RECENT = 10  # steps that "now" is the mean of
 SMALL_VOCABULARY, LARGE_VOCABULARY = 32_000, 400_000  # of today's models
+MOVED = ("reward/mean", "entropy/mean", "length/mean")  # what a policy that moves may show
 SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
 
 
@@ -140,9 +141,9 @@ def level(thresholds: Thresholds) -> float:
     return thresholds["log_chance"] / SHAPES
 
 
-def clear(change: Change | None, thresholds: Thresholds) -> bool:
-    """Whether a change is there, and not noise."""
-    return change is not None and change.chance <= level(thresholds)
+def clear(change: Change | None, thresholds: Thresholds, tests: int = 1) -> bool:
+    """Whether a change is there, and not noise; where the clearest of several `tests` decides, each has its part."""
+    return change is not None and tests * change.chance <= level(thresholds)
 
 
 def shape_of(
@@ -160,9 +161,9 @@ def shape_of(
 
 def movement(history: History, thresholds: Thresholds) -> str | None:
     """What shows that the policy moves, other than its KL; None where nothing does."""
-    for name in ("reward/mean", "entropy/mean", "length/mean"):
+    for name in MOVED:
         series = history.get(name)
-        if series is not None and clear(change := course(series), thresholds) and change is not None:
+        if series is not None and clear(change := course(series), thresholds, len(MOVED)) and change is not None:
             return f"{name} goes from {change.before:.3g} to {change.after:.3g}"
     clipped = history.get("ratio/clip_fraction")
     if clipped is not None and clipped.mean > 0:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from bisect import bisect_left
+
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import CheckResults, level, not_recorded
+from keel.lab.doctor.checks.base import CheckResults, level, not_recorded, reward_size, saturated
 from keel.lab.doctor.findings import finding
-from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import Change, jumps
+from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.shapes import LEAST, Change, jumps, noise
 
 # What jumps for the same reason counts once: one name a family is looked at, the first that was recorded.
 FAMILIES = (
@@ -19,11 +22,16 @@ FAMILIES = (
     ("parse/ok_fraction",),
     ("prompt/length_mean",),
 )
+WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
+UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
 Jump = tuple[str, Change]
 
 
 def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
-    """Steps at which metrics of two families or more jump and stay, with these jumps; neighbouring steps are one."""
+    """Steps at which metrics of two families or more jump and stay, with these jumps; neighbouring steps are one.
+
+    A KL that jumps alone counts where nothing else that could have moved with it has.
+    """
     at: dict[int, list[Jump]] = {}
     moves = history.moves_reference
     for family in FAMILIES:
@@ -35,7 +43,44 @@ def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
         for jump in jumps(history.series[name], level(thresholds)):
             near = next((step for step in at if abs(step - jump.step) <= 1), jump.step)
             at.setdefault(near, []).append((name, jump))
-    return {step: together for step, together in at.items() if len({name for name, _ in together}) > 1}
+    alone = {step for step, row in at.items() if len(row) == 1 and _unwritten(history, step, *row[0], thresholds)}
+    return {step: row for step, row in at.items() if len({name for name, _ in row}) > 1 or step in alone}
+
+
+def _unwritten(history: History, step: int, name: str, jump: Change, thresholds: Thresholds) -> bool:
+    """Whether KL or reward alone goes up at once and stays there, while nothing that the policy does changes.
+
+    An update that takes the policy that far, or teaches it that much, changes what it writes: at least two such figures
+    must be known. A reward that falls alone is a collapse, and one that jumps to its top is a task that was solved.
+    """
+    of_reward = name == "reward/mean"
+    least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
+    if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
+        return False
+    if of_reward and (saturated(history, thresholds) or not _stays(history.series[name], jump)):
+        return False
+    others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
+    shown = [series for n in others if (series := history.get(n)) is not None and len(series.finite) >= LEAST]
+    return len(shown) >= 2 and not any(_moved(series, step) for series in shown)
+
+
+def _stays(series: Series, jump: Change) -> bool:
+    """Whether a figure keeps at least half of a jump at every later tenth of the series."""
+    later = series.finite.since(jump.step).values
+    width = max(5, len(series.finite) // 10)
+    middle = (jump.before + jump.after) / 2
+    return all(statistics.median(later[i : i + width]) > middle for i in range(0, max(1, len(later) - width), width))
+
+
+def _moved(series: Series, step: int) -> bool:
+    """Whether a figure's level changes at a step by more than its noise, beyond its course (five values a side)."""
+    values, at = series.finite.values, bisect_left(series.finite.steps, step)
+    changes = {
+        i: statistics.median(values[i : i + 5]) - statistics.median(values[i - 5 : i])
+        for i in range(5, len(values) - 4)
+    }
+    least = max(3 * noise(series)[0], UNMOVED * abs(statistics.median(values)))
+    return at not in changes or abs(changes[at] - statistics.median(changes.values())) > least
 
 
 def shift_steps(history: History, thresholds: Thresholds) -> tuple[int, ...]:

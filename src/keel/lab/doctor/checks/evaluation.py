@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_trend
+from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, reward_trend
 from keel.lab.doctor.findings import finding
-from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.history import History, Series, finite, in_order, step_of
 from keel.lab.judge import Accuracy, accuracies
 
 PART = "eval/part/"
@@ -53,6 +58,9 @@ def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
     if not trained or trend is None:
         yield not_recorded("eval/train-gap", "held-out accuracy of the trained task, twice, beside the reward")
         return
+    yield from _nothing_held_out(history, _recorded(history), thresholds)
+    yield from _perfect(history, _recorded(history), thresholds)
+    yield from _stuck(history, _recorded(history), thresholds)
     rewards = history.series["reward/mean"].finite.values
     range_ = max(rewards) - min(rewards)
     gained = trend.after - trend.before
@@ -70,10 +78,182 @@ def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
 
 def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
     """The same for held-out scores that a trainer logs as metrics: nothing at all, or a trend down."""
+    nothing = list(_nothing_held_out(history, logged, thresholds))
+    yield from nothing
+    yield from _perfect(history, logged, thresholds)
+    scores = {name: series for name, series in logged.items() if any(word in name for word in SCORES)}
+    yield from _stuck(history, scores, thresholds)
+    rises = _rises(history, thresholds)
+    if nothing or not rises:
+        return
+    for name, series in logged.items():
+        change = shapes.trend(series) or shapes.few_trend(series)
+        if not clear(change, thresholds) and "reward" not in name:
+            change = fallen_share(series)
+        if name.startswith(PART) or not clear(change, thresholds) or change is None:
+            continue
+        if -change.size > thresholds["gap_reward"] * change.before:
+            yield finding(
+                "eval/train-gap",
+                f"the reward {rises} while held-out {name.removeprefix('eval/')} "
+                f"falls from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})",
+                "the reward pays for something else than the evaluation asks, or both see different prompts",
+                "read the best paid completions; judge held-out problems by the training reward, too",
+            )
+
+
+def _stuck(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
+    """A held-out score that is the same to the last digit each time, not nothing nor all, while the reward moves.
+
+    So few completions that their sum may well be the same by chance tell nothing.
+    """
     rewards = history.get("reward/mean")
-    up = shapes.trend(rewards) if rewards is not None else None
+    change = shapes.course(rewards) if rewards is not None else None
+    if not clear(change, thresholds) or change is None:
+        return
+    if abs(change.size) <= thresholds["gap_reward"] * reward_size(history):
+        return
+    for name, series in logged.items():
+        values = series.finite.values
+        if len(set(values)) != 1 or not 0 < values[0] < thresholds["held_out_all"]:
+            continue
+        times = _evaluations(history, name, series)
+        if times >= STUCK and _chance_of_same(history, series, times) <= level(thresholds):
+            yield finding(
+                "eval/train-gap",
+                f"held-out {name.removeprefix('eval/')} is {values[0]:.6g} at each of {times} evaluations, while "
+                f"the reward goes from {change.before:.3g} to {change.after:.3g}",
+                "what is evaluated does not change with training: an engine that keeps its first weights, a checkpoint "
+                "that is loaded each time, or a cached result",
+                "compare held-out completions of the first and the last evaluation, and sync the weights before each",
+            )
+            return
+
+
+def _evaluations(history: History, name: str, series: Series) -> int:
+    """How many evaluations these points are.
+
+    A log that has them on most of its lines may repeat the last one: there as many as another figure of theirs tells.
+    """
+    rewards, points = history.get("reward/mean"), len(series.finite)
+    if name not in history.series or rewards is None or 2 * points <= len(rewards.finite):
+        return points
+    others = [s.finite.values for n, s in history.series.items() if n != name and n.startswith(EVALUATED)]
+    changes = [sum(a != b for a, b in pairwise(values)) for values in others]
+    return min(points, 1 + max(changes, default=0))
+
+
+def _chance_of_same(history: History, series: Series, times: int) -> float:
+    """That as many coins as an evaluation has completions have one and the same sum so many times."""
+    from scipy.special import bdtr
+
+    value = series.finite.values[0]
+    count = max(_completions(history, series), coins([value]))
+    sums = [float(bdtr(k, count, min(1.0, value))) for k in range(count + 1)]
+    return sum((high - low) ** times for low, high in pairwise([0.0, *sums]))
+
+
+def fallen_share(series: Series) -> shapes.Change | None:
+    """The fall of a share from its first evaluations to its last, with the chance of it where problems stay the same.
+
+    The same problems are asked each time, so that the noise of a share is at most that of as many coins as there are
+    completions, however alike those of one problem are. None where the values are no shares, or lie in no such order.
+    """
+    from scipy.special import ndtr
+
+    values = series.finite.values
+    third = len(values) // 3
+    if third < 1 or min(values) < 0 or max(values) > 1 or max(values[-third:]) >= min(values[:third]):
+        return None
+    before, after = (statistics.fmean(part) for part in (values[:third], values[-third:]))
+    both = (before + after) / 2
+    error = (2 * both * (1 - both) / (third * coins(values))) ** 0.5
+    chance = 4 * float(ndtr((after - before) / error)) if error > 0 else 1.0  # two-sided, the second of two looks
+    return shapes.Change(before, after, int(series.finite.steps[-third]), chance)
+
+
+def coins(values: Sequence[float]) -> int:
+    """The fewest completions whose shares these can be, to their last digit; no more than `FEW_COINS`.
+
+    More than those are not told from a mean over sets of different sizes, whose noise is that of the small ones.
+    """
+    digits = max(len(repr(value).partition(".")[2]) for value in values)
+    rounding = 0.5 * 10.0 ** -min(digits, 6)
+    fits = (n for n in range(1, FEW_COINS) if all(abs(v - round(v * n) / n) <= rounding for v in values))
+    return next(fits, FEW_COINS)
+
+
+def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
+    """Held-out problems that are all solved from the first evaluation on, while training pays far from all."""
+    scores = [s for n, s in logged.items() if not n.startswith(PART) and "reward" not in n and len(s.finite) >= 3]
+    rewards, missed = history.get("reward/mean"), _missed(history, thresholds)
+    if not scores or rewards is None or not missed:
+        return
+    early = min(s.finite.steps[0] for s in scores) <= rewards.steps[0] + (rewards.steps[-1] - rewards.steps[0]) / 2
+    if early and all(1 >= v >= thresholds["held_out_all"] for s in scores for v in s.finite.values):
+        yield finding(
+            "eval/train-gap",
+            f"all of {len(scores[0].finite)} evaluations solve {100 * min(scores[0].finite.values):.4g} % or more of "
+            f"the held-out problems, from step {scores[0].finite.steps[0]:.0f} on, while in training {missed}",
+            "held-out problems are not those of the task: known to the model, with the answer in the prompt, or judged "
+            "by something that all completions pass",
+            "read some held-out prompts and completions with their scores; compare them with those of training",
+        )
+
+
+def _missed(history: History, thresholds: Thresholds) -> str:
+    """What shows that much of the reward is missed in training, in the middle of the run, as text; "" if nothing does.
+
+    By its place between the lowest and the highest that is paid; or by its spread: of rewards that are never negative
+    at least 1 − m²/(m² + s²) would be 0 if they had two values. By groups: where 19 of 20 completions are right, at
+    most 1 − 0.95^G of the groups of G are not all alike.
+    """
+    mean, spread = history.get("reward/mean"), history.get("reward/std")
+    highest, lowest = history.get("reward/max"), history.get("reward/min")
+    if mean is None:
+        return ""
+    usual = shapes.median(mean)
+    if highest is not None and lowest is not None:
+        low, high = min(lowest.finite.values), max(highest.finite.values)
+        missed = usual - low < thresholds["mostly_paid"] * (high - low)
+        return f"the reward is {usual:.3g}, of {low:.3g} to {high:.3g}" if missed else ""
+    none = history.get("reward/solved_none_fraction")
+    if none is not None:
+        share = shapes.median(none)
+        return f"{100 * share:.0f} % of the groups hold no right completion" if share > 0.1 else ""
+    if spread is not None and min(mean.finite.values) >= 0:
+        width = shapes.median(spread)
+        missed = usual**2 < thresholds["mostly_paid"] * (usual**2 + width**2)
+        return f"rewards are {usual:.3g} ± {width:.2g} a completion" if missed else ""
+    alike, size = history.get("reward/zero_variance_fraction"), history.figure("rollout.num_generations")
+    if alike is None or size is None:
+        return ""
+    mixed = 1 - shapes.median(alike)
+    sure = 1 - MOSTLY_RIGHT**size < mixed < 1  # rewards that are graded finely are never alike
+    return f"{100 * mixed:.0f} % of the groups of {size:.0f} hold rewards that differ" if sure else ""
+
+
+def _rises(history: History, thresholds: Thresholds) -> str:
+    """That the reward rises, as text; "" where it does not."""
+    rewards = history.get("reward/mean")
+    up = shapes.course(rewards) if rewards is not None else None
     rises = clear(up, thresholds) and up is not None and up.size > 0
-    course = f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else _paid(history, thresholds)
+    return f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else ""
+
+
+def _recorded(history: History) -> dict[str, Series]:
+    """Held-out accuracy of the trained tasks as series, from the evaluations of a run of Keel's."""
+    rows: dict[str, list[tuple[float, Any]]] = {}
+    for record in history.evaluations:
+        if record.get("split") != "retention":
+            rows.setdefault(f"eval/{record.get('task', 'task')}", []).append((step_of(record), record.get("pass@1")))
+    series = {name: in_order(points) for name, points in rows.items()}
+    return {name: row for name, row in series.items() if len(row.finite)}
+
+
+def _nothing_held_out(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
+    """Held-out scores of nothing at every evaluation, while training is paid."""
+    course = _rises(history, thresholds) or _paid(history, thresholds)
     unseen = _at_zero(history, logged, thresholds) if course else None
     if unseen is not None:
         name, chance = unseen
@@ -87,19 +267,6 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
             "judge held-out completions by the training reward, and read one with its prompt",
             severity="warning" if chance <= level(thresholds) else "note",
         )
-        return
-    for name, series in logged.items() if rises else ():
-        change = shapes.trend(series) or shapes.few_trend(series)
-        if name.startswith(PART) or not clear(change, thresholds) or change is None:
-            continue
-        if -change.size > thresholds["gap_reward"] * change.before:
-            yield finding(
-                "eval/train-gap",
-                f"the reward {course} while held-out {name.removeprefix('eval/')} "
-                f"falls from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})",
-                "the reward pays for something else than the evaluation asks, or both see different prompts",
-                "read the best paid completions; judge held-out problems by the training reward, too",
-            )
 
 
 def _paid(history: History, thresholds: Thresholds) -> str:
@@ -145,10 +312,27 @@ def _chance_of_nothing(history: History, scores: Series, share: float) -> float:
     """Of scores this low where a share is right: of one completion an evaluation, unless the log tells how many."""
     from scipy.special import bdtr
 
-    seconds, rate = history.get("other/eval_runtime"), history.get("other/eval_samples_per_second")
-    count = max(1, round(seconds.mean * rate.mean)) if seconds is not None and rate is not None else 1
+    count = _completions(history, scores)
     right = max(0.0, count * sum(scores.finite.values))
     return float(bdtr(right, count * len(scores.finite), min(1.0, max(0.0, share))))
 
 
+def _completions(history: History, scores: Series) -> int:
+    """How many an evaluation has at least: as recorded, by its time, or by the smallest share that one of them is."""
+    counts = [count for record in history.evaluations if (count := finite(record.get("n"))) is not None]
+    seconds, rate = history.get("other/eval_runtime"), history.get("other/eval_samples_per_second")
+    if counts:
+        return max(1, round(min(counts)))
+    if seconds is not None and rate is not None:
+        return max(1, round(seconds.mean * rate.mean))
+    smallest = min((value for value in scores.finite.values if value > 0), default=1.0)
+    return max(1, min(round(1 / smallest), MOST_COMPLETIONS))
+
+
+MOSTLY_RIGHT = 0.95
+SCORES = ("acc", "reward", "score", "pass", "success", "correct", "solve")  # in names: other figures may be settings
+STUCK = 5  # evaluations: of a hundred coins two have the same sum once in ten times
+EVALUATED = ("eval/", "other/eval")  # how names of held-out figures begin
+FEW_COINS = 100  # completions that a share is taken to be of where its digits tell of as many
+MOST_COMPLETIONS = 1000  # that a share of a score is taken to tell
 CHECKS = (retention, train_gap)

@@ -1,38 +1,34 @@
-"""Updates: too large, not finite, spiking, all clipped, or undone by a guard."""
+"""How far updates take the policy: too far at once, nowhere, or back to 0 by weight decay."""
 
 from __future__ import annotations
 
 import math
-import statistics
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.advice import changes, either, setting, times, warmed_up
+from keel.lab.doctor.advice import either, setting, times, warmed_up
 from keel.lab.doctor.checks.base import (
     KL,
     RECENT,
     CheckResults,
     Unchecked,
-    clear,
     movement,
     not_recorded,
-    omitted_steps,
     opt,
-    reward_ranges,
     reward_rose,
     reward_trend,
 )
-from keel.lab.doctor.checks.reward import advantage_size
+from keel.lab.doctor.checks.clip import unlike
 from keel.lab.doctor.early import early_moves
-from keel.lab.doctor.findings import CODES, Finding, Options, finding
-from keel.lab.doctor.history import History, step_of
-from keel.lab.doctor.shapes import LEAST, frozen_since, median, trend
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.history import History
+from keel.lab.doctor.shapes import LEAST, frozen_since, median
 
 
 def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:
     """How far single updates move the policy, while the learning rate first reaches its full size."""
     code, limit = "optim/lr-too-high", thresholds["kl_per_update"]
     within = history.get("kl/old_policy/k3/mean") or history.get("kl/old_policy/k1/mean")
-    if within is not None and within.head(RECENT).mean > limit and not _unlike(history, thresholds):
+    if within is not None and within.head(RECENT).mean > limit and not unlike(history, thresholds):
         yield _too_high(history, f"KL(old‖policy) within a batch is {within.head(RECENT).mean:.3g} nats per token")
         return
     if history.kl is None:
@@ -196,196 +192,6 @@ def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, i
 FROZEN = {"entropy/mean": "the entropy", "grad/norm": "the gradient norm", "loss/total": "the loss"}
 
 
-def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
-    """A gradient of 0 at steps whose groups differ in reward."""
-    code, norms = "loss/no-gradient", history.get("grad/norm")
-    differing = _differing(history, thresholds)
-    if norms is None or differing is None:
-        yield not_recorded(code, "the gradient norm" if norms is None else "whether the groups' rewards differ")
-        return
-    finite = norms.finite
-    live = [(s, v) for s, v in zip(finite.steps, finite.values, strict=True) if s in differing]
-    zero = [int(s) for s, v in live if v <= thresholds["grad_zero"]]
-    if len(zero) >= 3 and len(zero) > thresholds["idle_share"] * len(live):
-        rates = history.get("optim/learning_rate")
-        yield finding(
-            code,
-            f"the gradient norm is at most {thresholds['grad_zero']:g} at {len(zero)} of {len(live)} logged steps "
-            f"whose groups differ in reward, first at step {zero[0]}"
-            + (f"; the learning rate is {median(rates):.3g}" if rates is not None else ""),
-            "the loss does not depend on the trained weights: it is detached, every token is masked out of it, "
-            "advantages are lost on the way, or nothing that is trainable is used",
-            "take the gradient of the loss on one batch; see the loss mask, requires_grad, and where advantages are "
-            "multiplied in",
-        )
-
-
-def _differing(history: History, thresholds: Thresholds) -> set[float] | None:
-    """The steps at which groups differ in reward; None where the log does not show it."""
-    silent = history.get("reward/zero_variance_fraction")
-    if silent is not None:
-        limit = thresholds["zero_variance_groups"]
-        return {s for s, v in zip(silent.steps, silent.values, strict=True) if v < limit}
-    spreads = [history.get("reward/within_group_std") or history.get("advantage/max"), reward_ranges(history)]
-    if spreads[0] is None:
-        return None
-    return set.intersection(
-        *({s for s, v in zip(x.steps, x.values, strict=True) if v > 0} for x in spreads if x is not None)
-    )
-
-
-def non_finite(history: History, thresholds: Thresholds) -> CheckResults:
-    """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
-    watched = [history.series[name] for name in ("loss/total", "loss/policy", "grad/norm") if name in history.series]
-    skipped = history.get("guard/nonfinite") or history.get("guard/skipped")
-    if not watched and skipped is None:
-        yield not_recorded("optim/non-finite", "loss, gradient norm or skipped updates")
-        return
-    bad_steps = {step for series in watched for step in series.bad_steps}
-    for name in ("loss/total", "grad/norm"):
-        bad_steps.update(omitted_steps(history, name, "optim/learning_rate"))
-    if skipped is not None:
-        bad_steps |= {int(step) for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0}
-    skips = [event for event in history.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
-    bad = bad_steps | {step_of(event) for event in skips if event.get("cause") != "spike"}
-    if not bad:
-        return
-    steps = max(len(series) for series in (*watched, *([skipped] if skipped is not None else [])))
-    lasting = bool(bad_steps) and (
-        len(bad_steps) > thresholds["skipped_share"] * steps or max(bad_steps) >= history.steps
-    )
-    shown = ", ".join(map(str, sorted(bad)[:5])) + (" …" if len(bad) > 5 else "")
-    yield finding(
-        "optim/non-finite",
-        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(bad_steps)} of them among "
-        f"the {steps} that count",
-        "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
-        either(
-            either(
-                setting("{} to rule out precision", _in_full(history), "full precision to rule rounding out"),
-                times(history.config, "optim.learning_rate", 0.1, "a tenth of", history.source),
-            ),
-            "the kept batch of a skipped step shows which number was first",
-            joined="; ",
-        ),
-        severity="error" if lasting else "warning",
-    )
-
-
-def _in_full(history: History) -> Options:
-    return changes(history.config, {"model.dtype": "float32"}) if history.source == "keel" else {}
-
-
-def spike(history: History, thresholds: Thresholds) -> CheckResults:
-    """Gradient norms far above those of the updates before them; a few of many are only noted, clipping holds them."""
-    series = history.get("grad/norm")
-    if series is None:
-        yield not_recorded("optim/spike", "the gradient norm")
-        return
-    finite = series.finite
-    live = [(step, value) for step, value in zip(finite.steps, finite.values, strict=True) if value > 0]
-    skipped_steps = _skipped_steps(history)
-    spikes: list[tuple[int, float, float]] = []
-    applied: list[float] = []
-    for at, norm in live:
-        usual = statistics.median(applied[-50:]) if len(applied) >= 10 else None
-        if usual and norm > thresholds["grad_spike"] * usual:
-            spikes.append((int(at), norm, usual))
-        if at not in skipped_steps:  # a spike that was skipped must not become the usual
-            applied.append(norm)
-    growth = trend(series)
-    if not spikes:
-        if (
-            growth is not None
-            and clear(growth, thresholds)
-            and growth.after > thresholds["grad_spike"] * growth.before > 0
-        ):
-            yield finding(
-                "optim/spike",
-                f"the gradient norm grows from {growth.before:.3g} to {growth.after:.3g} over {series.span} (chance "
-                f"under noise: {growth.chance:.1g})",
-                "updates become larger, or rewards and log-ratios more extreme, as the run goes on",
-                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
-            )
-        return
-    step, value, median = max(spikes, key=lambda item: item[1] / item[2])
-    skipped = sum(at in skipped_steps for at, _, _ in spikes)
-    many = len(spikes) >= 3 and len(spikes) > thresholds["spike_share"] * len(live)
-    unclipped = history.source == "keel" and history.option("optim.max_grad_norm") is None and bool(history.config)
-    yield finding(
-        "optim/spike",
-        f"{len(spikes)} of {len(live)} steps spike; the largest is {value:.3g} at step {step}, "
-        f"{value / median:.0f} times the running median of {median:.3g}"
-        + (f"; {skipped} of them were skipped" if skipped else ""),
-        "a rare completion with a large advantage or a large log-ratio rules the update",
-        either(
-            either(
-                setting("{}, the running median", _clipped(history, median)),
-                setting("{}", changes(history.config, {"guards.on_spike": "skip"}) if history.source == "keel" else {}),
-            ),
-            "look at that step's rollouts",
-            joined="; ",
-        ),
-        severity="warning" if many or unclipped else "note",
-    )
-
-
-def _clipped(history: History, median: float) -> Options:
-    """Clipping at the usual norm, where it is looser than that."""
-    now, limit = history.option("optim.max_grad_norm"), float(f"{median:.2g}")
-    loose = now is None or (isinstance(now, int | float) and now > limit)
-    return {opt(history, "optim.max_grad_norm"): limit} if loose else {}
-
-
-def _skipped_steps(history: History) -> set[float]:
-    """Steps that made none of their updates."""
-    shares = history.get("guard/skipped")
-    return set() if shares is None else {s for s, v in zip(shares.steps, shares.values, strict=True) if v >= 1}
-
-
-def all_clipped(history: History, thresholds: Thresholds) -> CheckResults:
-    """The share of tokens whose ratio is clipped, now or on average, and ratios that no update can have made."""
-    code, share = "ratio/all-clipped", history.get("ratio/clip_fraction")
-    low, high = history.get("ratio/clip_low_fraction"), history.get("ratio/clip_high_fraction")
-    unlike = _unlike(history, thresholds)
-    sides = [share] if share is not None else [side for side in (low, high) if side is not None]
-    if not sides and history.get("ratio/mean") is None:
-        yield not_recorded(code, "the share of clipped ratios")
-    mean = max(sum(side.mean for side in sides), sum(side.finite.tail(RECENT).mean for side in sides))
-    clipped = mean > thresholds["clipped_ratios"]
-    if clipped or unlike:
-        yield finding(
-            code,
-            "; ".join(filter(None, (f"{100 * mean:.0f} % of the ratios are clipped on average" * clipped, unlike))),
-            "old and current log-probabilities are not the same quantity: sums against means, filtered against "
-            "unfiltered, another temperature, another mask",
-            "take both from the same scoring function at the sampling temperature; keel doctor on the configuration "
-            "compares them",
-        )
-
-
-def _unlike(history: History, thresholds: Thresholds) -> str:
-    """What shows that old and current log-probabilities are not those of one policy some updates apart; "" if nothing.
-
-    The policy is then far from the one that sampled and has gone nowhere, or ratios do not have a mean of 1.
-    """
-    within = history.get("kl/old_policy/k3/mean") or history.get("kl/old_policy/k1/mean")
-    if within is not None and history.kl is not None:
-        apart, moved = within.finite.head(RECENT).mean, max(history.kl[1].finite.head(RECENT).values)
-        if apart > max(thresholds["kl_per_update"], UNLIKE * max(moved, thresholds["kl_at_start"])):
-            return (
-                f"KL(old‖policy) is {apart:.3g} nats per token over {within.head(RECENT).span}, and {KL} at most "
-                f"{moved:.2g} in the same steps"
-            )
-    ratio = history.get("ratio/mean")
-    if ratio is not None and abs(median(ratio) - 1) > thresholds["sampler_ratio"]:
-        return f"the mean ratio is {median(ratio):.3g} (median over {ratio.span}), and 1 by definition"
-    return ""
-
-
-UNLIKE = 10  # times what the policy has moved: twice the distance is four times the KL
-
-
 def decayed(history: History, thresholds: Thresholds) -> CheckResults:
     """What decoupled weight decay leaves of the first update at the run's end: exp(−Σ rate · decay)."""
     code, rates, decays = "optim/weight-decay", history.get("optim/learning_rate"), history.get("optim/weight_decay")
@@ -406,72 +212,4 @@ def decayed(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
-def guards(history: History, thresholds: Thresholds) -> CheckResults:
-    """What the loop's guards did, in their own words."""
-    if not any(event.get("kind") in ("stop", "rollback") for event in history.events):
-        return
-    from keel.trainer.guards import guard_findings
-
-    for fields in guard_findings(history.events):
-        if fields["code"] in CODES:  # a log made by hand may name any
-            yield finding(**fields)
-
-
-def skips(history: History, thresholds: Thresholds) -> CheckResults:
-    """The share of updates that guards have skipped."""
-    code, skipped = "guard/skips-all", history.get("guard/skipped")
-    if skipped is None:
-        yield not_recorded(code, "the share of skipped updates")
-    elif len(skipped.finite) >= RECENT and skipped.mean > thresholds["skipped_most"]:
-        reasons = {"guard/nonfinite": "not finite", "guard/spike": "spikes", "guard/over_budget": "over the KL budget"}
-        shares = {text: series.mean for name, text in reasons.items() if (series := history.get(name)) is not None}
-        counted = ", ".join(f"{100 * share:.0f} % {text}" for text, share in shares.items() if share > 0)
-        yield finding(
-            code,
-            f"guards skipped {100 * skipped.mean:.0f} % of the updates over {skipped.span}"
-            + (f" ({counted})" if counted else ""),
-            "a guard that is for the rare answers to the usual: its limit lies within what ordinary updates scatter by",
-            either(
-                setting("{}", changes(history.config, {"guards.on_spike": "warn"}) if history.source == "keel" else {}),
-                "a looser limit of the guard; events.jsonl names which one skipped",
-            ),
-        )
-
-
-def cut_down(history: History, thresholds: Thresholds) -> CheckResults:
-    """Gradients that are far above their limit from the first step to the last, by norm and by limit."""
-    code, norms = "loss/scale", history.get("grad/norm")
-    limit = history.figure("optim.max_grad_norm")
-    usual = limit is None and history.source in TRAINERS
-    if norms is None or (limit is None and not usual):
-        yield not_recorded(code, "the gradient norm" if norms is None else "the limit on the gradient norm")
-        return
-    limit = 1.0 if limit is None else limit
-    least = thresholds["grad_cut_down"] * max(limit, 1.0)
-    if limit <= 0 or len(norms.finite) < LEAST or min(norms.finite.values) <= least:
-        return
-    middle = median(norms)
-    size = advantage_size(history)
-    large = size is not None and size[0] > thresholds["reward_scale"]
-    name = opt(history, "optim.max_grad_norm")
-    yield finding(
-        "reward/scale" if large else code,
-        f"the gradient norm is {middle:.3g} (median over {norms.span}) and never under {min(norms.finite.values):.3g}: "
-        f"{name} = {limit:g}{', the usual default,' if usual else ''} divides every update by {middle / limit:.3g}"
-        + (f"; {size[1]} {size[0]:.3g}" if size is not None and large else ""),
-        "the reward's scale multiplies the gradient, and clipping leaves only its direction"
-        if large
-        else "the loss is a sum where it is meant as a mean, over tokens or completions, or is multiplied by a scale: "
-        "clipping leaves only the direction of an update, so that a batch that says little moves as much as one that "
-        "says a lot",
-        "divide the reward, or let advantages be divided by their deviation"
-        if large
-        else f"see what the loss is divided by (tokens, completions, accumulation steps); with {name} near the usual "
-        "norm only what is rare is clipped",
-        severity="warning",
-    )
-
-
-TRAINERS = ("TRL", "verl", "OpenRLHF", "NeMo-RL", "prime-rl")  # each clips at 1 unless told otherwise
-
-CHECKS = (lr_too_high, no_update, no_gradient, non_finite, all_clipped, decayed, spike, skips, cut_down, guards)
+CHECKS = (lr_too_high, no_update, decayed)

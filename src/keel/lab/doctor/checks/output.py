@@ -21,7 +21,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History, Series, finite
-from keel.lab.doctor.shapes import course, trend
+from keel.lab.doctor.shapes import MEDIAN_ERROR, course, ends, noise, trend
 
 
 def random_weights(history: History, thresholds: Thresholds) -> CheckResults:
@@ -117,12 +117,13 @@ def unparseable(history: History, thresholds: Thresholds) -> CheckResults:
     if series is None:
         yield not_recorded("output/unparseable", "the share of readable completions")
         return
-    now = series.tail(RECENT)
-    if now.mean >= thresholds["parse_rate_warning"] or reward_rose(history, thresholds):
+    now, most = series.tail(RECENT), thresholds["parse_rate_warning"]
+    stays = "" if now.mean < most else _stays_unreadable(series, thresholds)
+    if not (now.mean < most or stays) or reward_rose(history, thresholds):
         return
     yield finding(
         "output/unparseable",
-        f"{100 * now.mean:.1f} % of the completions of {now.span} could be read",
+        f"{100 * now.mean:.1f} % of the completions of {now.span} could be read{stays}",
         "the model does not know the answer's form: a base model without examples, a wrong chat template, random "
         "weights",
         "a warmstart section on gold answers, or a system prompt that shows the form (data.system_prompt), and a "
@@ -130,6 +131,20 @@ def unparseable(history: History, thresholds: Thresholds) -> CheckResults:
         severity="error" if now.mean < thresholds["parse_rate"] else "warning",
         share=1 - now.mean,
     )
+
+
+def _stays_unreadable(series: Series, thresholds: Thresholds) -> str:
+    """That most completions cannot be read all along, and that it gets no better, as text; "" where it does.
+
+    A form that is being learned is read ever more often: the upper end of what the share has gained decides.
+    """
+    change, (deviation, memory) = ends(series), noise(series)
+    if change is None or max(series.finite.tail(2 * RECENT).values) >= thresholds["parse_rate_misfit"]:
+        return ""
+    error = MEDIAN_ERROR * deviation * math.sqrt(2 * memory / max(5, len(series.finite) // 10))
+    if change.size + thresholds["flat_reward"] * error > thresholds["flat_gain"]:
+        return ""
+    return f", {100 * change.before:.1f} % at first: it does not grow in {len(series.finite)} logged steps"
 
 
 def longer(history: History, thresholds: Thresholds) -> CheckResults:

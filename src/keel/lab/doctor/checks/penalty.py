@@ -141,6 +141,17 @@ def steered(history: History, thresholds: Thresholds) -> CheckResults:
     if betas is None:
         yield not_recorded("kl/controller", "β")
         return
+    turns = swings(betas, thresholds["controller_swing"])
+    if turns >= 3 and history.kl is not None and swings(history.kl[1], thresholds["controller_swing"]) >= 2:
+        yield finding(
+            "kl/controller",
+            f"β goes up and down {turns} times by more than {thresholds['controller_swing']:g} times, between "
+            f"{min(betas.finite.values):.3g} and {betas.top()[1]:.3g}, and {history.kl[0]} with it",
+            "the controller answers too strongly, or to a KL of too long ago: each correction overshoots, and the run "
+            "is by turns without a penalty and held by one",
+            "a smaller gain or a longer horizon of the controller, or a constant β of the size in between",
+        )
+        return
     first, (step, largest), lowest = betas.finite.values[0], betas.top(), min(betas.finite.values)
     if lowest < 0 or largest > max(thresholds["controller_beta"], 10 * first):
         yield finding(
@@ -150,6 +161,19 @@ def steered(history: History, thresholds: Thresholds) -> CheckResults:
             "a controller whose target is out of reach, or whose sign or unit is another one, goes on without end",
             "bounds on β, and a target in the unit in which the KL is measured",
         )
+
+
+def swings(series: Series, factor: float) -> int:
+    """How often a positive figure turns, each time by more than a factor: rises and falls one after the other."""
+    count, direction = 0, 0
+    low = high = 0.0
+    for value in (value for value in series.finite.values if value > 0):
+        low, high = (min(low, value), max(high, value)) if low else (value, value)
+        if direction <= 0 and value > factor * low:
+            count, direction, high = count + 1, 1, value
+        elif direction >= 0 and factor * value < high:
+            count, direction, low = count + 1, -1, value
+    return count
 
 
 def rejected(history: History, thresholds: Thresholds) -> CheckResults:

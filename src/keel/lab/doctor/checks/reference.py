@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import KL, CheckResults, clear, movement, not_recorded, reward_size
+from keel.lab.doctor.checks.base import (
+    KL,
+    RECENT,
+    CheckResults,
+    clear,
+    movement,
+    not_recorded,
+    reward_ranges,
+    reward_size,
+)
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import LEAST, fall, noise
+from keel.lab.doctor.shapes import LEAST, course, fall, noise
 
 
 def follows(history: History, thresholds: Thresholds) -> CheckResults:
@@ -17,7 +28,10 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
         return
     name, series = history.kl
     most = max(abs(value) for value in series.finite.values)
-    if len(series.finite) < LEAST or most > thresholds["kl_no_move"] or history.beta == 0:
+    if len(series.finite) >= LEAST and most > thresholds["kl_no_move"]:
+        yield from _outrun(history, thresholds)
+        return
+    if len(series.finite) < LEAST or history.beta == 0:
         return
     moving = movement(history, thresholds) or ("the reference is meant to move" if history.moves_reference else None)
     if moving is None:
@@ -33,6 +47,49 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
         "reference that is synced on purpose, every hundred steps or so and in part",
         severity="note" if unsure else None,
     )
+
+
+def _outrun(history: History, thresholds: Thresholds) -> CheckResults:
+    """A reward that has gained more than a policy this near the reference can.
+
+    By Pinsker's inequality |ΔE[r]| ≤ range · √(KL/2), with the KL of a completion, here at both ends of the log.
+    """
+    rewards, lengths = history.get("reward/mean"), history.get("length/mean")
+    if history.kl is None or rewards is None or lengths is None or history.moves_reference:
+        return
+    (name, series), change, widest = history.kl, course(rewards), _reward_range(history)
+    if not clear(change, thresholds) or change is None or widest is None:
+        return
+    length = max(lengths.finite.values)
+    ends = [max(0.0, *part.values) for part in (series.finite.head(RECENT), series.finite.tail(RECENT))]
+    most = widest * sum(math.sqrt(kl * length / 2) for kl in ends)
+    if not abs(change.size) > OUTRUN * most:
+        return
+    yield finding(
+        "reference/follows",
+        f"the reward goes from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g}); "
+        f"{name} is {ends[1]:.2g} nats per token over {series.tail(RECENT).span}: a policy that near to where it "
+        f"started could differ by {most:.2g} at most (completions of up to {length:.0f} tokens)",
+        "what is logged is no distance to where training started: the reference follows the policy, is scored with the "
+        "policy's adapter on, or the KL is that of one update; or problems have become easier",
+        "score the reference with the weights that training started from; with an adapter, with the adapter off; "
+        "nothing, if the problems change in the course of the run",
+    )
+
+
+def _reward_range(history: History) -> float | None:
+    """From the lowest reward to the highest, or as wide as their deviation tells; None where neither is logged.
+
+    Means alone tell of no range: those of steps hardly differ, however far rewards do.
+    """
+    ranges, rewards, spread = reward_ranges(history), history.get("reward/mean"), history.get("reward/std")
+    known = [*(ranges.finite.values if ranges is not None else ())]
+    known += [6 * value for value in spread.finite.values] if spread is not None else []
+    values = rewards.finite.values if rewards is not None else (0.0,)
+    return max(*known, max(values) - min(0.0, *values), 1.0) if known else None
+
+
+OUTRUN = 1.5  # times what the inequality allows: KL and length are means of a batch
 
 
 def dropped(history: History, thresholds: Thresholds) -> CheckResults:

@@ -103,6 +103,8 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     now, all_along = share.tail(RECENT), share.mean > limit
     if now.mean <= limit:
         return
+    finite_shares = share.finite.values
+    idle = sum(value > limit for value in finite_shares) / len(finite_shares)
     reward = history.get("reward/mean")
     level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
     done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
@@ -111,7 +113,7 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     yield finding(
         "reward/constant",
         f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
-        + ("; so it was in the whole run" if all_along else ""),
+        + ("; so it was in the whole run" if all_along else f"; so it was at {100 * idle:.0f} % of the steps"),
         "the task is solved: every completion earns the full reward"
         if done
         else "every completion fails, or every one succeeds, or the reward does not look at the completion",
@@ -122,7 +124,8 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
             "problems that succeed now and then (easier ones, a warm start)",
             "a reward part that pays for coming closer",
         ),
-        severity=None if not done else "warning" if all_along else "note",  # what was solved on the way was learned
+        # what was solved on the way was learned, but most of the run's steps had nothing to learn from
+        severity=None if not done else "warning" if all_along or idle > thresholds["mostly_idle"] else "note",
         share=now.mean,
     )
 
@@ -191,7 +194,7 @@ def part_falling(history: History, thresholds: Thresholds) -> CheckResults:
         if (
             series is not None
             and change is not None
-            and clear(change, thresholds)
+            and clear(change, thresholds, len(parts))
             and -change.size > thresholds["gap_reward"] * max(abs(change.before), abs(change.after))
         ):
             yield finding(

@@ -10,7 +10,7 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, unfiltered
 from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
 from keel.lab.doctor.findings import Advice, finding
-from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.history import LARGEST, History, Series
 
 
 def sampler(history: History, thresholds: Thresholds) -> CheckResults:
@@ -31,9 +31,9 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
         for code in codes:
             yield Unchecked(code, "only the largest gap of a token was recorded, which one rare token decides")
         return
-    size = max(gaps, key=lambda gap: gap.series.finite.tail(RECENT).mean / gap.warning)
-    first, now = size.series.finite.head(1), size.series.finite.tail(RECENT)
-    grew = len(size.series.finite) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
+    size = max(gaps, key=lambda gap: gap.series.tail(RECENT).mean / gap.warning)
+    first, now = size.series.head(1), size.series.tail(RECENT)
+    grew = len(size.series) > 1 and now.mean > thresholds["sampler_gap_growth"] * max(
         first.mean, thresholds["sampler_rounding"]
     )
     behind = _left_behind(history, now) if size.name == KL else None
@@ -48,7 +48,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
         f"{first.span}{worst}"
         + (f"; it is {100 * behind:.0f} % of what the policy has moved" if never_synced and behind is not None else "")
     )
-    if grew and ahead:
+    if ahead and (grew or _policy_age(history) > thresholds["sample_age"]):
         yield finding(
             "sampler/too-old",
             evidence,
@@ -90,6 +90,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
 
 
 KL = "KL(sampler‖policy)"
+AGES = ("staleness/mean", "other/off_policy/mean")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class _Gap:
 
 
 def _gaps(history: History, thresholds: Thresholds) -> list[_Gap]:
-    """All that was recorded, each in a unit that has a limit."""
+    """All that was recorded, each in a unit that has a limit; what overflows in its unit is the largest number."""
     limits = thresholds["sampler_kl_warning"], thresholds["sampler_kl_error"]
     probability = thresholds["sampler_probability_warning"], thresholds["sampler_probability_error"]
     ways: list[tuple[str, str, str, Callable[[float], float], tuple[float, float]]] = [
@@ -125,7 +126,7 @@ def _gaps(history: History, thresholds: Thresholds) -> list[_Gap]:
         ("sampler/probability_gap_mean", "the mean difference of sampled tokens' probabilities", "", abs, probability),
     ]
     return [
-        _Gap(name, unit, Series.of((s, size(v)) for s, v in zip(*_points(series), strict=True)), *limit)
+        _Gap(name, unit, Series.of((s, min(size(v), LARGEST)) for s, v in zip(*_points(series), strict=True)), *limit)
         for metric, name, unit, size, limit in ways
         if (series := history.get(metric)) is not None
     ]
@@ -136,9 +137,9 @@ def _points(series: Series) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _policy_age(history: History) -> float:
-    """Steps that samples are old on average, where another trainer says so."""
-    ages = history.get("other/off_policy/mean")
-    return ages.mean if ages is not None else 0.0
+    """Steps that samples are old on average, where the log says so."""
+    ages = [series.mean for name in AGES if (series := history.get(name)) is not None]
+    return max(ages, default=0.0)
 
 
 def _few_samples(history: History, thresholds: Thresholds) -> CheckResults:
@@ -148,7 +149,7 @@ def _few_samples(history: History, thresholds: Thresholds) -> CheckResults:
         series = history.get(name)
         return series.finite.tail(RECENT).mean if series is not None else sound
 
-    ess, together = now("mismatch/ess", 1.0), now("sampler/correlation", 1.0)
+    ess, together = now("mismatch/ess", now("ratio/ess", 1.0)), now("sampler/correlation", 1.0)
     ratio, rejected = now("ratio/sampler_mean", 1.0), now("mismatch/rejected_fraction", 0.0)
     if ess < thresholds["mismatch_ess"]:
         figure = f"the effective sample size of the importance weights is {100 * ess:.0f} % of the samples"

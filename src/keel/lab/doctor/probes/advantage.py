@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 
 import torch
@@ -42,12 +42,28 @@ def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         )
     else:
         lines.append("no group has rewards that differ: there is no spread to divide by")
+    findings = (*findings, *_amplified_parts(setup, thresholds), *_dealt_out(setup))
     figures |= length_bias(rows.action_mask, setup)
     lines.append(
         f"loss_type={setup.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
         f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
     )
     return ProbeResult("advantage", findings, figures, tuple(lines))
+
+
+def _dealt_out(setup: ProbeSetup) -> Iterator[Finding]:
+    """Rewards that are dealt out within their groups: a control, and no training."""
+    seed = setup.config.reward.shuffle
+    if seed is None:
+        return
+    yield finding(
+        "reward/gold",
+        f"reward.shuffle={seed} deals the rewards of each group out at random: a right answer earns no more than a "
+        "wrong one",
+        "this is a control that must not learn: whatever moves in it is not the rewards' doing",
+        propose("nothing, if the control is meant; to train, set {}", {"reward.shuffle": None}),
+        severity="warning",
+    )
 
 
 def group_spreads(rewards: Tensor, group: Tensor) -> Tensor:
@@ -99,6 +115,46 @@ def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresho
         propose("set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}),
         severity=None if typical else "note",
     )
+
+
+def _amplified_parts(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Parts that are normalised one by one: one whose differences are nothing beside its own size is noise.
+
+    A part that is counted in small units differs by as much as its size, and normalising it is meant.
+    """
+    if setup.config.reward.aggregate != "normalised_sum":
+        return
+    limit = thresholds["advantage_amplification"]
+    for part in (part for part in setup.built.judge.parts if part.weight != 0.0):
+
+        def tiny(groups: Sequence[Group], name: str = part.name) -> list[float]:
+            """Of the groups that a part tells apart, which it does by next to nothing."""
+            rows = [[reward.parts[name] for reward in group.rewards if name in reward.parts] for group in groups]
+            spreads = [(stdev(row), max(map(abs, row))) for row in rows if len(row) > 1]
+            return [float(limit * spread < min(1.0, size)) for spread, size in spreads if spread > SAME]
+
+        def by_chance(groups: Sequence[Group], tiny: Callable[[Sequence[Group]], list[float]] = tiny) -> bool:
+            return chance_above(tiny(groups), thresholds["healthy_amplified"]) > level(thresholds)
+
+        def undecided(
+            groups: Sequence[Group],
+            tiny: Callable[[Sequence[Group]], list[float]] = tiny,
+            by_chance: Callable[[Sequence[Group]], bool] = by_chance,
+        ) -> bool:
+            return fmean(tiny(groups) or [0.0]) > 0.5 and by_chance(groups)
+
+        groups = more_groups(setup, "advantage/amplified", undecided)
+        shares = tiny(groups)
+        if fmean(shares or [0.0]) <= 0.5 or by_chance(groups):
+            continue
+        yield finding(
+            "advantage/amplified",
+            f"in {sum(shares):.0f} of {len(shares)} groups that {part.name} tells apart it does so by under "
+            f"1/{limit:g} of its size, and reward.aggregate=normalised_sum gives that a spread of {abs(part.weight):g}",
+            "each part is divided by its own spread before parts are added, so that noise in one counts as much as a "
+            "right answer in another",
+            propose("set {}, or leave that part out", {"reward.aggregate": "sum"}),
+        )
 
 
 def length_bias(mask: Tensor, setup: ProbeSetup) -> dict[str, float]:

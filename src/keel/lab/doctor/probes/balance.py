@@ -27,7 +27,8 @@ from keel.lab.doctor.probes.reach import course, gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
-from keel.lab.doctor.setup import ProbeSetup, backup
+from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.weights import backup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages

@@ -11,7 +11,7 @@ from keel.base.types import Completion, Group, Reward
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.alignment import alignment_findings
-from keel.lab.doctor.probes.episodes import episode_findings, unfinished
+from keel.lab.doctor.probes.episodes import episode_findings
 from keel.lab.doctor.probes.evidence import (
     SAME,
     at_least,
@@ -22,15 +22,18 @@ from keel.lab.doctor.probes.evidence import (
     level,
     more_groups,
 )
+from keel.lab.doctor.probes.fickle import fickle_findings
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
+from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
+from keel.lab.doctor.probes.writable import unwritable_findings
 from keel.lab.doctor.setup import ProbeSetup
 
 # Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
-_NONE_OF_COMPLETIONS, _NONE_OF_GROUPS = 32, 8
+_NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
 
 def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -52,19 +55,23 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     }
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
+    alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
+    unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
+    cut = [*_truncated(setup, thresholds)]
     findings = [
         *_failed(setup),
-        *_random(figures, setup.vocabulary, thresholds),
-        *_misfit(setup, figures, thresholds),
-        *alignment_findings(setup, thresholds),
-        *gold_findings(setup, judged, thresholds),
+        *random_findings(figures, setup.vocabulary, thresholds),
+        *misfit_findings(setup, figures, thresholds),
+        *unpaid,
+        *alignment,
+        *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
+        *of_gold,
         *_cliff(setup, earned, thresholds),
-        *_truncated(setup, thresholds),
+        *(cut or (() if of_gold or unpaid else unwritable_findings(setup, judged, thresholds))),
         *episode_findings(setup, thresholds),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged), thresholds),
-        *_fickle(setup, thresholds),
-        *unpaid_findings(setup, judged, thresholds),
+        *fickle_findings(setup, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -106,51 +113,6 @@ def _failed(setup: ProbeSetup) -> Iterator[Finding]:
         f"{count} could not be judged; the first: {first}",
         f"the reward {first.function} raises, returns something that is no number, or does not return",
         "mend the reward function, or raise reward.timeout_s if it is slow",
-    )
-
-
-def _random(figures: dict[str, float], vocabulary: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """Random weights are no better than blind guessing on the gold answers, and write nothing that can be read.
-
-    A trained model of high entropy still finds a gold answer far likelier than guessing does.
-    """
-    limit = thresholds["entropy_uniform_share"]
-    if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
-        return
-    yield finding(
-        "output/random-weights",
-        f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
-        f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
-        "the completions parse",
-        "the weights are random or were not loaded: the model writes noise",
-        "load a trained checkpoint in model.name, or give the run a warmstart",
-    )
-
-
-def _misfit(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
-
-    Episodes that were on their way to an answer say nothing of its form, nor do turns that a stop text cuts.
-    """
-    limit = thresholds["entropy_uniform_share"]
-    shares = [fmean(ended) for group in setup.groups if (ended := unfinished(setup, group))]
-    if fmean(shares or [0.0]) > thresholds["truncated_completions"]:
-        return
-    if "another template" in setup.shared or parsed_without_stop(setup, thresholds) is not None:
-        return  # which has its finding
-    if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
-        return
-    if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
-        return  # it answers in the right form, only wrongly
-    yield finding(
-        "prompt/format",
-        f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
-        f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
-        f"writes (entropy {100 * figures['entropy_share']:.0f} % of uniform)",
-        "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many "
-        "or too few, token ids of another vocabulary",
-        "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
-        "prompt), and load the tokenizer that belongs to model.name",
     )
 
 
@@ -305,7 +267,7 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
     spreads = deviations(groups)
     few = fmean(deviation < smallest for deviation in spreads)
     in_doubt = chance(groups) > level(thresholds)
-    none = max(spreads) <= SAME and len(groups) >= _NONE_OF_GROUPS
+    none = max(spreads) <= SAME and len(groups) >= NONE_OF_GROUPS
     if few <= thresholds["zero_variance_groups"] or (in_doubt and not none):
         return
     flat = fmean(deviation <= SAME for deviation in spreads)
@@ -346,30 +308,4 @@ def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thr
         either("choose problems that the model solves now and then", "reward partial success", more),
         severity="warning" if in_doubt else None,
         share=flat,
-    )
-
-
-def _fickle(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """The same completions, judged again and in the other order, must earn the same."""
-    if setup.failures or setup.multi_turn or setup.config.reward.shuffle is not None:
-        return
-    worst, largest = 0.0, 0.0
-    for group in setup.groups[: max(2, setup.judgements // 32)]:
-        turns = [[completion.text] for completion in group.completions]
-        episodes = setup.run.task.several_turns  # which the rewards of the batch may have looked at
-        first = setup.built.judge.judge(group.problem, turns) if episodes else group.rewards
-        again = setup.built.judge.judge(group.problem, turns[::-1])
-        if first and again:
-            worst = max(worst, *(abs(a.total - b.total) for a, b in zip(first, again[::-1], strict=True)))
-            largest = max(largest, *(abs(reward.total) for reward in first))
-    setup.built.judge.drain()
-    if worst <= SAME * max(1.0, largest):
-        return
-    yield finding(
-        "reward/fickle",
-        f"the same completions, judged twice, earn rewards that differ by up to {worst:.3g}",
-        "the reward is random, or depends on the order of completions or on what it judged before"
-        if worst > thresholds["reward_spread"] * largest
-        else "a small part of the reward may be random, or depend on what was judged before",
-        "make the reward a function of the problem and the text alone",
     )

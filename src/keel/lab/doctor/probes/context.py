@@ -17,8 +17,9 @@ import torch
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.lab.doctor.probes.draws import Draws, unfiltered
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.setup import ProbeSetup, backup
+from keel.lab.doctor.probes.gap import average, closed, largest
+from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.weights import backup
 from keel.rollout.request import Request
 
 Prompts = Sequence[tuple[int, ...]]
@@ -31,7 +32,7 @@ _SINGLE, _SAMPLES, _LENGTH = 8, 4, 8  # prompts of one token, completions a prom
 
 def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Thresholds) -> str | None:
     """Evidence that it has, where what it reports is off by `gap` nats on average; None where something else is."""
-    limit = max(0.02 * gap, 1e-4)
+    limit = closed(setup, gap)
     prompts = [group.prompt_tokens for group in setup.groups]
     single = [(token,) for token in sorted({token for prompt in prompts for token in prompt})[:_SINGLE]]
     begun = _continue(setup, single, 1)

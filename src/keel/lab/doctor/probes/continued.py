@@ -31,7 +31,15 @@ from keel.lab.doctor.probes.draws import (
     uniform_p_value,
 )
 from keel.lab.doctor.probes.evidence import log_mean_exp
-from keel.lab.doctor.probes.gap import average, in_half_precision, largest, rounding_explains
+from keel.lab.doctor.probes.gap import (
+    ROUNDING,
+    average,
+    closed,
+    in_float32,
+    in_half_precision,
+    largest,
+    rounding_explains,
+)
 from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
@@ -102,40 +110,56 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     if not turns.turns:
         return
     scored = turns.draws(setup, turns.prompts()) if few else None
-    doubt = _doubt(setup, batch_draws(setup) if scored is None else scored, thresholds)
+    doubt = doubt_of(setup, batch_draws(setup) if scored is None else scored, thresholds)
     if not doubt:
         return
     scored = turns.draws(setup, turns.prompts()) if scored is None else scored
     if doubt == "small" and not _rounded(setup, turns, scored, thresholds):
         doubt = "large"
     named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None
-    named = named or _other(setup, turns, scored, thresholds, brief=doubt == "small")
+    named = named or other_prompt(setup, turns, scored, thresholds, brief=doubt == "small")
     if named is None and doubt == "large":
         named = _added(setup, turns, scored, thresholds)
+    setup.shared["first turns off"] = doubt == "large"
     setup.shared["other prompt"] = named is not None
     if named is not None:
         yield named
 
 
-def _doubt(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["", "small", "large"]:
+def doubt_of(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["", "small", "large"]:
     """Whether what was reported is off, or what was drawn is unlikely; small where rounding may do it, or one token."""
-    reported = drawn.where(~drawn.sample_logp.isnan())
-    gap = reported.sample_logp - reported.logp(unfiltered(setup.sampling))
+    gap = _gaps(setup, drawn)
     chance = uniform_p_value(tail_masses(drawn, setup.sampling))
     if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
         return "large"
     return "" if largest(gap) <= thresholds["scoring_gap"] else "small"
 
 
+def _gaps(setup: ProbeSetup, drawn: Draws) -> Tensor:
+    """How far what was reported is off, token by token."""
+    reported = drawn.where(~drawn.sample_logp.isnan())
+    return reported.sample_logp - reported.logp(unfiltered(setup.sampling))
+
+
+def gap_of(setup: ProbeSetup, drawn: Draws) -> float:
+    """The same on average; 0 where nothing was reported."""
+    return average(_gaps(setup, drawn))
+
+
 def _rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
-    """Whether the reports are off as 16 bits round: all a little, no token by much more than others."""
-    if setup.policy.dtype != torch.float32:
-        return True  # as near as these weights are held
+    """Whether the reports are off as 16 bits round: all a little, no token by much more than others.
+
+    Weights of 16 bits are compared with what fp32 makes of them; an engine with the trainer's kernels rounds alike.
+    """
     plain, reported = unfiltered(setup.sampling), ~scored.sample_logp.isnan()
+    gap = (scored.sample_logp - scored.logp(plain))[reported]
+    if setup.policy.dtype != torch.float32:
+        with in_float32(setup):
+            rounding = turns.draws(setup, turns.prompts()).logp(plain) - scored.logp(plain)
+        return average(gap) <= thresholds["precision_times"] * average(rounding[reported])
     with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
         rounding = turns.draws(setup, turns.prompts()).logp(plain) - scored.logp(plain)
-    gap = scored.sample_logp - scored.logp(plain)
-    return rounding_explains(gap[reported], rounding[reported], thresholds)
+    return rounding_explains(gap, rounding[reported], thresholds)
 
 
 def _added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
@@ -150,14 +174,14 @@ def _added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thres
 
     gap = average(reported.sample_logp - reported.logp(unfiltered(setup.sampling)))
     evidence = added_text(setup, gap, score, thresholds)
-    return None if evidence is None else _finding(f"{evidence}; none of the prompts that were tried is it")
+    return None if evidence is None else other_prompt_finding(f"{evidence}; none of the prompts that were tried is it")
 
 
 def _first_turns(setup: ProbeSetup) -> Continued:
     """What the engine wrote right after the batch's prompts."""
     numbers = {group.problem.key: i for i, group in enumerate(setup.groups)}
     first = [turn for turn in setup.turns if turn.request.start == 0 and turn.request.key in numbers]
-    return _continued(setup, [(turn.completion, numbers[turn.request.key]) for turn in first])
+    return continued(setup, setup.groups, [(turn.completion, numbers[turn.request.key]) for turn in first])
 
 
 def _more_turns(setup: ProbeSetup, first: Continued) -> Continued:
@@ -169,16 +193,17 @@ def _more_turns(setup: ProbeSetup, first: Continued) -> Continued:
     sampling = replace(setup.sampling, num_generations=count)
     more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
     setup.run.engine.release()
-    return _continued(setup, [(completion, i) for i, turns in enumerate(more) for completion in turns])
+    return continued(setup, setup.groups, [(completion, i) for i, turns in enumerate(more) for completion in turns])
 
 
-def _continued(setup: ProbeSetup, pairs: Sequence[tuple[Completion, int]]) -> Continued:
+def continued(setup: ProbeSetup, groups: Sequence[Group], pairs: Sequence[tuple[Completion, int]]) -> Continued:
+    """What was written, each with the number of its group."""
     written = [(completion, i) for completion, i in pairs if completion.tokens]
     if setup.run.engine.logp_after_filters and setup.sampling.filtered:  # what it reports is of another distribution
         written = [(replace(c, sample_logp=(math.nan,) * len(c.tokens)), i) for c, i in written]
     if len({(completion.tokens, i) for completion, i in written}) == len({i for _, i in written}):
         written = list({i: (completion, i) for completion, i in written}.values())  # copies are one draw
-    return Continued(setup.groups, [completion for completion, _ in written], [i for _, i in written])
+    return Continued(groups, [completion for completion, _ in written], [i for _, i in written])
 
 
 def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> Fit:
@@ -206,12 +231,15 @@ def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
     plain = unfiltered(setup.sampling)
     off = torch.stack([_by_row((d.sample_logp - d.logp(plain)).abs(), d.row, rows) for d in under], dim=1)
     before = (scored.sample_logp - scored.logp(plain)).abs()
-    by_report = not bool(off.isnan().any()) and float(before.mean()) > 1e-4
+    known = not bool(off.isnan().any())
+    by_report = known and float(before.mean()) > ROUNDING
+    if known and not by_report and float(off.sum()) > ROUNDING * off.numel():
+        return None  # what is reported is the own prompt's, and no other one's: a swapped completion brings its own
     nearest = off.argmin(-1) if by_report else likely.argmax(-1)
     counts = torch.bincount(scored.row, minlength=rows)
     left = float(off.gather(-1, nearest[:, None]).sum() / counts.sum()) if by_report else math.inf
     rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    decisive = left <= min(_limit(setup, float(before.mean())), rounding)  # the nearest of many is near by itself
+    decisive = left <= min(closed(setup, float(before.mean())), rounding)  # the nearest of many is near by itself
     chosen = nearest.tolist()
     joined = turns.draws(setup, [prompts[j] for j in chosen])
     moved = sum(prompts[j] != prompts[i] for j, i in zip(chosen, turns.group, strict=True))
@@ -228,7 +256,7 @@ def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
         else f"odds e^{odds:.3g} against their own prompts (chance of the draws under those {chance:.2g})"
     )
     if len({prompts[j] for j in chosen}) == 1:
-        return _finding(f"{evidence}; it is one and the same for all")
+        return other_prompt_finding(f"{evidence}; it is one and the same for all")
     return finding(
         "sampler/swapped",
         evidence,
@@ -242,12 +270,7 @@ def _by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
 
 
-def _limit(setup: ProbeSetup, gap: float) -> float:
-    """The mean residual at which a gap of this size is closed; weights of 16 bits leave their rounding."""
-    return max((0.02 if setup.policy.dtype == torch.float32 else 0.1) * gap, 1e-4)
-
-
-def _other(
+def other_prompt(
     setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds, *, brief: bool
 ) -> Finding | None:
     """The first prompt that closes the gap of what was reported; else the likeliest that fits what was drawn."""
@@ -259,25 +282,24 @@ def _other(
 
     fits = [(other, fit(other)) for other in candidates]
     fits += [] if brief else _refined(turns, fits, fit)
-    closing = (
-        [entry for entry in fits if entry[1].residual <= _limit(setup, base.residual)]
-        if 1e-4 < base.residual < math.inf
-        else []
-    )
+    # a report of near certainty, as of an end, agrees with whatever makes that certain
+    size = min(base.residual, average(scored.sample_logp[~scored.sample_logp.isnan()]))
+    off = ROUNDING < base.residual < math.inf
+    closing = [entry for entry in fits if off and entry[1].residual <= closed(setup, size)]
     if closing:
         _, best = min(closing, key=lambda entry: entry[1].residual)
-        return _finding(
+        return other_prompt_finding(
             f"the engine's log-probabilities are off by {base.residual:.3g} nats on average under the prompts that are "
             f"scored and by {best.residual:.2g} under {best.label}"
         )
-    if not fits:
-        return None
+    if not fits or thresholds["scoring_gap_half"] < base.residual < math.inf:
+        return None  # what is reported would agree with the prompt that is continued
     _, best = max(fits, key=lambda entry: entry[1].gain)
     odds = log_mean_exp([entry.gain for _, entry in fits])
     enough = max(-math.log(thresholds["travel_chance"]), _otherwise(setup, scored))
     if odds <= enough or best.chance <= thresholds["sampler_explained"]:
         return None
-    return _finding(
+    return other_prompt_finding(
         f"{len(scored)} drawn tokens are likelier under {best.label} by odds of e^{odds:.3g} (chance of the draws "
         f"under it {best.chance:.2g}, under the prompts that are scored {base.chance:.1g})"
     )
@@ -317,7 +339,7 @@ def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
     )
 
 
-def _finding(evidence: str) -> Finding:
+def other_prompt_finding(evidence: str) -> Finding:
     return finding(
         "sampler/other-prompt",
         evidence,

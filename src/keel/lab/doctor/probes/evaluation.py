@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from keel.base.thresholds import Thresholds
 from keel.eval.evaluate import evaluate
-from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.probes.exploration import drawn_logits, entropy
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.probes.repeats import training_steps
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import SamplingParams
@@ -38,7 +40,12 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         max_turns=config.rollout.max_turns if setup.run.task.several_turns else 1,
         **config.data.prompts,
     )
-    findings = [*_tokens(recorder, trained), *_sampling(recorder, setup.sampling), *_beginnings(setup)]
+    findings = [
+        *_tokens(recorder, trained),
+        *_sampling(recorder, setup.sampling),
+        *_noise(setup, recorder.sampling, thresholds),
+        *_beginnings(setup),
+    ]
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
     line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
     return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
@@ -72,6 +79,25 @@ def _sampling(recorder: RecordingEngine, sampling: SamplingParams) -> Iterator[F
         f"evaluation samples with {differences}",
         "completions are drawn in another way than in training",
         "use the same rollout settings for both",
+    )
+
+
+def _noise(setup: ProbeSetup, used: SamplingParams | None, thresholds: Thresholds) -> Iterator[Finding]:
+    """What a hotter evaluation draws against the policy at temperature 1, exactly, at the states that it visits."""
+    if used is None or not setup.config.eval.every or not used.temperature > setup.temperature > 0:
+        return
+    own = state_logits(setup, setup.policy.model, temperature=1.0)
+    evaluated, trained = (drawn_logits(own, sampling) for sampling in (used, setup.built.sampling))
+    apart, limit = mean_kl(evaluated, own), thresholds["exploration_noise"]
+    if not apart > limit or not entropy(evaluated) > max(entropy(trained), entropy(own)):
+        return
+    yield finding(
+        "eval/train-gap",
+        f"evaluation draws at temperature {used.temperature:g} with an entropy of {entropy(evaluated):.2g} nats per "
+        f"token, training at {setup.temperature:g} with {entropy(trained):.2g}; that is {apart:.2g} nats per token "
+        f"from the policy (over {limit:g})",
+        f"eval.temperature={used.temperature:g}: what is scored is noise, and not what the policy has learned",
+        propose("set {}, the temperature of training, or 0 for greedy answers", {"eval.temperature": None}),
     )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -23,6 +24,7 @@ TESTS = (
     "data/misaligned",
     "eval/train-gap",
     "kl/rejects-all",
+    "model/tokenizer",
     "output/truncated",
     "output/unparseable",
     "prompt/format",
@@ -64,6 +66,14 @@ def chance_above(values: Sequence[float], edge: float) -> float:
 def chance_below(values: Sequence[float], edge: float) -> float:
     """The same for a mean this low where the true one is `edge` or more."""
     return chance_above([1.0 - value for value in values], 1.0 - edge)
+
+
+def by_signs(gains: Sequence[float]) -> float:
+    """The chance of as many gains where gains and losses are equally likely (sign test; what is equal says nothing)."""
+    from scipy.special import bdtrc
+
+    up, down = sum(gain > SAME for gain in gains), sum(gain < -SAME for gain in gains)
+    return float(bdtrc(up - 1, up + down, 0.5)) if up else 1.0
 
 
 def _relative_entropy(p: float, q: float) -> float:
@@ -201,6 +211,14 @@ def _seconds(setup: ProbeSetup) -> float:
     return spent
 
 
+@contextmanager
+def spending(setup: ProbeSetup) -> Iterator[None]:
+    """What is done within counts as time for doubts."""
+    began = time.monotonic()
+    yield
+    setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
+
+
 def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
     """`count` further groups, as many as the time allows; whole ones, even where the batch holds shorter ones."""
     step, seed = len(setup.groups) + len(further), setup.config.run.seed
@@ -208,9 +226,8 @@ def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
     sampling = replace(setup.built.sampling, max_completion_length=setup.config.rollout.max_completion_length)
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
-        began = time.monotonic()
-        further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling, judged=True)
-        setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
+        with spending(setup):
+            further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling, judged=True)
         if _seconds(setup) > setup.doubt_s:
             break
     setup.built.judge.drain()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,9 @@ from keel.base.types import Group
 from keel.lab.doctor.probes.draws import best_temperature
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import evaluating
+
+ROUNDING = 1e-4  # nats: mean differences below it are two orders of the same fp32 sums
+_LEFT, _LEFT_HALF = 0.02, 0.1  # of a gap that may be left where its cause is found; weights of 16 bits leave more
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Gap:
     def close(self, difference: Tensor, where: Tensor | None = None) -> bool:
         """Whether a difference `[B, T]` is within rounding on the completions, or where `where` says."""
         return close(self.setup, difference[self.completion_mask if where is None else where], self.thresholds)
+
+
+def closed(setup: ProbeSetup, gap: float) -> float:
+    """The mean difference in nats at which a mean gap of this size counts as closed by an explanation."""
+    return max((_LEFT if setup.policy.dtype == torch.float32 else _LEFT_HALF) * gap, ROUNDING)
 
 
 def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
@@ -144,8 +153,8 @@ def fitting_temperature(gap: Gap) -> float | None:
     best = best_temperature(
         gap.setup.sampling, lambda params: average((gap.scored - at(params.temperature))[gap.completion_mask])
     )
-    fits = average((gap.scored - at(best))[gap.completion_mask]) <= max(0.02 * gap.mean(gap.scored), 1e-4)
-    return best if fits else None
+    left = average((gap.scored - at(best))[gap.completion_mask])
+    return best if left <= closed(gap.setup, gap.mean(gap.scored)) else None
 
 
 def other_positions() -> dict[str, Callable[[int, int], Tensor]]:
@@ -182,6 +191,19 @@ def bf16_scores(setup: ProbeSetup) -> Tensor:
     """The model's own forward in bfloat16 `[B, T]`."""
     with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
         return setup.forward_logp()
+
+
+@contextmanager
+def in_float32(setup: ProbeSetup) -> Iterator[None]:
+    """The policy's own weights in fp32, so that its passes round no more; afterwards they are what they were."""
+    narrow = [(p, p.data) for p in setup.policy.model.parameters() if p.is_floating_point() and p.itemsize < 4]
+    try:
+        for parameter, held in narrow:
+            parameter.data = held.float()
+        yield
+    finally:
+        for parameter, held in narrow:
+            parameter.data = held
 
 
 def rounded_weights() -> dict[str, Callable[[Tensor], Tensor]]:

@@ -30,19 +30,24 @@ class Gold:
     answer: tuple[int, ...]
 
 
-def golds(setup: ProbeSetup, count: int = _GOLDS) -> list[Gold]:
-    """Prompts and first gold turns of problems whose answer is not empty and fits into the model's context."""
+def golds(setup: ProbeSetup) -> list[Gold]:
+    """Those of the first problems, drawn once."""
     if "golds" not in setup.shared:
-        task, tokenizer = setup.run.task, setup.policy.tokenizer
-        problems = [] if task.unanswered else task.sample(count, seed=setup.config.run.seed, step=0)
-        limit = setup.policy.context_length or 1 << 30
-        pairs = [
-            Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))
-            for problem, prompt in zip(problems, rendered(setup, problems), strict=True)
-        ]
-        setup.shared["golds"] = [g for g in pairs if g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
+        setup.shared["golds"] = drawn_golds(setup, _GOLDS)
     chosen: list[Gold] = setup.shared["golds"]
     return chosen
+
+
+def drawn_golds(setup: ProbeSetup, count: int) -> list[Gold]:
+    """Prompts and first gold turns of problems whose answer is not empty and fits into the model's context."""
+    task, tokenizer = setup.run.task, setup.policy.tokenizer
+    problems = [] if task.unanswered else task.sample(count, seed=setup.config.run.seed, step=0)
+    limit = setup.policy.context_length or 1 << 30
+    pairs = [
+        Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))
+        for problem, prompt in zip(problems, rendered(setup, problems), strict=True)
+    ]
+    return [g for g in pairs if g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
 
 
 def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
@@ -86,7 +91,7 @@ def read_golds(setup: ProbeSetup) -> GoldReading:
         chosen, means, entropies, after, written = golds(setup), [], [], [], []
         for gold, logits in zip(chosen, row_logits(setup, [(*g.prompt, *g.answer) for g in chosen]), strict=True):
             logp = logits.log_softmax(-1)
-            means.append(_answer_mean(gold, logp))
+            means.append(float(_of_answer(gold, logp).mean()))
             entropies.append(-float((logp.exp() * logp).sum(-1).mean()))
             after.append(logp[-1].exp())
             written.append(logp.exp().mean(0))
@@ -98,13 +103,18 @@ def read_golds(setup: ProbeSetup) -> GoldReading:
 
 def answer_logp(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[float]:
     """Mean log-probability a token of each of these answers, with the weights as they are now."""
+    return [float(logp.mean()) for logp in answer_tokens(setup, chosen)]
+
+
+def answer_tokens(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[Tensor]:
+    """The log-probabilities of the tokens of each of these answers."""
     rows = row_logits(setup, [(*gold.prompt, *gold.answer) for gold in chosen])
-    return [_answer_mean(gold, logits.log_softmax(-1)) for gold, logits in zip(chosen, rows, strict=True)]
+    return [_of_answer(gold, logits.log_softmax(-1)) for gold, logits in zip(chosen, rows, strict=True)]
 
 
-def _answer_mean(gold: Gold, logp: Tensor) -> float:
+def _of_answer(gold: Gold, logp: Tensor) -> Tensor:
     answer = torch.tensor(gold.answer, device=logp.device)[:, None]
-    return float(logp[len(gold.prompt) - 1 : -1].gather(-1, answer).mean())
+    return logp[len(gold.prompt) - 1 : -1].gather(-1, answer).squeeze(-1)
 
 
 def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:

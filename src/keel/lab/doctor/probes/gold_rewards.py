@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from keel.base.errors import KeelError
@@ -17,10 +17,10 @@ from keel.base.types import Problem
 from keel.envs import Task
 from keel.envs.answers import last_number, last_tag
 from keel.envs.attacks import LESSONS, Attack, Batch, Turns
-from keel.envs.episode import close_now, step_now
 from keel.envs.exploits import Payoff, payoffs
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import LOOKS, SAME, chance_above, leave_undecided, level
+from keel.lab.doctor.probes.replies import answers
 from keel.lab.doctor.setup import ProbeSetup
 
 MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
@@ -33,6 +33,7 @@ CHOOSING = 2
 ATTACKS, FEW_ATTACKS = 70, 20  # judgements that the attacks on a problem take, about; where few may be asked for
 MOST_ATTACKED = 16  # problems a look; luck is ruled out on as many
 HOPELESS = 3  # problems on which no other row's answer earns
+TRIFLE = 0.01  # of a reward's size, within which texts earn the same for all that is said of them
 ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
 FORMS = {  # what a reward may want around an answer
     "{}": "as it is",
@@ -108,11 +109,11 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
         if (index >= FEWEST and time.monotonic() - began > SECONDS) or (index >= 3 * compared and settled):
             break
         wrong: list[Turns] = [("",), *batch.neighbours(index)[:WRONG]]
-        totals = _totals(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
+        totals = totals_of(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
         if len(totals) == 1 and totals[0] > max(row.top for row in rows[:compared]):
             totals += [max(row.empty for row in rows[:compared])]
         elif len(totals) == 1:
-            totals += _totals(setup, problem, wrong)
+            totals += totals_of(setup, problem, wrong)
         if all(map(math.isfinite, totals)):
             rows.append(JudgedGold(problem, turns, totals[0], totals[1], tuple(totals[2:])))
     setup.shared["seconds a judgement"] = (time.monotonic() - began) / max(judgements - setup.judgements_left, 1)
@@ -125,7 +126,7 @@ def _earns(row: JudgedGold) -> bool:
     return row.gold >= row.top - rounding and row.gold > row.bottom + rounding
 
 
-def _totals(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
+def totals_of(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
     """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
     judge = copy(setup.built.judge)
     judge.options = judge.options.model_copy(update={"aggregate": "sum"})
@@ -151,11 +152,7 @@ def _batch(setup: ProbeSetup, task: Task) -> Batch:
 
 def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
     """Whether an episode is over after these turns: gold turns of one that is not are only a part of an answer."""
-    episode = task.start(problem)
-    try:
-        return any(step_now(episode, text) is None for text in turns)
-    finally:
-        close_now(episode)
+    return None in answers(task, problem, turns)
 
 
 def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
@@ -195,7 +192,10 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     if form is None and (paid := _paid_whatever(lacking, totals, SAME * scale)):
         yield _open(judged, paid)
         return
-    yield _explained(setup, judged, lacking, margin, by_chance, form)
+    found = _explained(setup, judged, lacking, margin, by_chance, form)
+    trifles = SAME * scale < max(totals) - min(totals) <= TRIFLE * scale
+    # what no text moves is no judgement of answers: whatever makes these differences count is the graver fault
+    yield replace(found, severity="warning") if trifles and found.severity == "error" else found
 
 
 def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> list[JudgedGold]:
@@ -212,7 +212,7 @@ def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> li
 def _paid_whatever(lacking: Sequence[JudgedGold], totals: Sequence[float], rounding: float) -> list[JudgedGold]:
     """Problems on which every text earns the most there is to earn; [] unless those are most that are lacking."""
     full = max(totals)
-    paid = [row for row in lacking if row.bottom >= full - rounding]
+    paid = [row for row in lacking if min(row.gold, row.bottom) >= full - rounding]
     return paid if 2 * len(paid) > len(lacking) and min(totals) < full - rounding else []
 
 
@@ -281,7 +281,8 @@ def _explained(
     reversed_share = fmean(row.is_least for row in lacking)
     completions = [reward.total for group in setup.groups for reward in group.rewards]
     summed = setup.config.reward.aggregate == "sum"
-    earning = summed and fmean(completions) > fmean(row.gold for row in lacking) + margin
+    bare = max(max(row.gold, row.top) for row in lacking)
+    earning = summed and max(completions) > bare + margin  # what no answer without the form does
     written = f"; the model's completions earn {fmean(completions):.3g}"
     if form is not None:
         content, name, count = form
@@ -380,7 +381,7 @@ def _filled(row: JudgedGold, content: str, form: str) -> str:
 
 def _earned(setup: ProbeSetup, row: JudgedGold, texts: Sequence[str]) -> list[float]:
     """What these last turns earn after the gold answer's first ones."""
-    return _totals(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
+    return totals_of(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
 
 
 def _other_row(

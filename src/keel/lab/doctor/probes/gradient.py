@@ -3,42 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from random import Random
 
 import torch
 from torch import Tensor, nn
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.derivative import wrong_derivatives
 from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
 from keel.trainer.batch import score_micro
 
+SURE = 0.1  # of a token whose log-probability answers to its logits by less: rounding decides there
+
 
 def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
-    """∂Σlogp/∂θ by training's pass against the model's own forward, on one completion: how far off, and its size."""
-    weights = [p for p in setup.policy.model.parameters() if p.requires_grad]
-    group = max(setup.groups, key=lambda group: len(group.completions[0].tokens))
-    single = replace(group, completions=group.completions[:1], rewards=group.rewards[:1])
-    batch = setup.pack([single])
-    scored = score_micro(batch.micros[0], batch, setup.run).logp.sum()
-    ids = torch.tensor([[*group.prompt_tokens, *group.completions[0].tokens]], device=setup.policy.device)
+    """∂Σ w·logp/∂θ by training's pass over its batch against the model's own forward: how far off, and its size.
+
+    The weights `w` of the tokens have random signs, so that no two mistakes cancel out, and grow where the model is
+    sure: there a log-probability hardly answers to its logits, and a token without a gradient would not be missed.
+    """
+    parameters = [p for p in setup.policy.model.parameters() if p.requires_grad]
+    weights, row = _token_weights(setup), 0
+    expected, actual = ([torch.zeros_like(p, dtype=torch.float32) for p in parameters] for _ in range(2))
+    for micro in setup.batch.micros:
+        logp = score_micro(micro, setup.batch, setup.run).logp
+        weighted = (logp * weights[row : row + len(logp), : logp.shape[1]]).sum()
+        if weighted.requires_grad:
+            _add_gradient(actual, weighted, parameters)
+        row += len(logp)
+    rows = ((group, index) for group in setup.groups for index in range(len(group.completions)))
+    for weight, (group, index) in zip(weights, rows, strict=True):
+        logp = _own_logp(setup, group, index)
+        _add_gradient(expected, (logp * weight[: len(logp)]).sum(), parameters)
+    own, size = max(_norm(expected), 1e-30), _norm(actual)
+    off = _norm([a.sub_(e) for a, e in zip(actual, expected, strict=True)])
+    return off / own, size / own
+
+
+def _token_weights(setup: ProbeSetup) -> Tensor:
+    """`[B, T]`: over the size of ∂logp/∂logits (1 − p of the token, −p of others); 0 where nothing is trained."""
+    tokens, signs = setup.tokens(), Random(0)
+    weights = torch.zeros(tokens.shape, device=tokens.device)
+    for i, logits in setup.each_logits():
+        p = (logits / setup.temperature).softmax(-1)
+        own = p.gather(-1, tokens[i, : len(p), None]).squeeze(-1)
+        answers = (1 - 2 * own + p.square().sum(-1)).clamp_min(0).sqrt()
+        drawn = torch.tensor([signs.choice((-1.0, 1.0)) for _ in range(len(p))], device=p.device)
+        weights[i, : len(p)] = drawn / answers.clamp_min(SURE)
+    return weights * setup.mask
+
+
+def _own_logp(setup: ProbeSetup, group: Group, index: int = 0) -> Tensor:
+    """log p of a completion's tokens by the model's own forward."""
+    ids = torch.tensor([[*group.prompt_tokens, *group.completions[index].tokens]], device=setup.policy.device)
     logits = setup.policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt_tokens) - 1 : -1].float()
     logp = (logits / setup.temperature).log_softmax(-1)
-    forward_logp = logp.gather(-1, ids[0, len(group.prompt_tokens) :, None]).sum()
-    expected = _flat(forward_logp, weights)
-    actual = _flat(scored, weights) if scored.requires_grad else torch.zeros_like(expected)
-    error = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
-    return error, float(actual.norm() / expected.norm().clamp_min(1e-30))
+    return logp.gather(-1, ids[0, len(group.prompt_tokens) :, None]).squeeze(-1)
 
 
 def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """The gradient in the mode of training; where it is off, whether evaluation mode mends it."""
+    """The gradient in the mode of training, without autocast; where it is off, whether evaluation mode mends it."""
+    narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
+    try:
+        yield from _gradient_findings(setup, figures, thresholds)
+    finally:
+        setup.run.amp_dtype = narrow
+
+
+def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     error, size = _gradient_error(setup)
     figures["gradient_error"] = error
     limit = thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
     if not error > limit:
+        yield from _of_the_model(setup)
         return
     with eval_mode(setup.policy.model):
         eval_error, _ = _gradient_error(setup)
@@ -62,7 +103,38 @@ def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: 
         )
 
 
-def _flat(value: Tensor, weights: Sequence[nn.Parameter]) -> Tensor:
-    gradients = torch.autograd.grad(value, weights, allow_unused=True)
-    parts = zip(gradients, weights, strict=True)
-    return torch.cat([(torch.zeros_like(w) if g is None else g).flatten().float() for g, w in parts])
+def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
+    """The model's own gradient against how far its log-probabilities go; 16 bits round such steps away."""
+    model = setup.policy.model
+    if any(p.itemsize < 4 for p in model.parameters()):
+        return
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    group = max(setup.groups, key=lambda group: len(group.completions[0].tokens))
+
+    def logp() -> Tensor:
+        return _own_logp(setup, group).sum()
+
+    with eval_mode(model):
+        gradients = torch.autograd.grad(logp(), [p for _, p in named], allow_unused=True)
+        whole = [torch.zeros_like(p) if g is None else g for g, (_, p) in zip(gradients, named, strict=True)]
+        wrong = wrong_derivatives(named, whole, lambda: float(logp()))
+    if wrong:
+        name, measured, slope = wrong[0]
+        yield finding(
+            "scoring/gradient",
+            f"moving {name} along its gradient changes log-probabilities by {measured:.3g} a unit where autograd says "
+            f"{slope:.3g}; {len(wrong)} directions are off",
+            "a layer or a hook of the model changes gradients on their way: reverses, scales or cuts them",
+            "take hooks on parameters, gradient reversal and detach() out of the model that is trained",
+        )
+
+
+def _norm(parts: Sequence[Tensor]) -> float:
+    return float(torch.stack([part.norm() for part in parts]).norm())
+
+
+def _add_gradient(total: Sequence[Tensor], value: Tensor, weights: Sequence[nn.Parameter]) -> None:
+    """In place, weight by weight: nothing of the size of them all is made beside the gradient itself."""
+    for part, gradient in zip(total, torch.autograd.grad(value, weights, allow_unused=True), strict=True):
+        if gradient is not None:
+            part.add_(gradient)

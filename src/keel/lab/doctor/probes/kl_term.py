@@ -38,6 +38,9 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     with setup.perturbed(_noise(setup)):
         policy, reference = policy_states(setup), reference_states(setup)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
+        if not math.isfinite(figures["kl_perturbed"]):
+            overflows = "kl/no-gradient, kl/reversed: policy and reference are no finite numbers at the states sampled"
+            return ProbeResult("kl_term", unneeded, figures, unchecked=(overflows,))
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
             return ProbeResult("kl_term", unneeded, figures, unchecked=(together,))

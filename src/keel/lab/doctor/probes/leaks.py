@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
@@ -12,13 +13,15 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.setup import ProbeSetup
 
-_CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|ground.?truth|####|boxed|key\b", re.I)
+_CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|truth|hint|####|boxed|key\b", re.I)
+# What a text to copy or to extract from is called as well: only right before an answer, and no proof.
+_VAGUE_CUES = re.compile(r"\b(?:final|response|output)\W*(?:(?:is|was)\b\W*)?$", re.I)
 _SLOT = 24  # characters before an answer in which it may be called one
 _TAIL = 6  # of them, as many as all problems must share
 
 
 def leak_findings(
-    setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds
+    setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds, of: str = "prompts"
 ) -> Iterator[Finding]:
     """An answer that stands among a problem's operands or choices is no leak: it comes after no fixed words.
 
@@ -27,11 +30,24 @@ def leak_findings(
     """
     if setup.run.task.unanswered:
         return
-    pairs = [(answer, text) for problem, text in prompts if (answer := _answer(setup, problem))]
+    pairs = [(answer, text) for problem, text in prompts if (answer := answer_of(setup, problem))]
+    if len({answer for answer, _ in pairs}) < 2:
+        return
+    if sure := [*_in_slots(pairs, _CUES, thresholds, of)]:
+        yield from sure
+        return
+    for leak in _in_slots(pairs, _VAGUE_CUES, thresholds, of):
+        yield replace(leak, severity="warning", advice=f"{leak.advice}; nothing, if the task is to find or to copy it")
+
+
+def _in_slots(
+    pairs: Sequence[tuple[str, str]], cues: re.Pattern[str], thresholds: Thresholds, of: str
+) -> Iterator[Finding]:
+    """Answers and texts: whether enough answers stand in one slot that a cue calls so."""
     slots = Counter(
-        slot for answer, text in pairs for slot in {s[-_TAIL:] for s in _before(answer, text) if _called(s)}
+        slot for answer, text in pairs for slot in {s[-_TAIL:] for s in _before(answer, text) if cues.search(s)}
     )
-    if len({answer for answer, _ in pairs}) < 2 or not slots:
+    if not slots:
         return
     slot, own = slots.most_common(1)[0]
     others = [
@@ -47,14 +63,14 @@ def leak_findings(
     shown = next(text for answer, text in pairs if slot in {s[-_TAIL:] for s in _before(answer, text)})
     yield finding(
         "prompt/answer-leak",
-        f"{own} of {len(pairs)} prompts hold their own answer right after {slot!r} (of others' answers "
+        f"{own} of {len(pairs)} {of} hold their own answer right after {slot!r} (of others' answers "
         f"{100 * rate:.0f} %; chance {chance:.1g}), such as {shown[-80:]!r}",
         "the prompt is made of a row that holds the answer, so that copying earns the reward",
         "leave the answer out of the prompt (task.sample, or the columns that the prompt is made of)",
     )
 
 
-def _answer(setup: ProbeSetup, problem: Problem) -> str:
+def answer_of(setup: ProbeSetup, problem: Problem) -> str:
     """What is compared, where the problem says it; else the gold text; empty where there is none."""
     if isinstance(problem.answer, str | int | float) and str(problem.answer).strip():
         return str(problem.answer).strip()
@@ -65,10 +81,6 @@ def _before(answer: str, text: str) -> list[str]:
     """What stands right before each place where an answer stands as a word of its own."""
     places = re.finditer(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\w)", text)
     return [text[max(0, place.start() - _SLOT) : place.start()] for place in places]
-
-
-def _called(slot: str) -> bool:
-    return _CUES.search(slot) is not None
 
 
 def _at_least(count: int, total: int, rate: float) -> float:

@@ -1,4 +1,4 @@
-"""Limits that cut, or do not: completions left out for their KL, clipped ratios, skipped updates, old samples."""
+"""Limits that cut, or do not: completions left out for their KL, skipped updates, old samples, a near reference."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from keel.base.imports import is_import_path
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
+from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
-from keel.lab.doctor.probes.objective import loss_gradient
+from keel.lab.doctor.probes.clip_range import clip_options, clipped_side
+from keel.lab.doctor.probes.evidence import at_least, chance_above, level, more_groups
 from keel.lab.doctor.probes.reach import gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.templates import by_chance
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
 from keel.lab.doctor.setup import ProbeSetup
-from keel.losses import LossOptions
+from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
 from keel.trainer.guards import WINDOW, spike_limit
 
 STEPS = 400  # of a simulated guard
+MANY = 30  # problems from which on the scatter of their shares tells more than a bound that holds for any
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
-CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio
-FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
-FEW_MOVED = 20  # tokens that one update has moved, of one side
-HUGE_RATIO = 4.0  # and that every limit of a weight should bound
 
 
 def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -41,10 +39,12 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     findings = (
         *_rejects(setup, first, figures, thresholds),
-        *([*clipped_side(setup, figures, thresholds)] or _clips(setup, first, figures, thresholds)),
+        *([*clipped_side(setup, figures, thresholds)] or clip_options(setup, first, figures, thresholds)),
         *_skips(setup, first, figures, thresholds),
         *_budget(setup, first, thresholds),
         *_too_old(setup, first, figures, thresholds),
+        *_triggered(setup, first),
+        *_left_out(setup, figures, thresholds),
     )
     return ProbeResult("limits", findings, figures)
 
@@ -70,11 +70,14 @@ def _rejects(
             ratios.extend(values.split([len(group.completions) for group in batch.groups]))
         return [float((values > limit).double().mean()) for values in ratios]
 
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(shares(groups), most) > level(thresholds)
+    def chance_of(groups: Sequence[Group]) -> float:
+        return chance_over(shares(groups), most)
 
-    groups = more_groups(setup, "kl/rejects-all", lambda groups: fmean(shares(groups)) > most and by_chance(groups))
-    chance, values = chance_above(shares(groups), most), torch.cat(ratios)
+    def undecided(groups: Sequence[Group]) -> bool:
+        return fmean(shares(groups)) > most and chance_of(groups) > level(thresholds)
+
+    groups = more_groups(setup, "kl/rejects-all", undecided)
+    chance, values = chance_of(groups), torch.cat(ratios)
     over, count = int((values > limit).sum()), len(values)
     figures["rejected"] = over / count
     if chance > level(thresholds):
@@ -91,6 +94,14 @@ def _rejects(
     )
 
 
+def chance_over(shares: Sequence[float], most: float) -> float:
+    """Of a mean this far over `most`: by a bound that holds for any shares, and of many by their scatter, too."""
+    bound = chance_above(shares, most)
+    if len(shares) < MANY:
+        return bound
+    return min(1.0, 2 * min(bound, by_chance([share - most for share in shares])))  # the clearer one of two
+
+
 def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
     """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
 
@@ -104,111 +115,6 @@ def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: 
         return values
     shorter = float(mask.sum()) / len(mask) / setup.completion_length
     return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
-
-
-def _several_updates(setup: ProbeSetup) -> bool:
-    run = setup.run
-    return run.loss.num_iterations * run.optim.minibatches > 1 or run.rollout.max_staleness > 0
-
-
-def clipped_side(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """What a loss does to tokens far from ratio 1: one that has gone the wrong way must keep its gradient.
-
-    −min(ρA, clip(ρ)A) cuts who has gone far enough the way of its advantage, and nobody else.
-    """
-    if not _several_updates(setup):
-        return
-    signs = torch.tensor([1.0, -1.0], device=setup.mask.device).repeat(len(setup.mask))[: len(setup.mask)]
-    far = FAR_RATIO * signs[:, None].expand_as(setup.mask)
-    back = figures["clipped_back"] = _clipped(setup, signs, -far, setup.run.loss, setup.mask)
-    limit, loss_name = thresholds["clipped_moved"], f"loss.loss_type={setup.config.loss.loss_type}"
-    if not back > limit:
-        if is_import_path(setup.config.loss.loss_type):
-            yield from _unbounded(setup, signs, figures, loss_name)
-        return
-    ahead = _clipped(setup, signs, far, setup.run.loss, setup.mask)
-    yield finding(
-        "loss/clip",
-        f"at ratios of e and 1/e the gradient of {back:.0%} of the tokens is cut that have gone against their "
-        f"advantage (over {limit:.0%}), and of {ahead:.0%} of those that have gone the way of it",
-        f"{loss_name} cuts the wrong side: updates that overshoot go on, and what went wrong stays"
-        if ahead < 1 - limit
-        else f"{loss_name} clips the ratio alone: a token that one update has pushed the wrong way never comes back",
-        "take the smaller of ρA and clip(ρ)A, as −torch.minimum(ρA, clip(ρ)A), or use a loss of Keel's own",
-        severity=None if ahead < 1 - limit else "warning",
-    )
-
-
-def _unbounded(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
-    """A loss of one's own whose push grows with the ratio for as long as that grows."""
-    up = setup.mask & (signs > 0)[:, None]
-    near, far = (loss_gradient(setup, signs, step=step)[up] for step in (0.0, HUGE_RATIO))
-    figures["pushed_far"] = float((far / near).nan_to_num(0.0).median())
-    if not figures["pushed_far"] > 0.9 * math.exp(HUGE_RATIO):
-        return
-    yield finding(
-        "loss/clip",
-        f"tokens of a positive advantage are pushed {figures['pushed_far']:.3g} times as hard at a ratio of "
-        f"{math.exp(HUGE_RATIO):.3g} as at 1, although a batch is used several times",
-        f"{loss_name} has a ratio and no limit to it: what has been learned from a batch is learned again, and harder",
-        "clip the ratio, as −torch.minimum(ρA, clip(ρ)A), or use a loss of Keel's own",
-        severity="warning",
-    )
-
-
-def _clips(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
-    """Clip options of the user's against the loss's own: after one update of a batch, and far from ratio 1."""
-    chosen = {name: value for name in CLIPS if (value := getattr(setup.config.loss, name)) is not None}
-    if not chosen or not _several_updates(setup):
-        return
-    mask = setup.mask
-    before = setup.logp()
-    with moved(setup, first.gradients, first.loss, 1.0, weight_decay=0.0):
-        step = setup.logp() - before
-    advantage = first.batch.rows.advantages
-    assert advantage is not None
-    signs = torch.where(advantage == 0, 1.0, advantage.sign())
-    near, far = step * (step * signs[:, None] > 0), FAR_RATIO * signs[:, None].expand_as(step)
-    own = setup.run.loss.model_copy(update=dict.fromkeys(CLIPS))
-    figures["clipped"] = _clipped(setup, signs, near, setup.run.loss, mask & (near != 0))
-    figures["clipped_far"] = _clipped(setup, signs, far, setup.run.loss, mask)
-    own_far = _clipped(setup, signs, far, own, mask)
-    options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
-    mend = propose("set {}, the loss's own", {f"loss.{name}": None for name in chosen})
-    limit = thresholds["clipped_moved"]
-    up = torch.ones_like(signs)
-    sides = {"it moved the right way": (signs, near)}
-    if int((mask & (step != 0)).sum()) >= FEW_MOVED:  # the other side may have room
-        sides |= {"go up by as much as it moved them": (up, step.abs())}
-        sides |= {"go down by as much as it moved them": (-up, -step.abs())}
-    for way, (advantages, steps) in sides.items():
-        tokens = mask & (steps != 0)
-        clipped, usual = (_clipped(setup, advantages, steps, loss, tokens) for loss in (setup.run.loss, own))
-        if clipped > limit and usual < limit / 2:
-            yield finding(
-                "loss/clip",
-                f"after one update of a batch {clipped:.0%} of the tokens that {way} have no gradient left (over "
-                f"{limit:.0%}), {usual:.0%} with the loss's own range",
-                f"{options}: the range is narrower than one update, so that all further ones of a batch are cut",
-                mend,
-            )
-            return
-    if figures["clipped_far"] < 1 - limit and own_far > limit:
-        yield finding(
-            "loss/clip",
-            f"at a ratio of e the gradient of {figures['clipped_far']:.0%} of the tokens is cut, {own_far:.0%} with "
-            "the loss's own range",
-            f"{options}: the range cuts nothing, so that several updates of a batch are not held near what sampled it",
-            mend,
-            severity="warning",
-        )
-
-
-def _clipped(setup: ProbeSetup, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:
-    gradient = loss_gradient(setup, advantage, step=step, loss=loss)
-    return float((gradient == 0)[where].double().mean()) if bool(where.any()) else 0.0
 
 
 def _skips(
@@ -284,21 +190,25 @@ def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> It
 def _too_old(
     setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """Samples so old that the updates of those steps, as a random walk, have left the policy that drew them."""
+    """Samples so old that the updates of those steps have left the policy that drew them.
+
+    A few are a random walk; over many, what learns goes one way.
+    """
     run = setup.run
     age = min(run.rollout.max_staleness, setup.config.run.max_steps)
     per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
-    figures["sample_age_kl"] = age * per_step
     deep = age > thresholds["sample_age"]  # a step or two is one update's distance, which has its own limit
+    figures["sample_age_kl"] = (age * age if deep else age) * per_step  # over many steps what is learned adds up
     limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
     if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
         return  # where one update is too long its own finding says so
-    younger = int(limit / thresholds["update_margin"] / per_step)
+    younger = min(int(thresholds["sample_age"]) // 2, int(limit / thresholds["update_margin"] / per_step))
     slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
     yield finding(
         "sampler/too-old",
         f"samples may be {age} steps old, and in these the policy goes {figures['sample_age_kl']:.2g} nats per token "
-        f"as a random walk of updates of {first.peak_kl:.2g} each (over {limit:g})",
+        f"{'where its updates' if deep else 'as a random walk of updates'} of {first.peak_kl:.2g} each"
+        f"{' point one way' if deep else ''} (over {limit:g})",
         f"rollout.max_staleness={run.rollout.max_staleness}: what is trained on was drawn by another policy, further "
         "away than weights can repair",
         propose(
@@ -306,4 +216,49 @@ def _too_old(
             {"rollout.max_staleness": younger},
             {"optim.learning_rate": one_digit(run.optimizer.learning_rate * slower)},
         ),
+    )
+
+
+def _triggered(setup: ProbeSetup, first: FirstUpdate) -> Iterator[Finding]:
+    """A reference that is replaced at a KL which a single update passes."""
+    run = setup.run
+    if run.reference is None or run.reference.kind != "kl_triggered":
+        return
+    threshold = float(setup.config.reference.params.get("threshold", math.inf))
+    update = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
+    if threshold >= update:
+        return
+    yield finding(
+        "reference/follows",
+        f"one step moves the policy by {update:.2g} nats per token, and the reference is replaced from "
+        f"reference.threshold={threshold:g} on",
+        "the reference takes the policy over at every step: the KL stays near 0 and holds nothing",
+        either(
+            propose("set {}, or {}", {"reference.threshold": 0.1}, {"reference": {"kind": "auto"}}),
+            "nothing, if the KL is meant to hold single steps, as in mirror descent",
+            joined="; ",
+        ),
+    )
+
+
+def _left_out(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """Tokens whose weight of policy over sampler lies outside the limits of loss.mismatch, and which weigh 0 then."""
+    options, logp = setup.run.loss.mismatch, setup.logp()
+    sampled = behaviour_logp(setup.batch.rows, logp, options.level)
+    if options.kind not in ("mask", "icepop") or sampled is None:
+        return
+    zero = (mismatch_weights(logp, sampled, setup.mask, options) == 0) & setup.mask
+    shares = (zero.sum(-1) / setup.mask.sum(-1).clamp(min=1)).tolist()  # completions are what is independent
+    figures["left_out"] = float(zero.sum() / setup.mask.sum().clamp(min=1))
+    most = thresholds["sampler_rejected"] / 2
+    if figures["left_out"] <= most:
+        return
+    yield finding(
+        "loss/no-gradient",
+        f"{figures['left_out']:.0%} of the sampled tokens weigh 0 before anything was trained: policy over sampler "
+        f"lies outside of [{options.floor or 0:g}, {options.cap:g}] for them",
+        f"loss.mismatch.kind={options.kind} leaves out what should be trained: its limits are narrower than what the "
+        "sampler differs by, be it rounding or a fault of its own",
+        propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.cap": 2.0, "loss.mismatch.floor": None}),
+        severity=None if at_least(shares, level(thresholds)) > most else "warning",
     )

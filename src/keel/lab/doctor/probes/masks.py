@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
@@ -18,7 +19,7 @@ from keel.lab.doctor.probes.ends import end_findings
 from keel.lab.doctor.probes.gap import average, in_half_precision, largest
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MAX_POSITIONS = 6
@@ -80,7 +81,7 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
             replace(group, prompt_tokens=tokens) for tokens in _with_others(setup, group.prompt_tokens, position)
         ]
         answer = _blind_answer(setup, group, before, changed, where, thresholds)
-        if answer is not None:
+        if answer is not None and answer < math.inf:
             hidden[position] = answer
     if not hidden:
         return
@@ -110,15 +111,33 @@ def _answering(setup: ProbeSetup, group: Group, thresholds: Thresholds) -> Tenso
 
 
 def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """The same for a message between two turns, where there is one."""
+    """The same for messages between two turns; a model that does not mind them is asked once more under noise."""
+    answer = _answer_to_tools(setup, thresholds)
+    if answer is None and setup.multi_turn:
+        with setup.perturbed(STRONG_NOISE, seed=3):
+            answer = _answer_to_tools(setup, thresholds)
+    if answer is None or answer == math.inf:
+        return
+    yield finding(
+        "mask/attention",
+        f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
+        "pass, while the model's own forward answers",
+        "the training pass cannot see tool output: a loss mask serves as the attention mask",
+        "let attention_mask be 1 on tool output too and use action_mask in the loss alone",
+    )
+
+
+def _answer_to_tools(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
+    """`_blind_answer` of the first messages that decide it."""
+    tried = 0
     for group in setup.groups:
         for index, completion in enumerate(group.completions):
             observed = [i for i, action in enumerate(completion.action) if not action]
             later = [i for i, action in enumerate(completion.action) if action and observed and i > observed[0] + 1]
             inner = [i for i in observed if later and i + 1 < later[-1] and not completion.action[i + 1]]
-            if not inner:
+            if not inner or tried >= _MAX_POSITIONS:
                 continue
-            position = inner[len(inner) // 2]
+            position, tried = inner[len(inner) // 2], tried + 1
             single = replace(group, completions=(completion,), rewards=group.rewards[index : index + 1])
             changed = [
                 replace(single, completions=(replace(completion, tokens=tokens),))
@@ -129,24 +148,19 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
             after &= _answering(setup, single, thresholds)
             if not bool(after.any()):
                 continue
-            answer = _blind_answer(setup, single, setup.logp(setup.pack([single])), changed, after, thresholds)
-            if answer is None:
-                return
-            yield finding(
-                "mask/attention",
-                f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
-                "pass, while the model's own forward answers",
-                "the training pass cannot see tool output: a loss mask serves as the attention mask",
-                "let attention_mask be 1 on tool output too and use action_mask in the loss alone",
-            )
-            return
+            before = setup.logp(setup.pack([single]))
+            answer = _blind_answer(setup, single, before, changed, after, thresholds)
+            if answer is not None:
+                return answer
+    return None
 
 
 def _blind_answer(
     setup: ProbeSetup, group: Group, before: Tensor, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
 ) -> float | None:
-    """How far training's scores `before` move in `where` `[B, T]` with changes that they do not see; else None.
+    """How far training's scores `before` move in `where` `[B, T]` with changes that they do not see.
 
+    Infinite where they see them, None where the model's own forward does not answer either.
     Each answer is of two passes, so that noise counts as one. The model's own forward must answer by more than the
     rounding of a probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
     """
@@ -155,7 +169,7 @@ def _blind_answer(
     for other in changed:
         answers.append(largest((before - setup.logp(setup.pack([other])))[where]))
         if answers[-1] > thresholds["mask_seen"]:
-            return None
+            return math.inf
     expected = setup.forward_logp([group])
     for other in changed:
         moves = (expected - setup.forward_logp([other])).abs() > unit * expected.abs().clamp_min(1.0)
@@ -213,8 +227,10 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
-        others = (drawn.sample_logp - logp)[~runs & (drawn.sample_logp < 0)]
+        claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
+        # what a sampler says it drew, each token with a chance of its own, is another policy's
+        another = another or (len(claimed.unique()) > 1 and average(claimed) > thresholds["foreign_gap"])
         another = another or setup.shared.get("other prompt", False)
         setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.of_batch["foreign"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -13,12 +15,16 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
+from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
+from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
 _RELABELLINGS = 200
 _TEXTS = 8
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
+_WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
 
 
 def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -26,7 +32,11 @@ def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     chosen = golds(setup)
     findings = [
         *_missing(setup, thresholds),
-        *([*_round_trip(setup, thresholds)] or [*_relabelled(setup, chosen, thresholds)]),
+        *(
+            [*_round_trip(setup, thresholds)]
+            or [*_relabelled(setup, chosen, thresholds)]
+            or [*shifted_findings(setup, thresholds)]
+        ),
         *_end(setup, chosen, thresholds),
     ]
     return ProbeResult("model", tuple(findings))
@@ -50,6 +60,15 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             advice,
         )
         return
+    if left := unread(policy.model, policy.unexpected):
+        yield finding(
+            "model/missing-weights",
+            f"{len(left)} weights of the checkpoint are not read, although the model has others of their kind, such as "
+            f"{', '.join(left[:3])}",
+            "the model is built smaller than the one that was saved: layers or biases that were trained are left out",
+            "load the checkpoint with the config.json that it was saved with (num_hidden_layers, attention_bias)",
+        )
+        return
     names, chance = untrained_weights(setup, thresholds["travel_chance"])
     if names:
         yield finding(
@@ -59,6 +78,25 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             cause,
             advice,
         )
+        return
+    if evidence := misplaced_weights(setup, thresholds):
+        yield finding(
+            "model/missing-weights",
+            evidence,
+            "the checkpoint was converted wrongly: what was trained for one place is loaded into another",
+            "convert the checkpoint anew, and compare its logits with those of the original before training",
+        )
+
+
+def unread(model: torch.nn.Module, unexpected: Sequence[str]) -> list[str]:
+    """Weights that only the checkpoint has and that are of the model's own kind.
+
+    Those are weights of a further layer, whose names differ from the model's by a number alone, and further weights of
+    a module that has some, such as a bias. A head for another purpose, or a buffer of an old version, is neither.
+    """
+    names = [_WRAPPED.sub("", name) for name, _ in model.named_parameters()]
+    kinds, modules = {_NUMBER.sub("#", name) for name in names}, {name.rpartition(".")[0] for name in names}
+    return [name for name in unexpected if _NUMBER.sub("#", name) in kinds or name.rpartition(".")[0] in modules]
 
 
 def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
@@ -71,7 +109,7 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     share = gone / max(1, sum(len(set(words(text))) for text in texts))
     if share > thresholds["lost_words"]:
         text, back = lost[0]
-        yield _tokenizer(
+        yield tokenizer_finding(
             f"{100 * share:.0f} % of the words of {len(texts)} texts do not come back from their tokens: "
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
@@ -90,24 +128,18 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     setup.built.judge.drain()
     if worse:
         gold, back = worse[0]
-        yield _tokenizer(
+        found = tokenizer_finding(
             f"{len(worse)} of {len(answered)} gold answers earn less once they were tokens: {gold[:50]!r} becomes "
             f"{back[:50]!r}"
         )
+        # many tokenizers drop or add spaces: a reward that minds them may be the one at fault
+        spaces = all("".join(gold.split()) == "".join(back.split()) for gold, back in worse)
+        yield replace(found, severity="warning") if spaces else found
 
 
 def _back(tokenizer: object, text: str) -> str:
     ids = tokenizer.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
     return str(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[attr-defined]
-
-
-def _tokenizer(evidence: str) -> Finding:
-    return finding(
-        "model/tokenizer",
-        evidence,
-        "the tokenizer is not the one that the model was trained with, or was changed since",
-        "load model and tokenizer of one checkpoint (model.name), and change neither ids nor texts of its tokens",
-    )
 
 
 def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
@@ -127,7 +159,7 @@ def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Threshold
     own, others, chance = min(tests, key=lambda test: test[-1])
     if chance <= thresholds["relabelled_chance"]:
         return
-    yield _tokenizer(
+    yield tokenizer_finding(
         f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
         f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "
         f"writes (entropy {entropy:.2g} of {uniform:.2g} nats)"

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
+from random import Random
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import batch_draws, draws
+from keel.lab.doctor.probes.draws import Draws, batch_draws, draws
 from keel.lab.doctor.probes.evidence import level, log_mean_exp, log_odds_of_copies, more_groups, odds_of_patterns
+from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
 NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
 _DOUBT = 3.0  # nats: copies by chance once in twenty
 _LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, and few of them must not decide
+_EITHER, _ORDERS = 0.05, 400  # chance above which copies are the same across steps, and orders that tell it
+_ALIGNED = 0.01  # chance above which equal completions of two steps need not be of one number
+_LONE = 100  # completions that are drawn alone
 _SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
 
 
@@ -25,13 +32,18 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     problems = [group.problem for group in setup.groups]
     same, other = setup.collect(problems), setup.collect(problems, step=NOISE_STEP)
     enough = -math.log(level(thresholds))
-    steps = repeated_steps(setup, other)
-    if steps > enough:
+    steps = repeated_steps(setup, setup.groups, other)
+    first, second = (strange_turns(setup, step) for step in STRANGE_STEPS)
+    if steps <= enough:  # a policy that is certain after its own prompts repeats itself by its own choice
+        steps = log_mean_exp([steps, repeated_steps(setup, first, second)])
+    both = zip(_tokens([*setup.groups, *first]), _tokens([*other, *second]), strict=True)
+    setup.shared["repeated steps"] = steps > enough and chance_aligned([*both]) <= _ALIGNED
+    if setup.shared["repeated steps"]:
         yield finding(
             "sampler/noise",
             f"completions of two different steps are the same tokens: by chance once in e^{steps:.3g}",
-            "the engine ignores seed and step: every step draws the same noise",
-            "key the engine's noise by seed, attempt, step, problem and sample",
+            "the engine ignores seed and step, or gives back what it wrote before: every step draws the same noise",
+            "key the engine's noise by seed, attempt, step, problem and sample, and cache no completions",
         )
         return
 
@@ -44,6 +56,8 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     if odds > enough:
         drawn = draws(setup, groups)
         greedy = bool((drawn.tokens == drawn.logits.argmax(-1)).all())
+        setup.shared["greedy"], setup.shared["copied groups"] = greedy, groups
+        setup.shared["copies in any step"] = not greedy and _chance_of_copies(setup, groups) > _EITHER
         yield finding(
             "sampler/noise",
             f"completions of {len(groups)} groups are copies of each other: by the policy's own chance of repeating "
@@ -61,10 +75,68 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         )
 
 
-def repeated_steps(setup: ProbeSetup, other: Sequence[Group]) -> float:
-    """Evidence in nats that a step repeats the batch's completions, sample by sample."""
+def copies_explained(setup: ProbeSetup, params: SamplingParams) -> bool:
+    """Whether draws under `params` repeat each other as often as those groups that were called copies do."""
+    return copies(setup, setup.shared.get("copied groups", ()), params)[0] < _DOUBT
+
+
+def chance_aligned(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> float:
+    """The chance of so many completions that equal the one of their own number in another step.
+
+    Completions of the other step change places: noise that is the same gives equal ones at equal places, a sampler that
+    is surer than the policy gives them anywhere.
+    """
+    random = Random(0)
+
+    def matches(pairs: Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> int:
+        return sum(a == b for own, other in pairs for a, b in zip(own, other, strict=True))
+
+    seen = matches(steps)
+    shuffled = ([(own, random.sample(other, len(other))) for own, other in steps] for _ in range(_ORDERS))
+    return (1 + sum(matches(order) >= seen for order in shuffled)) / (1 + _ORDERS)
+
+
+def lone_draws(setup: ProbeSetup) -> Draws:
+    """Completions that are drawn alone, one a step: there is no other one to be like."""
+    alone = replace(setup.sampling, num_generations=1)
+    problems = setup.run.task.sample(_LONE, seed=setup.config.run.seed, step=NOISE_STEP)
+    groups = [
+        group
+        for number, problem in enumerate(problems)
+        for group in setup.collect([problem], step=NOISE_STEP + 100 + number, sampling=alone)
+    ]
+    return draws(setup, groups)
+
+
+def _chance_of_copies(setup: ProbeSetup, groups: Sequence[Group]) -> float:
+    """The same for groups of some step and their problems in another."""
+    own = list({group.problem.key: group for group in groups}.values())
+    other = setup.collect([group.problem for group in own], step=NOISE_STEP)
+    return chance_within(list(zip(_tokens(own), _tokens(other), strict=True)))
+
+
+def chance_within(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> float:
+    """The chance of so many equal completions within a step, where those of another step are drawn like them.
+
+    Completions of one problem change places between its two steps: with one way to draw, whatever it is, all orders
+    are as likely. A sampler that is surer than the policy writes equal ones within steps and across them.
+    """
+    pooled = [(len(own), [*own, *other]) for own, other in steps if len({*own, *other}) > 1]
+    seen, random = _equal_within(pooled), Random(0)
+    shuffled = ([(count, random.sample(tokens, len(tokens))) for count, tokens in pooled] for _ in range(_ORDERS))
+    return (1 + sum(_equal_within(order) >= seen for order in shuffled)) / (1 + _ORDERS)
+
+
+def _equal_within(pooled: Iterable[tuple[int, Sequence[Hashable]]]) -> int:
+    """Pairs of equal completions on the same side, the first so many or the others."""
+    sides = (side for count, tokens in pooled for side in (tokens[:count], tokens[count:]))
+    return sum(number * (number - 1) // 2 for side in sides for number in Counter(side).values())
+
+
+def repeated_steps(setup: ProbeSetup, groups: Sequence[Group], other: Sequence[Group]) -> float:
+    """Evidence in nats that a step repeats the completions of another, sample by sample."""
     total = 0.0
-    for first, second, logp in zip(setup.groups, other, _logp(setup, setup.groups, setup.sampling), strict=True):
+    for first, second, logp in zip(groups, other, _logp(setup, groups, setup.sampling), strict=True):
         pairs = [
             (a.tokens == b.tokens, value)
             for a, b, value in zip(first.completions, second.completions, logp, strict=True)

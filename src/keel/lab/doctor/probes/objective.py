@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Scores
-from keel.kl.controllers import UNITS
-from keel.lab.doctor.advice import no_penalty
-from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.advice import either
+from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.advantage import token_weights
+from keel.lab.doctor.probes.controller import LEVELS, controller_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import LossOptions, objective
@@ -22,9 +20,6 @@ from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
 
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
-LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion
-UPDATES = 200
-PER_TOKEN = 0.05  # nats: the usual target of a controller
 
 
 def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -37,7 +32,7 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     findings = [
         *_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
-        *([*_steered(setup, figures, thresholds)] or _targets(setup, thresholds)),
+        *controller_findings(setup, figures, thresholds),
     ]
     line = (
         f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
@@ -141,14 +136,39 @@ def _pushes(
             "return the loss of each token before any reduction; the reduction is applied to it afterwards",
         )
     elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
+        spread = f"{float(push.min()):.3g} to {float(push.max()):.3g}"
+        by = weighed_by(mask, push, thresholds)
         yield finding(
             "loss/scale",
-            f"∂loss/∂logp over −A × the reduction's weight goes from {float(push.min()):.3g} to "
-            f"{float(push.max()):.3g} over the tokens",
-            f"{loss_name} weighs tokens or advantages in a way of its own",
-            "nothing, if that is meant",
-            severity="note",
+            f"∂loss/∂logp over −A × the reduction's weight goes from {spread} over the tokens"
+            + (f": it {by}" if by else ""),
+            f"{loss_name} weighs tokens or advantages in a way of its own"
+            + (", as where what should be a mean over a completion is a sum, or the other way round" if by else ""),
+            either("return the loss of each token, with its own ratio" if by else "", "nothing, if that is meant"),
+            severity="warning" if by else "note",
         )
+
+
+def weighed_by(mask: Tensor, push: Tensor, thresholds: Thresholds) -> str:
+    """What a token's weight depends on, where that is all: its completion's length, or its place; "" if neither."""
+    row, column = mask.nonzero().unbind(-1)
+    begins, ends = mask.int().argmax(-1), mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
+    lengths = mask.sum(-1)[row]
+    for way, power in (("grows with the length of the completion", 1), ("falls with the length of the completion", -1)):
+        if len(lengths.unique()) > 1 and _even(push / lengths.double() ** power, thresholds):
+            return way
+    for way, place in (("its distance from the end", ends[row] - column), ("its place", column - begins[row])):
+        values = [push[place == number] for number in place.unique()]
+        means = [float(part.mean()) for part in values]
+        steady = means in (sorted(means), sorted(means, reverse=True))
+        if len(means) > 2 and steady and all(_even(part, thresholds) for part in values):
+            far = max(means) > thresholds["loss_factor"] * min(means)
+            return f"is decided by {way}" if far else ""
+    return ""
+
+
+def _even(values: Tensor, thresholds: Thresholds) -> bool:
+    return float(values.max() - values.min()) <= thresholds["loss_uneven"] * float(values.abs().max())
 
 
 def left_out(mask: Tensor, alive: Tensor) -> str:
@@ -171,87 +191,3 @@ def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
     """The share of tokens among those with a positive and with a negative advantage."""
     chosen = (where[up], where[~up])
     return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]
-
-
-def _steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
-    name, configured = setup.config.kl.controller.name, setup.config.kl.beta
-    figures |= {"beta_start": math.nan, "beta_most": math.nan}
-    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
-    try:
-        controller = setup.run.controller
-        unit, start = controller.unit, float(controller.init().beta)
-        series = {level: _betas(setup, level) for level in LEVELS}
-    except Exception as error:  # a controller of one's own may raise anything
-        why = f"{type(error).__name__}: {first_line(error)}"
-        yield finding("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", mend)
-        return
-    every = [start, *(beta for betas in series.values() for beta in betas)]
-    figures |= {"beta_start": start, "beta_most": max(every)}
-    limit = max(thresholds["controller_beta"], 10 * configured)
-    wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
-    high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > limit), None)
-    if unit not in UNITS:
-        evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
-        yield finding("kl/controller", evidence, "the loop cannot tell which KL to give it", f"set unit={UNITS[0]!r}")
-    elif not (math.isfinite(start) and start >= 0) or wrong is not None:
-        where = f"β = {start:g} at the start" if wrong is None or not start >= 0 else _at(*wrong)
-        cause = "a coefficient below 0 rewards distance from the reference, one that is no number breaks the loss"
-        yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, mend)
-    elif high is not None:
-        cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
-        yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
-    elif configured > 0 and max(every) == 0:
-        yield finding(
-            "kl/controller",
-            f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
-            f"kl.beta={configured:g} never acts",
-            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
-            severity="warning",
-        )
-
-
-def _at(level: float, update: int, beta: float) -> str:
-    return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
-
-
-def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
-    options, controller = setup.config.kl.controller, setup.run.controller
-    target = (options.model_extra or {}).get("target")
-    if not isinstance(target, int | float) or not setup.config.kl.steers:
-        return
-    length = setup.completion_length
-    most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
-    tokens = 1.0 if controller.unit == "per_sequence" else length
-    start = float(controller.init().base)
-    lax = target * tokens > most and max(_betas(setup, most / tokens)) <= start
-    tight = target * tokens < least and _betas(setup, least / tokens)[-1] > start
-    if not lax and not tight:
-        return
-    unit = controller.unit.replace("_", " ")
-    usual = float(f"{PER_TOKEN if unit == 'per token' else PER_TOKEN * length:.1g}")
-    yield finding(
-        "kl/controller",
-        f"kl.controller.target={target:g} nats {unit}, {target * tokens:.3g} per completion of {length:.3g} tokens: β "
-        + (
-            f"never rises above {start:g}, not at {most / tokens:.3g} nats {unit}, where the policy has left every "
-            "useful range"
-            if lax
-            else f"rises from {start:g} at {least / tokens:.2g} nats {unit}, where nothing can be seen to change"
-        ),
-        "the target is in another unit than the controller's, or mistyped: "
-        + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
-        propose("set {}", {"kl.controller.target": usual}),
-        severity="warning" if lax else None,  # a β that only rises rules the update in the end
-    )
-
-
-def _betas(setup: ProbeSetup, level: float) -> list[float]:
-    controller, betas = setup.run.controller, []
-    state = controller.init()
-    for update in range(UPDATES):
-        measured = (None, math.nan)[update // 10 % 2] if update % 10 == 9 else level
-        state = controller.update(state, measured)
-        betas.append(float(state.beta))
-    return betas

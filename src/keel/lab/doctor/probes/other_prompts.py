@@ -68,7 +68,7 @@ def _brief(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
 
 
 def _further(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
-    tokenizer, problems = setup.policy.tokenizer, [group.problem for group in groups]
+    tokenizer = setup.policy.tokenizer
     longest = max(len(group.prompt_tokens) for group in groups)
     eos, pad = tokenizer.eos_token_id, setup.policy.pad_id
     yield OtherPrompt("prompts with EOS at their end", lambda tokens, _: (*tokens, eos))
@@ -79,7 +79,8 @@ def _further(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt
     yield OtherPrompt("prompts read backwards", lambda tokens, _: tokens[::-1])
     for label, again in _texts(tokenizer).items():
         yield OtherPrompt(label, partial(_encoded, again))
-    for label, rendered in _renderings(setup, problems):
+    yield OtherPrompt("prompts whose special tokens are spelt out", partial(_encoded, _spelt_out(tokenizer)))
+    for label, rendered in _renderings(setup, groups):
         yield OtherPrompt(label, partial(_of_group, rendered))
     for kind in _CUTS:
         yield from cuts(kind, _SIZES, longest)
@@ -119,6 +120,17 @@ def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
     }
 
 
+def _spelt_out(tokenizer: Any) -> Callable[[Tokens], Tokens]:
+    """Role markers as the ordinary text that they look like; BOS, EOS and the like stay what they are."""
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    spelt: dict[int, Tokens] = {}
+    for token in set(tokenizer.all_special_ids) - ends:
+        letters = str(tokenizer.convert_ids_to_tokens(token))
+        parts = (tokenizer.encode(letter, add_special_tokens=False) for letter in letters)
+        spelt[token] = tuple(int(t) for part in parts for t in part)
+    return lambda tokens: tuple(t for token in tokens for t in spelt.get(token, (token,)))
+
+
 def _encoded(again: Callable[[Tokens], Tokens], tokens: Tokens, group: int) -> Tokens:
     return again(tokens)
 
@@ -127,9 +139,9 @@ def _of_group(rendered: Sequence[Tokens], tokens: Tokens, group: int) -> Tokens:
     return rendered[group]
 
 
-def _renderings(setup: ProbeSetup, problems: Sequence[Problem]) -> Iterator[tuple[str, list[Tokens]]]:
+def _renderings(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[tuple[str, list[Tokens]]]:
     """The problems rendered in another way: without the system prompt, without the template, in it, in it twice."""
-    tokenizer, data = setup.policy.tokenizer, setup.config.data
+    tokenizer, data, problems = setup.policy.tokenizer, setup.config.data, [group.problem for group in groups]
     plain = [Problem(p.key, "\n\n".join(m["content"] for m in messages_of(p))) for p in problems]
     users = [Problem(p.key, messages_of(p)[-1]["content"]) for p in problems]
     ways: list[tuple[str, dict[str, Any], Sequence[Problem]]] = [
@@ -151,8 +163,8 @@ def _renderings(setup: ProbeSetup, problems: Sequence[Problem]) -> Iterator[tupl
         ways.append(("prompts without the system prompt", {"chat_template": data.chat_template}, problems))
     if own_template(tokenizer):
         filled = [
-            Problem(p.key, str(tokenizer.decode(list(tokens), skip_special_tokens=False)))
-            for p, tokens in zip(problems, (g.prompt_tokens for g in setup.groups), strict=False)
+            Problem(group.problem.key, str(tokenizer.decode(list(group.prompt_tokens), skip_special_tokens=False)))
+            for group in groups
         ]
         ways.append(("prompts in the chat template", {"chat_template": "default"}, plain))
         ways.append(("prompts put into the chat template again", {"chat_template": "default"}, filled))

@@ -10,8 +10,11 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.around import around_findings
+from keel.lab.doctor.probes.frames import frame_findings
 from keel.lab.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings
+from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,
     messages_of,
@@ -21,9 +24,13 @@ from keel.lab.doctor.probes.rendering import (
     turn_marks,
     word_by_word,
 )
-from keel.lab.doctor.probes.repeats import eval_leak, repeat_findings
+from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
+from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.templates import template_findings
+from keel.lab.doctor.probes.system_prompt import system_findings
+from keel.lab.doctor.probes.templates import plain_findings, template_findings
+from keel.lab.doctor.probes.verbatim import verbatim_findings
+from keel.lab.doctor.probes.written_out import written_out_findings
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -43,17 +50,35 @@ class Prompt:
 def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Read prompts back from their tokens; compare them with problems, with each other and with held-out ones."""
     prompts = _prompts(setup)
+    lost = [*_lost(setup, prompts)]
     findings = [
-        *_lost(setup, prompts),
+        *lost,
+        *(() if lost else verbatim_findings(setup)),
+        *written_out_findings([prompt.problem for prompt in prompts]),
         *_headless(setup, prompts),
         *_bos(setup, prompts, thresholds),
-        *template_findings(setup, thresholds),
-        *leak_findings(setup, [(prompt.problem, prompt.text) for prompt in prompts], thresholds),
+        *(
+            [*plain_findings(setup, thresholds)]
+            or [*template_findings(setup, thresholds)]
+            or [*mark_findings(setup, thresholds)]
+            or [*frame_findings(setup, thresholds)]
+            or [*system_findings(setup, thresholds)]
+            or around_findings(setup, thresholds)
+        ),
+        *_leaks(setup, prompts, thresholds),
         *repeat_findings(setup, thresholds),
+        *contradiction_findings(setup, thresholds),
         *eval_leak(setup, thresholds),
     ]
     figures = {"prompts_read": float(len(prompts))}
     return ProbeResult("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
+
+
+def _leaks(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
+    """In the messages as they are given, since tokens may not give spaces back; else in what a template adds."""
+    given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
+    read = [(prompt.problem, prompt.text) for prompt in prompts]
+    return [*leak_findings(setup, given, thresholds)] or [*leak_findings(setup, read, thresholds)]
 
 
 def _prompts(setup: ProbeSetup) -> list[Prompt]:
@@ -133,7 +158,7 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
     for prompt in prompts:
         filled = in_template(renderer, prompt.problem)
         marks = used if filled else own
-        if filled and used is not None and used.fault and prompt.text.rstrip().endswith(used.assistant):
+        if filled and used is not None and used.fault and squeezed(prompt.text).endswith(squeezed(used.assistant)):
             spoilt.append(prompt)
             continue
         last = messages_of(prompt.problem)[-1]
@@ -141,13 +166,15 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
             continue
         if not filled and not (marks.user and marks.user in prompt.text):
             continue
-        asked = prompt.text.rfind(marks.user if not filled else (last["content"].split() or [""])[-1])
-        opened = prompt.text.rfind(marks.assistant)
-        if opened < 0 or opened + len(marks.assistant) <= asked:
+        # without spaces, which tokenizers drop or add
+        text, header = squeezed(prompt.text), squeezed(marks.assistant)
+        asked = text.rfind(squeezed(marks.user if not filled else (last["content"].split() or [""])[-1]))
+        opened = text.rfind(header)
+        if opened < 0 or opened + len(header) <= asked:
             missing.append((prompt, marks.assistant))
     if spoilt and used is not None:
         yield finding(
-            "prompt/no-header",
+            "prompt/format" if used.doubled else "prompt/no-header",
             f"{len(spoilt)} of {len(prompts)} prompts end with {used.assistant!r}, but {used.answered!r} stands before "
             f"the assistant's messages in the same template: {spoilt[0].text[-60:]!r}",
             f"the template's generation prompt is not the assistant's header: {used.fault}",

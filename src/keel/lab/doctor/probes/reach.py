@@ -20,6 +20,7 @@ from keel.lab.doctor.findings import Advice, Finding, finding, propose
 from keel.lab.doctor.probes.exploration import entropy
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
+from keel.lab.doctor.probes.trained import frozen_findings
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, one_digit, step_kl, undone
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -75,7 +76,7 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     length = setup.completion_length
     reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
     figures = {"updates": float(rates.updates), "mean_rate": rates.mean, "reach": reach.kl()}
-    findings = list(_no_update(reach, figures))
+    findings = [*_no_update(reach, figures)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
     if optim.weight_decay > 0:
         decay, total = optim.learning_rate * optim.weight_decay, rates.total * longer
         figures["shrink"] = math.exp(-decay * total)
@@ -149,6 +150,20 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
     )
 
 
+def _unweighted(setup: ProbeSetup) -> Iterator[Finding]:
+    """Advantages whose weight never arrives: Adam hides their size, and everything beside them outweighs them."""
+    warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
+    if warmup <= 2 * steps:
+        return
+    yield finding(
+        "optim/no-update",
+        f"the advantages' weight rises to {steps / warmup:.2g} of its size in {steps} steps",
+        f"reward.warmup_steps={warmup} is longer than the run: rewards never count for what they are worth",
+        propose("set {}", {"reward.warmup_steps": steps // 10}),
+        severity="warning",
+    )
+
+
 def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     """What keeps the policy where it is: each candidate is taken away in turn, and the first that mends it is named."""
     setup, optim, first = reach.setup, reach.setup.config.optim, reach.first
@@ -201,7 +216,7 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
 
 def _unweighted_norm(reach: _Reach) -> float:
     """The gradient's norm with every weight of the sampler's mismatch at 1."""
-    loss = reach.setup.run.loss.mismatch.model_copy(update={"kind": "none"})
+    loss = reach.setup.run.loss.mismatch.model_copy(update={"kind": "none", "floor": None})
     return gradient_norm(loss_gradients(reach.setup, reach.first.batch, mismatch=loss)[0])
 
 

@@ -46,6 +46,11 @@ class TurnMarks:
             return "it opens the assistant's turn and ends it at once"
         return "it opens the assistant's turn twice" if self.answered in rest else None
 
+    @property
+    def doubled(self) -> bool:
+        """Whether the fault is a header too many, and not one that is missing."""
+        return self.fault is not None and self.fault.endswith("twice")
+
 
 def rendered(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
     """The tokens of prompts as training renders them, before any limit cuts them."""
@@ -109,6 +114,14 @@ def own_template(tokenizer: Any) -> str | None:
     """The tokenizer's default template, whatever the configuration uses."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, Mapping) else template
+
+
+def template_name(tokenizer: Any) -> str | None:
+    """What data.chat_template calls the template that `auto` uses; by its name, plain text is put in too."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, Mapping):
+        return "default" if template else None
+    return "default" if "default" in template else next(iter(template), None)
 
 
 def _last_mark(tokenizer: Any, before: str) -> str:

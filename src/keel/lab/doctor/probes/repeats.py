@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.rendering import rendered
+from keel.lab.doctor.probes.gold_likelihood import gold_or_none
+from keel.lab.doctor.probes.rendering import messages_of, rendered
 from keel.lab.doctor.setup import ProbeSetup
 
 _DRAWN = 1024  # training problems that are looked at
 _HELD_OUT = 64
+_CROWDED = 0.05  # of the problems that one prompt may stand for
+_FEWEST = 4  # prompts whose answers contradict each other: fewer are mistakes of the data
 
 
 def training_steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...]]]]:
@@ -60,6 +64,71 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         )
 
 
+def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """One and the same prompt with different gold answers, of which one row pays its own and not the other's.
+
+    Of the prompts that are met twice: how many are asked with an answer that their other row does not take.
+    """
+    task, judge = setup.run.task, setup.built.judge
+    if task.unanswered or task.several_turns or judge.remote:
+        return
+    met: dict[tuple[int, ...], dict[str, Problem]] = {}
+    times: Counter[tuple[int, ...]] = Counter()
+    for problem, prompt in (pair for step in training_steps(setup) for pair in step):
+        gold = gold_or_none(task, problem)
+        if gold:
+            met.setdefault(prompt, {}).setdefault(gold[-1], problem)
+            times[prompt] += 1
+    yield from _asks_nothing(setup, met, times)
+    repeated = [prompt for prompt in met if times[prompt] > 1]
+    doubtful = [prompt for prompt in repeated if len(met[prompt]) > 1]
+    if len(doubtful) < _FEWEST or len(doubtful) <= thresholds["gold_contradicts"] * len(repeated):
+        return
+    apart = [rows for prompt in doubtful[:_FEWEST] if _apart(setup, rows := met[prompt])]
+    judge.drain()
+    if len(apart) < _FEWEST:
+        return
+    shown = setup.policy.tokenizer.decode(list(doubtful[0]))[-60:]
+    yield finding(
+        "data/misaligned",
+        f"{len(doubtful)} of {len(repeated)} prompts that are drawn more than once have different gold answers, such "
+        f"as {' and '.join(map(repr, [*met[doubtful[0]]][:3]))} after {shown!r}, and one row's answer earns less in "
+        "the other",
+        "rows that ask the same contradict each other: answers were joined by another key, or copies were made of one "
+        "column alone",
+        "read the rows of one such question; keep those whose answer is right",
+        share=len(doubtful) / len(repeated),
+    )
+
+
+def _asks_nothing(
+    setup: ProbeSetup, met: Mapping[tuple[int, ...], Mapping[str, Problem]], times: Counter[tuple[int, ...]]
+) -> Iterator[Finding]:
+    """One prompt for many problems of different answers: what it should ask was lost, as in a column with gaps."""
+    crowded = [prompt for prompt, rows in met.items() if len(rows) >= _FEWEST]
+    share = sum(times[prompt] for prompt in crowded) / max(1, times.total())
+    if not 0 < len(crowded) < _FEWEST or share < _CROWDED or not all(_apart(setup, met[prompt]) for prompt in crowded):
+        return
+    setup.built.judge.drain()
+    prompt = max(crowded, key=times.__getitem__)
+    shown = setup.policy.tokenizer.decode(list(prompt))[-60:]
+    yield finding(
+        "prompt/no-question",
+        f"{times[prompt]} of {times.total()} problems are asked by {shown!r} and have {len(met[prompt])} different "
+        f"gold answers, such as {' and '.join(map(repr, [*met[prompt]][:3]))}",
+        "rows without a question: a gap in the column, or a value that stands for one, is what the model is asked",
+        "leave rows out whose question is empty, and check data.columns",
+        severity="warning" if share < 0.5 else None,
+    )
+
+
+def _apart(setup: ProbeSetup, rows: Mapping[str, Problem]) -> bool:
+    """Whether the first row pays its own answer more than that of the second."""
+    (own, problem), (other, _) = [*rows.items()][:2]
+    rewards = setup.built.judge.judge(problem, [[own], [other]])
+    return rewards is not None and rewards[0].total > rewards[1].total
+
+
 def _content(setup: ProbeSetup, problem: Problem, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """What tells problems apart, whatever their keys: the prompt.
 
@@ -87,10 +156,10 @@ def _copies_in_steps(steps: Sequence[Sequence[Hashable]]) -> float:
 
 def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Prompts that are held out are not trained on, whatever their keys; the odd duplicate of a data set is no leak."""
-    trained = {_content(setup, problem, prompt) for step in training_steps(setup) for problem, prompt in step}
     held_out = setup.run.task.held_out(_HELD_OUT)
-    contents = [_content(setup, *pair) for pair in zip(held_out, rendered(setup, held_out), strict=True)]
-    shared = [problem for problem, content in zip(held_out, contents, strict=True) if content in trained]
+    trained = [*dict.fromkeys(_contents(setup, [pair for step in training_steps(setup) for pair in step]))]
+    kept = _contents(setup, [*zip(held_out, rendered(setup, held_out), strict=True)])
+    shared = [problem for problem, copies in zip(held_out, _among(kept, trained), strict=True) if copies]
     if len(shared) <= thresholds["eval_leaked"] * len(held_out):
         return
     asked = sum(map(len, training_steps(setup)))
@@ -100,5 +169,23 @@ def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         f"{shared[0].key!r}",
         "task.sample returns problems that task.held_out keeps for evaluation",
         "keep the two apart, as keel.envs.Task asks",
-        share=len(trained.intersection(contents)) / len(trained),
+        share=fmean(_among(trained, kept)),
     )
+
+
+def _contents(setup: ProbeSetup, pairs: Sequence[tuple[Problem, tuple[int, ...]]]) -> list[tuple[Hashable, Hashable]]:
+    """Of each problem what tells it apart, by its tokens and by its text."""
+    contents = ((problem, _content(setup, problem, prompt)) for problem, prompt in pairs)
+    return [(content, _text(problem, content)) for problem, content in contents]
+
+
+def _among(rows: Sequence[tuple[Hashable, Hashable]], others: Sequence[tuple[Hashable, Hashable]]) -> list[bool]:
+    """Whether each of them is one of the others too, by its tokens or by its text."""
+    tokens, texts = ({row[i] for row in others} for i in (0, 1))
+    return [content in tokens or text in texts for content, text in rows]
+
+
+def _text(problem: Problem, content: tuple[tuple[int, ...], str]) -> tuple[str, str]:
+    """What a problem asks, whatever its spaces, its case and the sign at its end: a copy is one in those, too."""
+    asked = "\n".join(message["content"] for message in messages_of(problem))
+    return " ".join(asked.split()).casefold().rstrip(" .:?!"), content[1]

@@ -15,6 +15,7 @@ from keel.lab.doctor.probes.draws import FEW, Draws, best_temperature, filters, 
 from keel.lab.doctor.probes.gap import (
     bf16_scores,
     close,
+    closed,
     in_half_precision,
     largest,
     quantized_scores,
@@ -35,7 +36,7 @@ def reported_finding(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds
     size = (
         f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
     )
-    limit = max(0.02 * float(gap.abs().mean()), 1e-4)
+    limit = closed(setup, float(gap.abs().mean()))
 
     def residual(params: SamplingParams) -> float:
         return float((reported.sample_logp - reported.logp(params)).abs().nan_to_num(torch.inf).mean())

@@ -15,6 +15,7 @@ from keel.lab.doctor.probes.alternatives import Alternative, alternatives, filte
 from keel.lab.doctor.probes.draws import (
     Draws,
     batch_draws,
+    best_temperature,
     draws,
     most_tokens,
     tail_masses,
@@ -24,7 +25,7 @@ from keel.lab.doctor.probes.draws import (
 from keel.lab.doctor.probes.explanations import configured_finding, drawn_finding
 from keel.lab.doctor.probes.gap import largest, reports_close
 from keel.lab.doctor.probes.masks import foreign
-from keel.lab.doctor.probes.noise import NOISE_STEP, noise_findings
+from keel.lab.doctor.probes.noise import NOISE_STEP, copies_explained, lone_draws, noise_findings
 from keel.lab.doctor.probes.reported import filtered_findings, reported_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
@@ -64,11 +65,17 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         more = _sample_more(setup, thresholds, rounds=_FURTHER)
         chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
+    drawn_otherwise = chance < alarm or odds > -math.log(alarm)
+    if setup.shared.get("greedy"):  # of a few completions a policy that is sure writes the likeliest ones, too
+        setup.shared["greedy"] = bool((more.tokens == more.logits.argmax(-1)).all())
+    if drawn_otherwise and repeated and _not_by_copying(setup, more, thresholds):
+        findings = [finding for finding in findings if finding not in repeated]
+        repeated = []
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
-    elif chance < alarm or odds > -math.log(alarm):
+    elif drawn_otherwise:
         findings.append(drawn_finding(more, setup, chance, others, odds, thresholds))
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
@@ -77,6 +84,23 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
     return ProbeResult("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
+
+
+def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> bool:
+    """Whether completions are drawn otherwise, and so repeat themselves more often.
+
+    At a temperature that fits all draws the copies are no more than there should be, or completions are drawn otherwise
+    when nothing can be copied.
+    """
+    if setup.shared.get("repeated steps") or setup.shared.get("greedy"):
+        return False
+    fitting = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
+    if copies_explained(setup, replace(setup.sampling, temperature=fitting)):
+        return True
+    if setup.shared.get("copies in any step"):  # a sampler that is surer repeats itself more often
+        return True
+    chance, _, odds = _draw_statistics(lone_draws(setup), setup.sampling, setup.policy.eos_ids)
+    return chance < thresholds["sampler_draws"] or odds > -math.log(thresholds["sampler_draws"])
 
 
 def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:

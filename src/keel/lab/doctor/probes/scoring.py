@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Completion, Group
 from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gap import (
@@ -34,8 +36,13 @@ from keel.lab.doctor.probes.gap import (
 from keel.lab.doctor.probes.gradient import gradient_findings
 from keel.lab.doctor.probes.masks import is_blind
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
-from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.result import ProbeResult, no_memory_for
+from keel.lab.doctor.probes.strange import ordinary_tokens
 from keel.lab.doctor.setup import ProbeSetup
+from keel.trainer.memory import is_out_of_memory
+
+_MISSED = 0.5  # of a change that scores miss which do not follow the weights, at least
+_ROUNDINGS = 2.0  # times one rounding that two of them differ by at most, on average
 
 
 def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -66,8 +73,88 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures |= {"gap_max": gap.worst(gap.scored), "gap_mean": gap.mean(gap.scored)}
     lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
     if not gap.broken(gap.scored):
-        return ProbeResult("scoring", tuple(gradient_findings(setup, figures, thresholds)), figures, lines)
+        gap = _on_other_text(setup, thresholds)
+        figures["gap_other_text"] = gap.worst(gap.scored)
+    if not gap.broken(gap.scored) and setup.run.amp_dtype is not None and setup.policy.dtype == torch.float32:
+        found = tuple(_in_full_precision(setup, thresholds))
+        if found:
+            return ProbeResult("scoring", found, figures, lines)
+    if not gap.broken(gap.scored):
+        found, unchecked = _of_gradient(setup, figures, thresholds)
+        found = found or tuple(_of_changed_weights(setup, forward_logp, thresholds))
+        return ProbeResult("scoring", found, figures, lines, unchecked)
     return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
+
+
+def _of_gradient(
+    setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """What is wrong with the gradient, and that it is unchecked where two more of it have no room."""
+    try:
+        return tuple(gradient_findings(setup, figures, thresholds)), ()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return (), (no_memory_for("scoring/gradient", error),)
+
+
+def _of_changed_weights(setup: ProbeSetup, forward_logp: Tensor, thresholds: Thresholds) -> Iterator[Finding]:
+    """Scores follow the weights: right ones of the first weights may be remembered, and every update leaves them.
+
+    Such scores miss what the weights have changed, of which 16 bits round away a part.
+    """
+    completion_mask, before = _completion_mask(setup), setup.logp()
+    with setup.perturbed(seed=2):
+        gap = Gap(setup, setup.logp, setup.logp(), setup.forward_logp(), completion_mask, thresholds)
+    changed = average((gap.forward_logp - forward_logp)[completion_mask])
+    if not gap.broken(gap.scored) or gap.mean(gap.scored) <= _MISSED * changed:
+        return
+    moved = largest((gap.scored - before)[completion_mask])
+    yield finding(
+        "scoring/mismatch",
+        f"training's log-probabilities are right with the weights of the start; after a change of all trainable ones "
+        f"they have moved by up to {moved:.3g} nats and are off by up to {gap.worst(gap.scored):.3g}",
+        "what is scored does not follow the weights: scores of the same tokens are kept from before, or a part of the "
+        "pass has weights of its own",
+        "let model.scorer compute with the model that it is given at every call, without a cache",
+    )
+
+
+def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """The same without autocast, where a gap that 16 bits may round to is none.
+
+    A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
+    """
+    narrow = setup.run.amp_dtype
+    setup.run.amp_dtype = None
+    try:
+        gap = _on_other_text(setup, thresholds)
+        rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
+        if gap.broken(gap.scored) and gap.mean(gap.scored) > _ROUNDINGS * rounding:
+            yield from _explained(gap, narrow=False)
+    finally:
+        setup.run.amp_dtype = narrow
+
+
+def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:
+    """The gap on completions of other tokens, each drawn evenly from the vocabulary.
+
+    A policy that is certain of what it writes has log-probabilities near 0 and hardly looks at its positions: there
+    a wrong score is as near as a right one. Of other text no token is certain.
+    """
+    other = replace(setup, batch=setup.pack(_other_text(setup)), of_batch={})
+    completion_mask = _completion_mask(other)
+    return Gap(other, other.logp, other.logp(), other.forward_logp(), completion_mask, thresholds)
+
+
+def _other_text(setup: ProbeSetup) -> list[Group]:
+    ordinary = ordinary_tokens(setup)
+    draw = Random(setup.config.run.seed).choices
+
+    def written(completion: Completion) -> Completion:
+        return replace(completion, tokens=tuple(draw(ordinary, k=len(completion.tokens))))
+
+    return [replace(group, completions=tuple(map(written, group.completions))) for group in setup.groups]
 
 
 def _completion_mask(setup: ProbeSetup) -> Tensor:
@@ -120,8 +207,8 @@ def _unsteady(setup: ProbeSetup, apart: float, thresholds: Thresholds) -> Findin
     )
 
 
-def _explained(gap: Gap) -> Iterator[Finding]:
-    """Recompute under each hypothesis and name the first that closes the gap."""
+def _explained(gap: Gap, *, narrow: bool = True) -> Iterator[Finding]:
+    """Recompute under each hypothesis and name the first that closes the gap; `narrow`: 16 bits among them."""
     setup, scored = gap.setup, gap.scored
     size = f"training's log-probabilities are off by up to {gap.worst(scored):.3g} nats ({gap.mean(scored):.3g} mean)"
     if is_blind(setup, gap.thresholds):
@@ -188,7 +275,7 @@ def _explained(gap: Gap) -> Iterator[Finding]:
         )
         return
     rounding = bf16_scores(setup) - gap.forward_logp
-    if rounding_explains(
+    if narrow and rounding_explains(
         (scored - gap.forward_logp)[gap.completion_mask], rounding[gap.completion_mask], gap.thresholds
     ):
         yield finding(

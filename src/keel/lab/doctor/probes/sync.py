@@ -11,16 +11,14 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, unfiltered
 from keel.lab.doctor.probes.gap import average, reports_close
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.setup import ProbeSetup
-
-STRONG = 1.0  # relative noise on the weights: another policy altogether, so that a few draws tell too
+from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
 
 
 def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Perturb the policy, sync, sample: log-probabilities and tokens must be the new policy's; then back again."""
     engine, model = setup.run.engine, setup.policy.model
     try:
-        with setup.perturbed(STRONG, seed=1):
+        with setup.perturbed(STRONG_NOISE, seed=1):
             engine.sync(model, 1)
             groups = setup.collect()
             new = draws(setup, groups)
@@ -29,6 +27,8 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     finally:
         engine.sync(model, 2)
     findings = [] if finding is None else [finding]
+    if setup.shared.get("repeated steps"):  # what was asked before is answered as before, by whatever weights
+        return ProbeResult("weight sync", unchecked=("sampler/stale: the engine repeats itself (see sampler/noise)",))
     back = draws(setup, setup.collect())
     returned = _gap(setup, back)
     grown = thresholds["sync_gap_growth"] * _gap(setup, batch_draws(setup))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
-from keel.lab.doctor.findings import Finding, finding
+from keel.config import Config
+from keel.lab.doctor.findings import Finding, Options, finding, propose
+from keel.lab.doctor.probes.earnings import earned_otherwise
 from keel.lab.doctor.probes.evidence import level
-from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, gold_or_none
-from keel.lab.doctor.probes.rendering import in_template, messages_of, turn_marks
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, answer_tokens, blind_surprise, gold_or_none
+from keel.lab.doctor.probes.rendering import in_template, messages_of, own_template, template_name, turn_marks
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.rollout.render import TEMPLATES, Renderer
 from keel.run.build import build_renderer
 
 PROBLEMS = 24
+# Tests of gold answers that may say prompt/format: of the template (or none), its frame, the system prompt, and what
+# questions share.
+SHARED = 4
 _TURNS = "{{% for message in messages %}}{{{{ {} }}}}{{% endfor %}}{{{{ {} }}}}"
 
 
@@ -63,7 +69,7 @@ def template_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     Only where prompts are put into a template: plain ones may be meant to be plain.
     """
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
-    golds = _golds(setup, renderer)
+    golds = template_golds(setup, renderer)
     others = {name: rows for name in KNOWN if (rows := _rendered(renderer, [p for p, _ in golds], name))}
     if len(golds) < PROBLEMS // 2 or not others:
         return
@@ -77,8 +83,8 @@ def template_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     best = max(gains, key=lambda name: fmean(gains[name]), default=None)
     if best is None or fmean(gains[best]) <= thresholds["template_gain"]:
         return
-    chance = _by_chance(gains[best]) * len(others)
-    if chance > level(thresholds):
+    chance = by_chance(gains[best]) * len(others)
+    if chance > level(thresholds) / SHARED:
         return
     setup.shared["another template"] = best
     yield finding(
@@ -92,12 +98,76 @@ def template_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     )
 
 
-def _golds(setup: ProbeSetup, renderer: Renderer) -> list[tuple[Problem, Gold]]:
+def plain_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Plain prompts behind which gold answers, or a token of each, are blind guesses, and are none in the template.
+
+    A model may be asked in plain text on purpose, and write more than the answer: then it earns by it, too.
+    """
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    template = own_template(setup.policy.tokenizer)
+    golds = prompt_golds(setup, renderer, PROBLEMS, filled=False) if template else []
+    if len(golds) < PROBLEMS // 2:
+        return
+    asked = [Gold(_filled(renderer, problem, template or ""), gold.answer) for problem, gold in golds]
+    if not all(gold.prompt for gold in asked):
+        return
+    plain, filled = (answer_tokens(setup, rows) for rows in ([gold for _, gold in golds], asked))
+    worst, least = (fmean(float(-row.min()) for row in rows) for rows in (plain, filled))
+    gains = [float(after.mean() - before.mean()) for before, after in zip(plain, filled, strict=True)]
+    chance, guess = by_chance(gains), math.log(setup.vocabulary)
+    blind = thresholds["bos_surprise"] * guess
+    guessed = worst >= guess or -fmean(float(row.mean()) for row in plain) >= blind
+    sure = fmean(gains) > thresholds["template_gain"] and chance <= level(thresholds) / SHARED
+    if not guessed or least >= blind or not sure:
+        return
+    set_template = {"data.chat_template": template_name(setup.policy.tokenizer)}
+    earned = earned_otherwise(setup, with_data(setup.config, set_template), thresholds)
+    if earned is not None and earned.other < earned.own:
+        return
+    setup.shared["another template"] = "plain prompts"
+    proven = earned is not None and earned.sure
+    yield finding(
+        "prompt/format",
+        f"the worst token of gold answers has a surprise of {worst:.2g} nats after the plain prompts (a blind guess "
+        f"has {guess:.2g}), and of {least:.2g} in the tokenizer's chat template ({len(golds)} problems, chance "
+        f"{chance:.1g})" + (f", where completions earn {earned}" if earned is not None else ""),
+        "the model was taught to answer in its chat template, and prompts are not put into it",
+        propose("set {}" + ("" if proven else "; nothing, if plain prompts are meant"), set_template),
+        severity=None if proven else "warning",
+    )
+
+
+def with_data(config: Config, options: Options) -> Config:
+    """A configuration with other options of `data`."""
+    update = {name.removeprefix("data."): value for name, value in options.items()}
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
+
+
+def _filled(renderer: Renderer, problem: Problem, template: str) -> tuple[int, ...]:
+    """A prompt in a template; () where that refuses it."""
+    tokenizer: Any = renderer.tokenizer
+    messages = [dict(message) for message in messages_in(renderer, problem)]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # templates raise what they like
+        return ()
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+
+
+def template_golds(setup: ProbeSetup, renderer: Renderer, count: int = PROBLEMS) -> list[tuple[Problem, Gold]]:
     """Problems in a template with their prompts and gold answers of one turn."""
+    return prompt_golds(setup, renderer, count, filled=True)
+
+
+def prompt_golds(setup: ProbeSetup, renderer: Renderer, count: int, *, filled: bool) -> list[tuple[Problem, Gold]]:
+    """Problems with their prompts and gold answers of one turn: those in a template, or those in none."""
     task, encode = setup.run.task, setup.policy.tokenizer.encode
     if task.unanswered or task.several_turns:
         return []
-    problems = [p for p in task.sample(PROBLEMS, seed=setup.config.run.seed, step=0) if in_template(renderer, p)]
+    drawn = task.sample(count, seed=setup.config.run.seed, step=0)
+    problems = [problem for problem in drawn if in_template(renderer, problem) == filled]
     answered = [(p, turns[-1]) for p in problems if (turns := gold_or_none(task, p))]
     rows = [(p, Gold(renderer.prompt(p), tuple(encode(gold, add_special_tokens=False)))) for p, gold in answered]
     room = setup.policy.context_length or 1 << 30
@@ -118,9 +188,7 @@ def _rendered(renderer: Renderer, problems: Sequence[Problem], name: str) -> lis
     opening = own.opening if own is not None and own.fault is None else ""
     rows = []
     for problem in problems:
-        messages = messages_of(problem)
-        if renderer.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": renderer.system_prompt}, *messages]
+        messages = messages_in(renderer, problem)
         text = tokenizer.apply_chat_template(
             [dict(m) for m in messages], chat_template=template, tokenize=False, add_generation_prompt=True
         )
@@ -128,9 +196,19 @@ def _rendered(renderer: Renderer, problems: Sequence[Problem], name: str) -> lis
     return [] if rows == [renderer.prompt(problem) for problem in problems] else rows
 
 
-def _by_chance(gains: Sequence[float]) -> float:
-    """The chance of so high a mean where the true one is 0 (Student's t)."""
+def messages_in(renderer: Renderer, problem: Problem) -> list[Mapping[str, str]]:
+    """A problem's messages, after the configured system prompt."""
+    messages = messages_of(problem)
+    if renderer.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": renderer.system_prompt}, *messages]
+
+
+def by_chance(gains: Sequence[float]) -> float:
+    """The chance of so high a mean where the true one is 0 (Student's t); 1 where a gain is no number."""
     from scipy.special import stdtr  # the cdf of scipy.stats.t, at a fifth of the import
 
+    if not all(map(math.isfinite, gains)):
+        return 1.0
     error = stdev(gains) / len(gains) ** 0.5
     return float(stdtr(len(gains) - 1, -fmean(gains) / max(error, 1e-12)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
+from keel.lab.doctor.probes.beyond import beyond_findings
 from keel.lab.doctor.probes.continued import continued_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.texts import text_findings
@@ -11,4 +12,5 @@ from keel.lab.doctor.setup import ProbeSetup
 
 def probe_travel(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The text of every turn against its tokens, and what was written against the prompt that it is scored after."""
-    return ProbeResult("travel", (*text_findings(setup.whole), *continued_findings(setup, thresholds)))
+    continued = [*continued_findings(setup, thresholds)] or beyond_findings(setup, thresholds)
+    return ProbeResult("travel", (*text_findings(setup.whole), *continued))

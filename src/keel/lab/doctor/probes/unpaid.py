@@ -21,15 +21,23 @@ FEWEST, FEWEST_PROBLEMS = 8, 16  # right answers that are not paid; problems
 _DOUBT = 0.05  # chance below which more is sampled
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"[^\w\\]*?([-+−]?\d[\d,]*(?:\.\d+)?)(?:\s*%|\s+[A-Za-z]+)?[^\w\\]*")  # one, with its unit
+_IN_WORDS = re.compile(
+    r"(?:[a-z]{2,}[ :,]+){0,5}([-+−]?\d[\d,]*(?:\.\d+)?)(?:[ ,.]+[a-z]{2,}){0,5}"
+)  # a number, and words
+_OTHERWISE = re.compile(  # words that make another number of it
+    r"\b(?:minus|negative|not|no|than|least|most|half|double|twice|dozens?|hundreds?|thousands?|[mb]illions?)\b"
+)
+_SPELLED = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 _MARK = re.compile(r"####|answer(?: is|:)", re.IGNORECASE)
 
 
 def value(text: str) -> str:
     """What a text comes down to: what is boxed or tagged, or follows a mark, as a number where it is one."""
     boxed = _BOX.findall(text)
-    core = boxed[-1] if boxed else last_tag(text) or _MARK.split(text)[-1]
-    number = _NUMBER.fullmatch(core.strip())
-    return (number and plain_number(number.group(1))) or core.strip(" .\n*`$\"'").casefold()
+    core = (boxed[-1] if boxed else last_tag(text) or _MARK.split(text)[-1]).strip(" .\n*`$\"'").casefold()
+    core = str(_SPELLED.index(core)) if core in _SPELLED else core
+    number = None if _OTHERWISE.search(core) else _NUMBER.fullmatch(core) or _IN_WORDS.fullmatch(core)
+    return (number and plain_number(number.group(1))) or core
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds:
         return
 
     def undecided(groups: Sequence[Group]) -> bool:
+        if len(groups) < FEWEST_PROBLEMS:
+            return any(total < half for _, _, total in _right(_parsed(setup, groups)))
         count = _count(setup, groups, half, thresholds)
         return count is not None and level(thresholds) < count.chance < _DOUBT
 
@@ -72,18 +82,9 @@ def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds:
 
 def _count(setup: ProbeSetup, groups: Sequence[Group], half: float, thresholds: Thresholds) -> _Count | None:
     """What the groups show; None where few right answers lack their pay, or most are paid."""
-    try:
-        golds = [setup.run.task.gold_turns(group.problem)[-1] for group in groups]
-    except (KeelError, NotImplementedError):
-        return None
-    values = [value(gold) for gold in golds]
-    rows = [
-        (gold, completion.text, reward.total)
-        for group, gold in zip(groups, golds, strict=True)
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward.parsed
-    ]
-    right = [row for row in rows if value(row[1]) == value(row[0]) != ""]
+    values = [value(gold) for gold in _golds(setup, groups)]
+    rows = _parsed(setup, groups)
+    right = _right(rows)
     unpaid = [(gold, text) for gold, text, total in right if total < half]
     few = len(unpaid) < max(FEWEST, thresholds["unpaid_right"] * len(right))
     if few or len(set(values)) < 2 or len(groups) < FEWEST_PROBLEMS:
@@ -92,6 +93,27 @@ def _count(setup: ProbeSetup, groups: Sequence[Group], half: float, thresholds: 
     more = estimate([a - b for a, b in zip(own, others, strict=True)])  # problems are what is independent
     chance = 0.0 if more is None or more.p is None else more.p / 2
     return _Count(len(right), len(rows), unpaid, fmean(others), chance if fmean(own) > fmean(others) else 1.0)
+
+
+def _golds(setup: ProbeSetup, groups: Sequence[Group]) -> list[str]:
+    try:
+        return [setup.run.task.gold_turns(group.problem)[-1] for group in groups]
+    except (KeelError, NotImplementedError):
+        return []
+
+
+def _parsed(setup: ProbeSetup, groups: Sequence[Group]) -> list[tuple[str, str, float]]:
+    """Gold answer, text and reward of every completion that could be parsed."""
+    return [
+        (gold, completion.text, reward.total)
+        for group, gold in zip(groups, _golds(setup, groups), strict=False)  # none where the task has no gold answers
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward.parsed
+    ]
+
+
+def _right(rows: Sequence[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
+    return [row for row in rows if value(row[1]) == value(row[0]) != ""]
 
 
 def _shares(group: Group, gold: str, values: Sequence[str]) -> tuple[float, float]:

@@ -19,7 +19,8 @@ from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, policy_states
-from keel.lab.doctor.setup import ProbeSetup, backup
+from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.weights import backup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer

@@ -19,15 +19,19 @@ def is_keel_run(path: Path) -> bool:
 
 def read_keel_run(path: Path) -> History:
     """Everything of the run; of steps that a rollback did again, the last attempt."""
-    run = read_run(path)
+    return history_of(read_run(path))
+
+
+def history_of(run: RunRecord) -> History:
+    """The same of a run that was read already."""
     lines, again = _last_attempt(run.metrics)
-    notes = [f"read {len(lines)} steps of Keel's run {path}{'; it is still running' if run.running else ''}"]
+    notes = [f"read {len(lines)} steps of Keel's run {run.path}{'; it is still running' if run.running else ''}"]
     if again:
         notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
     notes += _abandoned(run)
     return History(
         source="keel",
-        path=path,
+        path=run.path,
         series=series_of(lines),
         config=run.config,
         events=run.events,

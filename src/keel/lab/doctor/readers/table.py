@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import json_lines
+from keel.base.files import json_lines, parse_json, shallow
 from keel.lab.doctor.history import History, series_of
 from keel.lab.doctor.names import canonical, from_map, renamed, source_of
 
@@ -131,8 +131,8 @@ def _objects(path: Path, data: bytes) -> Iterator[Row]:
     """Rows of JSON lines, or of a file that is one JSON list or has one in it."""
     if path.suffix == ".json":
         try:
-            whole = json.loads(data)
-        except (ValueError, RecursionError):
+            whole = parse_json(data)
+        except ValueError:
             whole = None
         if isinstance(whole, dict):
             whole = next((v for v in whole.values() if isinstance(v, list) and v and isinstance(v[0], dict)), whole)
@@ -202,7 +202,7 @@ def _dictionary(text: str) -> Row:
         return {}
     for parse in (json.loads, ast.literal_eval):
         try:
-            value = parse(text[start : end + 1])
+            value = shallow(parse(text[start : end + 1]))
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             continue
         if isinstance(value, dict):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import parse_json
 from keel.lab.doctor.history import History, series_of
 from keel.lab.doctor.names import keel_options, renamed
 from keel.lab.doctor.readers.keel_run import vocabulary_of
@@ -73,10 +73,10 @@ def _options(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise KeelError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise KeelError(f"{path} is not a trainer's state: an object with log_history is wanted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from keel.base.errors import KeelError
+from keel.base.files import parse_json, shallow
 from keel.lab.doctor.history import History
 from keel.lab.doctor.names import keel_options
 from keel.lab.doctor.readers.table import history_of, printed_rows, read_table
@@ -46,8 +46,8 @@ def read_wandb(path: Path, mapping: dict[str, str] | None = None) -> History:
 def _options(path: Path) -> dict[str, Any]:
     """The trainer's options: each is under `value`."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+        tree = shallow(yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     values = tree.items() if isinstance(tree, Mapping) else ()
     return {str(name): row.get("value") for name, row in values if isinstance(row, Mapping)}
@@ -76,8 +76,8 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return None
     return None if isinstance(value, str) else value
 

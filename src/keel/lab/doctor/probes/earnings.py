@@ -1,0 +1,65 @@
+"""What completions earn where the same problems are asked in another way: what is meant to be asked so earns by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Group, Problem
+from keel.config import Config
+from keel.lab.doctor.probes.evidence import by_signs, level, more_groups, spending
+from keel.lab.doctor.setup import ProbeSetup
+from keel.run.build import build_collector
+
+
+@dataclass(frozen=True)
+class Earned:
+    """Mean rewards as the run asks and as it might, and the chance of so many problems that earn more (sign test)."""
+
+    own: float
+    other: float
+    problems: int
+    chance: float
+    sure: bool  # that the other way earns more
+
+    def __str__(self) -> str:
+        return f"{self.other:.3g} instead of {self.own:.3g} ({self.problems} problems, chance {self.chance:.1g})"
+
+
+def earned_otherwise(
+    setup: ProbeSetup, config: Config, thresholds: Thresholds, change: Callable[[Problem], Problem] = lambda p: p
+) -> Earned | None:
+    """The same problems under another configuration, or changed; more of them while the other way seems to earn more.
+
+    None where rewards fail, or are given elsewhere, at a price.
+    """
+    setup = setup.whole
+    built, run = setup.built, setup.run
+    if built.judge.remote or setup.failures:
+        return None
+    limit = setup.config.rollout.max_completion_length
+    sampling = replace(built.sampling, max_completion_length=limit)
+    collect = build_collector(config, run.engine, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
+    others: list[Group] = []
+
+    def compared(groups: Sequence[Group]) -> Earned:
+        with spending(setup):
+            for size, rows in groupby(groups[len(others) :], key=lambda group: len(group.completions)):
+                asked = [change(group.problem) for group in rows]
+                others.extend(
+                    collect(asked, attempt=0, step=len(others), sampling=replace(sampling, num_generations=size))
+                )
+        built.judge.drain()
+        before, after = ([fmean(r.total for r in g.rewards) for g in side] for side in (groups, others[: len(groups)]))
+        chance = by_signs([b - a for a, b in zip(before, after, strict=True)])
+        own, other = fmean(before), fmean(after)
+        return Earned(own, other, len(groups), chance, other > own and chance <= level(thresholds))
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        found = compared(groups)
+        return found.other > found.own and not found.sure
+
+    return compared(more_groups(setup, "prompt/format", undecided))

@@ -1,0 +1,202 @@
+"""Weights that were loaded into the wrong place: gold answers are likelier once they are put back.
+
+Conversions between frameworks exchange layers and matrices of equal shapes, leave out a transposition, write rotary
+queries and keys in the other order, or lose the base of the positions. Each is tried in reverse, as an experiment.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.thresholds import Thresholds
+from keel.lab.doctor.probes.around import bare_logp
+from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.gold_likelihood import answer_logp, blind_surprise, drawn_golds, golds, read_golds
+from keel.lab.doctor.probes.system_prompt import better_unasked
+from keel.lab.doctor.probes.templates import by_chance
+from keel.lab.doctor.setup import ProbeSetup
+from keel.models.head import causal_lm
+
+CHOOSING = 8  # problems that choose a change
+TESTING = 64  # that are drawn to test it, where it promises something
+ALL_PAIRS = 6  # layers up to which any two are exchanged; of more, neighbours
+BASES = (1e4, 5e5, 1e6)  # of rotary positions
+_ROTATED = re.compile(r"\b[qk]_proj\.(?:base_layer\.)?(?:weight|bias)$")
+SECONDS = 20.0  # after which no further change is tried
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way to put weights back, in words, and how: applied twice the second time undoes it, or `undo` does."""
+
+    what: str
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> str | None:
+    """Evidence for the change under which gold answers are likelier by far; None where there is none, or no need."""
+    first, least = golds(setup)[:CHOOSING], thresholds["template_gain"]
+    if setup.run.task.several_turns or len(first) < CHOOSING:
+        return None
+    own = read_golds(setup).logp[:CHOOSING]
+    if -fmean(own) <= least or better_unasked(setup, thresholds) is not None:
+        return None  # nothing to explain, or it is explained
+    began, gains = time.monotonic(), list[tuple[float, Change]]()
+    for change in changes(causal_lm(setup.policy.model)):
+        if time.monotonic() - began > SECONDS:
+            break
+        with _made(change):
+            gains.append((fmean(answer_logp(setup, first)) - fmean(own), change))
+    gain, best = max(gains, key=lambda pair: pair[0], default=(0.0, None))
+    rest = [g for g in dict.fromkeys(drawn_golds(setup, TESTING)) if g not in first] if gain > least else []
+    if best is None or len(rest) < CHOOSING:
+        return None
+    before = answer_logp(setup, rest)
+    with _made(best):
+        after = answer_logp(setup, rest)
+    tested = [b - a for a, b in zip(before, after, strict=True)]
+    chance = by_chance(tested)
+    if (
+        fmean(tested) <= max(least, -fmean(before) / 2)
+        or chance > level(thresholds)
+        or -fmean(after) >= blind_surprise(setup, thresholds)
+        or bare_logp(setup) > fmean(after)  # it is the questions that confuse the model, and not its weights
+    ):
+        return None
+    return (
+        f"gold answers are {fmean(tested):.2g} nats a token likelier with {best.what} ({len(tested)} problems, chance "
+        f"{chance:.1g})"
+    )
+
+
+@contextmanager
+def _made(change: Change) -> Iterator[None]:
+    with torch.no_grad():
+        change.apply()  # moves what is there and computes nothing: a change that could fail halfway is not offered
+        try:
+            yield
+        finally:
+            change.undo()
+
+
+def changes(model: nn.Module) -> Iterator[Change]:
+    """What conversions get wrong, of this model: layers, weights within them, rotary order and base."""
+    layers = _layers(model)
+    if len(layers) > 1:
+        yield from _exchanged_layers(layers)
+    if len(layers):
+        yield from _within_layers(layers)
+    yield from _rotary(model, layers)
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    """The blocks of the model: its longest list of modules of one class."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(child) for child in m}) == 1]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def _exchanged_layers(layers: nn.ModuleList) -> Iterator[Change]:
+    count = len(layers)
+    near = [(i, i + 1) for i in range(count - 1)]
+    for i, j in combinations(range(count), 2) if count <= ALL_PAIRS else near:
+
+        def exchange(i: int = i, j: int = j) -> None:
+            layers[i], layers[j] = layers[j], layers[i]
+
+        yield Change(f"layers {i} and {j} exchanged", exchange, exchange)
+    if count > 2:
+
+        def turn() -> None:
+            for i, layer in enumerate(reversed([*layers])):
+                layers[i] = layer
+
+        yield Change("the layers in the opposite order", turn, turn)
+
+
+def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
+    """Two weights of equal shape exchanged, and square ones transposed, in all layers at once."""
+    # of those that all layers have: some have experts, some not
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    named = {
+        name: p
+        for name, p in layers[0].named_parameters()
+        if p.dim() <= 2 and ".lora_" not in name and all(own.get(name) == p.shape for own in shapes)
+    }
+    for one, other in combinations(named, 2):
+        if named[one].shape != named[other].shape:
+            continue
+        pairs = [(_weight(layer, one), _weight(layer, other)) for layer in layers]
+
+        def exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]] = pairs) -> None:
+            for a, b in pairs:
+                a.data, b.data = b.data, a.data
+
+        yield Change(f"{one} and {other} of all layers exchanged", exchange, exchange)
+    for name, weight in named.items():
+        if weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
+            squares = [_weight(layer, name) for layer in layers]
+
+            def transpose(squares: list[nn.Parameter] = squares) -> None:
+                for square in squares:
+                    square.data = square.data.t().contiguous()
+
+            yield Change(f"{name} of all layers transposed", transpose, transpose)
+
+
+def _weight(layer: nn.Module, name: str) -> nn.Parameter:
+    return layer.get_parameter(name)
+
+
+def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[Change]:
+    """Other bases of the positions, and queries and keys with their halves in the place of every other row."""
+    frequencies = [b for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dim() == 1]
+    if len({len(b) for b in frequencies}) != 1:  # none, or heads of several sizes
+        return
+    originals = [b.clone() for b in frequencies]
+    half = len(frequencies[0])
+
+    def restore() -> None:
+        for buffer, before in zip(frequencies, originals, strict=True):
+            buffer.copy_(before)
+
+    for base in BASES:
+
+        def rebase(base: float = base) -> None:
+            for buffer in frequencies:
+                steps = torch.arange(half, device=buffer.device, dtype=torch.float32) / half
+                buffer.copy_((-steps * math.log(base)).exp())
+
+        yield Change(f"rotary positions of base {base:g}", rebase, restore)
+    rotated = [
+        p
+        for layer in layers
+        for name, p in layer.named_parameters()
+        if _ROTATED.search(name) and p.shape[0] % (2 * half) == 0
+    ]
+    if not rotated:
+        return
+    # row 2i of a head and row 2i + 1 turn together in one order, row i and row i + half in the other
+    order = torch.arange(2 * half).view(half, 2).t().flatten()
+
+    def permute(order: Tensor) -> None:
+        for weight in rotated:
+            heads = weight.data.view(-1, 2 * half, *weight.shape[1:])
+            weight.data = heads[:, order.to(weight.device)].reshape(weight.shape)
+
+    yield Change(
+        "rotary halves in the place of every other row", lambda: permute(order), lambda: permute(order.argsort())
+    )
+    yield Change(
+        "every other row in the place of rotary halves", lambda: permute(order.argsort()), lambda: permute(order)
+    )

@@ -1,0 +1,47 @@
+"""Slopes of functions whose derivative is known, and gradients that are something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keel.lab.doctor.probes.derivative import wrong_derivatives
+
+
+class Bowl(nn.Module):
+    """f = a·a + sin b·c, with ∂f/∂a = 2a and so on; `blind` has no part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        for name in ("a", "b", "c", "blind"):
+            self.register_parameter(name, nn.Parameter(torch.randn(4, 5, generator=generator)))
+
+    def forward(self) -> Tensor:
+        return self.a.square().sum() + (self.b.sin() * self.c).sum()
+
+
+def wrong(change: dict[str, float]) -> list[str]:
+    bowl = Bowl()
+    by_hand = {"a": 2 * bowl.a, "b": bowl.b.cos() * bowl.c, "c": bowl.b.sin(), "blind": torch.zeros(4, 5)}
+    named = list(bowl.named_parameters())
+    before = [parameter.detach().clone() for _, parameter in named]
+    gradients = [by_hand[name].detach() * change.get(name, 1.0) for name, _ in named]
+    found = wrong_derivatives(named, gradients, lambda: float(bowl()))
+    assert all(torch.equal(now, then) for (_, now), then in zip(named, before, strict=True))
+    return [name for name, *_ in found]
+
+
+def test_right_gradients_pass() -> None:
+    assert wrong({}) == []
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 3.0])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_one_tensor_with_another_gradient_is_named(name: str, factor: float) -> None:
+    assert name in wrong({name: factor})
+
+
+def test_all_of_them_reversed_are_one_finding_first() -> None:
+    assert wrong(dict.fromkeys("abc", -1.0)) == ["all weights together", "a", "b", "c"]

@@ -1,0 +1,129 @@
+"""Figures that were there and not judged: unread weights, silent controllers, parts of noise, hot evaluations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Problem, Reward
+from keel.envs import Task
+from keel.envs.calls import TooManyHungCalls
+from keel.kl.controllers import RuleController
+from keel.lab.doctor import preflight as preflight_module
+from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.advantage import _amplified_parts
+from keel.lab.doctor.probes.controller import steered as steered_findings
+from keel.lab.doctor.probes.evaluation import probe_evaluation
+from keel.lab.doctor.probes.misfit import foreign_findings
+from keel.lab.doctor.probes.model import _round_trip, unread
+from keel.lab.doctor.setup import build_setup
+from lab.doctor.schooled import schooled_config
+
+THRESHOLDS = load_thresholds()
+
+
+def test_weights_of_a_kind_that_the_model_has_are_missed() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
+    layers = ["layers.2.weight", "layers.0.bias"]
+    others = ["score.weight", "layers.0.rotary.inv_freq", "head.bias"]
+    assert unread(model, [*layers, *others]) == layers
+
+
+def steered(controller: RuleController) -> list[str]:
+    setup: Any = SimpleNamespace(
+        config=schooled_config("kl.beta=0.04", "run.max_steps=400"), run=SimpleNamespace(controller=controller)
+    )
+    return [finding.code for finding in steered_findings(setup, {}, THRESHOLDS)]
+
+
+def test_a_coefficient_that_falls_silent_at_once() -> None:
+    assert steered(RuleController(0.04, schedule=lambda step: 0.04 if step < 3 else 0.0)) == ["kl/controller"]
+    assert steered(RuleController(0.04, schedule=lambda step: 0.04 * max(0.0, 1 - step / 100))) == []
+
+
+def test_a_floor_is_no_growth() -> None:
+    assert steered(RuleController(0.01, bounds=(500.0, 1e9))) == []
+    growing = RuleController(0.04, schedule=lambda step: 0.04 * 2**step)
+    assert steered(growing) == ["kl/controller"]
+
+
+@pytest.mark.parametrize(
+    ("base", "unit", "codes"),
+    [(0.5, 1e-4, ["advantage/amplified"]), (0.0, 1e-4, []), (0.5, 0.5, []), (300.0, 5.0, [])],
+    ids=["noise beside its size", "small units", "a usual part", "a length"],
+)
+def test_parts_that_are_normalised_one_by_one(base: float, unit: float, codes: list[str]) -> None:
+    rewards = [Reward(0.0, {"part": base + unit * i / 4}) for i in range(4)]
+    groups = [SimpleNamespace(rewards=rewards, completions=rewards)] * 16
+    judge = SimpleNamespace(parts=[SimpleNamespace(name="part", weight=1.0)], remote=False)
+    built = SimpleNamespace(judge=judge, sampling=SimpleNamespace(num_generations=4))
+    config = schooled_config("reward.aggregate=normalised_sum")
+    setup: Any = SimpleNamespace(config=config, built=built, groups=groups, shared={}, doubt_s=0.0)
+    assert [finding.code for finding in _amplified_parts(setup, THRESHOLDS)] == codes
+
+
+def test_answers_of_another_column() -> None:
+    reward, problem = Reward(0.0), SimpleNamespace(answer="1026")
+    task = SimpleNamespace(several_turns=False)
+    group = SimpleNamespace(rewards=[reward], problem=problem)
+    config = SimpleNamespace(data=SimpleNamespace(path="rows.jsonl"))
+    setup: Any = SimpleNamespace(config=config, failures=(), run=SimpleNamespace(task=task), shared={}, groups=[group])
+    sure = {"gold_share": 1.7, "entropy_share": 0.1, "parse_rate": 1.0}
+    (finding,) = foreign_findings(setup, sure, [1.0], THRESHOLDS)
+    assert finding.code == "data/misaligned"
+    for healthy in ({"gold_share": 0.5}, {"entropy_share": 0.9}, {"parse_rate": 0.1}):
+        assert [*foreign_findings(setup, {**sure, **healthy}, [1.0], THRESHOLDS)] == []
+    group.rewards = [Reward(0.6)]
+    assert [*foreign_findings(setup, sure, [1.0], THRESHOLDS)] == []
+    group.rewards, config.data.path = [reward], None  # answers that the task computes are only hard
+    assert [*foreign_findings(setup, sure, [1.0], THRESHOLDS)] == []
+
+
+@pytest.mark.parametrize(("back", "severity"), [("7units", "warning"), ("7 unit", "error")])
+def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> None:
+    class Units(Task):
+        name = "units"
+
+        def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+            return [Problem("a", "how many", "7 units")]
+
+        def gold(self, problem: Problem) -> str:
+            return str(problem.answer)
+
+    texts = ["how many", "7 units", "how", "many"]
+    tokenizer = SimpleNamespace(
+        encode=lambda text, **_: [texts.index(text)],
+        decode=lambda ids, **_: " ".join(back if texts[i] == "7 units" else texts[i] for i in ids),
+    )
+    judge = SimpleNamespace(
+        judge=lambda problem, answers: [Reward(float(answers[0] == ["7 units"]))], drain=lambda: None
+    )
+    setup: Any = SimpleNamespace(
+        run=SimpleNamespace(task=Units()),
+        policy=SimpleNamespace(tokenizer=tokenizer),
+        config=schooled_config("reward.aggregate=sum"),
+        built=SimpleNamespace(judge=judge),
+    )
+    (finding,) = _round_trip(setup, THRESHOLDS)
+    assert (finding.code, finding.severity) == ("model/tokenizer", severity)
+
+
+def test_an_evaluation_of_noise() -> None:
+    for temperature, codes in ((10.0, ["eval/train-gap"]), (0.6, []), (1.2, [])):
+        setup = build_setup(schooled_config("eval.every=1", f"eval.temperature={temperature}"))
+        assert [finding.code for finding in probe_evaluation(setup, THRESHOLDS).findings] == codes
+        setup.run.close()
+
+
+def test_rewards_that_hang_while_a_probe_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(*_: Any) -> Any:
+        raise TooManyHungCalls("reward slow: did not return within 0.01 s (reward.timeout_s)")
+
+    monkeypatch.setattr(preflight_module, "PROBES", [("collection", asks)])
+    (finding,) = preflight(schooled_config()).findings
+    assert (finding.code, finding.severity) == ("reward/failed", "error")
+    assert "reward.timeout_s" in finding.evidence

@@ -1,0 +1,248 @@
+"""Questions that are lost, given away, held out and trained on, or asked outside of the model's template."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from keel.base.thresholds import load_thresholds
+from keel.base.types import Problem
+from keel.lab.doctor.probes import around, templates
+from keel.lab.doctor.probes.around import around_findings
+from keel.lab.doctor.probes.earnings import Earned
+from keel.lab.doctor.probes.frames import CHOOSING
+from keel.lab.doctor.probes.leaks import leak_findings
+from keel.lab.doctor.probes.marks import mark_findings
+from keel.lab.doctor.probes.prompts import Prompt, _leaks
+from keel.lab.doctor.probes.rendering import in_template
+from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
+from keel.lab.doctor.probes.templates import plain_findings
+from keel.lab.doctor.probes.written_out import written_out_findings
+from keel.models.tiny import CHAT_TEMPLATE
+from keel.run.build import build_renderer
+from lab.doctor.schooled import schooled_config
+from lab.doctor.test_frames import Judge, setup_of
+
+LIMITS = load_thresholds()
+
+
+class Only(nn.Module):
+    """A model that is sure of its answers behind a token, and elsewhere of the pad token."""
+
+    def __init__(self, inner: nn.Module, token: int, pad: int) -> None:
+        super().__init__()
+        self.inner, self.token, self.pad = inner, token, pad
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        logits = self.inner(input_ids, **options).logits
+        lost = (input_ids == self.token).int().cumsum(-1) == 0
+        logits[lost] = 0.0
+        logits[..., self.pad] += 24.0 * lost
+        return SimpleNamespace(logits=logits)
+
+
+MORE, LESS, NONE = Earned(0.0, 0.5, 64, 1e-9, True), Earned(0.5, 0.1, 4, 1.0, False), Earned(0.0, 0.0, 4, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("chat", "earned", "severity"),
+    [(True, MORE, "error"), (True, NONE, "warning"), (True, None, "warning"), (True, LESS, None), (False, MORE, None)],
+    ids=["proven", "no skill yet", "a judge elsewhere", "plain on purpose", "known either way"],
+)
+@pytest.mark.parametrize("template", ["none", "auto"])
+def test_a_model_that_answers_in_its_template_alone_is_not_asked_without(
+    monkeypatch: pytest.MonkeyPatch, chat: bool, earned: Earned | None, severity: str | None, template: str
+) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    setup.config = schooled_config(f"data.chat_template={template}")
+    tokenizer, sample = setup.policy.tokenizer, setup.run.task.sample
+    if chat:
+        header = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        setup.policy.model = Only(setup.policy.model, header, tokenizer.pad_token_id)
+    setup.run.task.sample = lambda count, **draw: [
+        Problem(p.key, p.prompt[0]["content"], p.answer) for p in sample(count, **draw)
+    ]
+
+    def judged(setup: Any, config: Any, thresholds: Any) -> Earned | None:
+        assert in_template(build_renderer(config, tokenizer), Problem("0", "0 ="))
+        return earned
+
+    monkeypatch.setattr(templates, "earned_otherwise", judged)
+    found = [*plain_findings(setup, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", severity)] * bool(severity)
+    for finding in found:
+        assert ("nothing, if plain prompts are meant" in finding.advice) == (severity == "warning")
+        ((option,),) = finding.options
+        assert in_template(build_renderer(schooled_config(option), tokenizer), Problem("0", "0 ="))
+
+
+def test_a_template_that_is_used_is_another_test() -> None:
+    assert [*plain_findings(setup_of(CHAT_TEMPLATE), LIMITS)] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "irritating", "codes"),
+    [
+        ("<p>{}</p>", "p", ["prompt/format"]),
+        ("** {} **", "*", ["prompt/format"]),
+        ("<p>{}</p>", "q", []),
+        ("{}", "", []),
+    ],
+)
+@pytest.mark.parametrize("template", ["default", "none"])
+def test_what_stands_around_all_questions_and_irritates_is_found(
+    monkeypatch: pytest.MonkeyPatch, form: str, irritating: str, codes: list[str], template: str
+) -> None:
+    setup = surrounded(form, irritating, template)
+
+    def judged(setup: Any, config: Any, thresholds: Any, change: Any) -> Earned:
+        for messages in (form.format("7 ="), [{"role": "user", "content": form.format("7 =")}]):
+            bare = change(Problem("7", messages)).prompt
+            text = bare if isinstance(bare, str) else bare[0]["content"]
+            assert text.startswith("7 =")
+            assert irritating not in text
+        return MORE
+
+    monkeypatch.setattr(around, "earned_otherwise", judged)
+    found = [*around_findings(setup, LIMITS)]
+    assert [(finding.code, finding.severity) for finding in found] == [(code, "error") for code in codes]
+
+
+def surrounded(form: str, irritating: str, template: str = "default") -> Any:
+    """A model that a sign irritates, and a text around all of its questions."""
+    setup = setup_of(CHAT_TEMPLATE, irritating=irritating)
+    setup.config, setup.groups = schooled_config(f"data.chat_template={template}"), ()
+    sample = setup.run.task.sample
+
+    def drawn(count: int, *, seed: int, step: int) -> list[Problem]:
+        plain = sample(count, seed=seed, step=step)
+        return [Problem(p.key, form.format(p.prompt[0]["content"]), p.answer) for p in plain]
+
+    setup.run.task.sample = drawn
+    return setup
+
+
+@pytest.mark.parametrize(
+    ("form", "earned", "severity"),
+    [
+        ("<p>{}</p>", None, "warning"),
+        ("<p>{}</p>", NONE, "warning"),
+        ("<p>{}</p>", LESS, None),
+        ("{} /p", None, None),
+        ("{} /p", MORE, "error"),
+    ],
+    ids=["a judge elsewhere", "no skill yet", "meant", "a switch", "a wrong switch"],
+)
+def test_what_may_be_meant_around_questions_is_a_warning_at_most(
+    monkeypatch: pytest.MonkeyPatch, form: str, earned: Earned | None, severity: str | None
+) -> None:
+    monkeypatch.setattr(around, "earned_otherwise", lambda *options: earned)
+    found = [*around_findings(surrounded(form, "p"), LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", severity)] * bool(severity)
+    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+
+
+def test_what_is_asked_around_questions_is_asked_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[int]()
+    scored = around.answer_logp
+    monkeypatch.setattr(around, "answer_logp", lambda setup, golds: rows.append(len(golds)) or scored(setup, golds))
+    setup = surrounded("<p>{}</p>", "q")
+    assert [*around_findings(setup, LIMITS)] == []
+    assert max(rows) <= CHOOSING  # nothing is promised, so nothing is tested
+    rows.clear()
+    assert around.bare_logp(setup) == -math.inf
+    assert rows == []  # chosen before
+    monkeypatch.setattr(around, "SECONDS", -1.0)
+    assert [*around_findings(surrounded("<p>{}</p>", "q"), LIMITS)] == []
+    assert rows == [around.FIRST]
+
+
+def test_the_end_of_what_questions_share_is_tried() -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    for text in ("a: b: c: d: e: f: g: h", "a. b", "abc", "!!!!!!!!!!!"):
+        tokens = tuple(setup.policy.tokenizer.encode(text, add_special_tokens=False))
+        places = around._places(setup, [(*tokens, 0, 0), (*tokens, 1, 1)], len(tokens) + 1)
+        assert places[0] == 0
+        assert places[-1] == len(tokens)
+        assert len(places) <= around.CUTS + 1
+
+
+def test_plain_prompts_that_are_ended_are_named() -> None:
+    for ended in (True, False):
+        setup = setup_of(CHAT_TEMPLATE)
+        setup.config = schooled_config("data.chat_template=none")
+        sample = setup.run.task.sample
+
+        def drawn(count: int, *, seed: int, step: int, end: str = "<eos>" * ended, sample: Any = sample) -> Any:
+            return [Problem(p.key, f"{p.prompt[0]['content']}{end}", p.answer) for p in sample(count, seed=0, step=0)]
+
+        setup.run.task.sample = drawn
+        setup.policy.eos_ids = (setup.policy.tokenizer.eos_token_id,)
+        assert [finding.code for finding in mark_findings(setup, LIMITS)] == ["prompt/format"] * ended
+
+
+def test_one_prompt_for_many_answers_asks_nothing() -> None:
+    for gaps, codes in ((20, ["prompt/no-question"]), (3, [])):
+        setup = setup_of(CHAT_TEMPLATE)
+        setup.built = SimpleNamespace(judge=Judge())
+        rows = [(Problem(f"{n}", f"{n} =", str(n)), (n,)) for n in range(80)]
+        rows += [(Problem(f"gap {n}", "nan", str(n)), (3, 3, 3)) for n in range(gaps)]
+        setup.shared["steps"] = [rows]
+        assert [finding.code for finding in contradiction_findings(setup, LIMITS)] == codes
+
+
+@pytest.mark.parametrize(
+    ("form", "codes"),
+    [("  {} Plus one?", ["eval/leak"]), ("{} plus one", ["eval/leak"]), ("{} plus two?", [])],
+)
+def test_a_copy_in_other_letters_is_a_copy(form: str, codes: list[str]) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    held_out = [Problem(f"h{n}", form.format(n), str(n + 1)) for n in range(20)]
+    setup.run.task.held_out = lambda count: held_out[:count]
+    setup.shared["steps"] = [[(Problem(f"{n}", f"{n} plus one?", str(n + 1)), (n, 1)) for n in range(40)]]
+    found = [*eval_leak(setup, LIMITS)]
+    assert [finding.code for finding in found] == codes
+    assert all(finding.share == 0.5 for finding in found)  # of what is trained on, by tokens or by text
+
+
+@pytest.mark.parametrize(
+    ("said", "codes"),
+    [("The answer is {}", ["prompt/answer-leak"]), ("Hint: {}.", ["prompt/answer-leak"]), ("I have {} apples.", [])],
+)
+def test_an_answer_is_found_where_tokens_give_no_spaces_back(said: str, codes: list[str]) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    prompts = []
+    for n in range(32):
+        messages = [{"role": "user", "content": f"{n} times 7?"}, {"role": "assistant", "content": said.format(7 * n)}]
+        text = "".join(message["content"].replace(" ", "") for message in messages)
+        prompts.append(Prompt(Problem(f"{n}", messages, str(7 * n)), (n,), text))
+    assert [finding.code for finding in _leaks(setup, prompts, LIMITS)] == codes
+
+
+@pytest.mark.parametrize(
+    ("form", "severity"),
+    [
+        ("The answer is {}.", "error"),
+        ("Output: {}", "warning"),
+        ("The final response is {}", "warning"),
+        ("Extract the final response time: {} ms", None),
+        ("Copy the output of the sensor: {}", None),
+    ],
+)
+def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str | None) -> None:
+    pairs = [(Problem(f"{n}", form.format(7 * n), str(7 * n)), form.format(7 * n)) for n in range(32)]
+    found = [*leak_findings(setup_of(CHAT_TEMPLATE), pairs, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
+    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+
+
+def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:
+    for form in ("{{{{1, {n}}}, {{3}}}}", "{{[{n}]: 1}}", "['\\d{n}', \"\\(x\"]"):
+        assert [*written_out_findings([Problem(f"{n}", form.format(n=n)) for n in range(16)])] == []
+    messages = [Problem(f"{n}", str([{"role": "user", "content": f"{n}"}])) for n in range(16)]
+    assert [finding.code for finding in written_out_findings(messages)] == ["prompt/format"]
+    assert not recwarn.list
