@@ -3,10 +3,11 @@
 import json
 import math
 
+import pytest
 import torch
-from peft import LoraConfig
 
-from integrations.small_trl import TRLS_OWN, build, gap, weights
+from integrations.small_trl import TRLS_OWN, build, gap, keel_trainer, lines, lora, scripted, weights
+from keel.integrations.trl.settings import REDUCTIONS
 from keel.kl import KLOptions
 from keel.trainer.options import GuardOptions
 from ranks import run_ranks
@@ -21,16 +22,23 @@ def compare(folder, loss_type):
 
     theirs = build(GRPOTrainer, folder / "trl", loss_type=loss_type, **SHAPE)
     theirs.train()
-    ours = build(KeelGRPOTrainer, folder / f"keel-{loss_type}", loss_type=loss_type, keel={"kl": TRLS_OWN}, **SHAPE)
+    ours = build(KeelGRPOTrainer, folder / "keel", loss_type=loss_type, keel={"kl": TRLS_OWN}, **SHAPE)
     ours.train()
     assert theirs.accelerator.num_processes == 2
     assert gap(weights(theirs), weights(ours)) < 1e-6
     assert theirs.state.log_history[0]["reward"] == ours.state.log_history[0]["reward"]
 
 
-def several(folder):
-    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo"):
-        compare(folder, loss_type)
+EXACT = KLOptions(beta=0.3, estimator="exact", controller={"name": "step", "target": 1e-3})
+
+
+def exactly(folder, rows):
+    """The same completions whoever samples, so that processes can be held against one; the KL steers β."""
+    changes = {"per_device_train_batch_size": rows, "learning_rate": 0.1, "max_grad_norm": 0.5, "loss_type": "grpo"}
+    trainer = keel_trainer(folder, EXACT, more={"rollout_func": scripted}, **changes)
+    trainer.train()
+    if trainer.accelerator.process_index == 0:
+        torch.save(weights(trainer), folder / "weights.pt")
 
 
 def steered(folder):
@@ -57,19 +65,34 @@ def steered(folder):
     print(json.dumps({"steps": state.step, "beta": state.beta, "stopped": trainer.keel_stopped}))
     torch.save(weights(trainer), folder / f"rank-{trainer.accelerator.process_index}.pt")
 
-    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    keel = {"kl": KLOptions(beta=0.1), "peft_config": adapter, "reference": {"kind": "snapshot", "every": 2}}
+    keel = {"kl": KLOptions(beta=0.1), "peft_config": lora(), "reference": {"kind": "snapshot", "every": 2}}
     shape = {"learning_rate": 2.0, "per_device_train_batch_size": 4}
     build(KeelGRPOTrainer, folder / "lora", beta=0.0, keel=keel, max_steps=4, **shape).train()
 
 
-def test_weights_after_several_steps_are_trls(tmp_path):
-    for ended in run_ranks(several, tmp_path):
+@pytest.mark.parametrize("loss_type", REDUCTIONS)
+def test_weights_after_several_steps_are_trls(tmp_path, loss_type):
+    for ended in run_ranks(compare, tmp_path, loss_type):
         assert ended.status == 0, ended.err[-3000:]
-    lines = [json.loads(line) for line in (tmp_path / "keel-dapo" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["kl/policy_ref/k3/mean"] == 0.0
-    assert lines[-1]["kl/policy_ref/k3/mean"] > 0
+    log = lines(tmp_path / "keel")
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    assert log[0]["kl/policy_ref/k3/mean"] == 0.0
+    assert log[-1]["kl/policy_ref/k3/mean"] > 0
+
+
+def test_the_exact_kl_and_beta_are_those_of_one_process(tmp_path):
+    """Rows 1 to 4 and 5 to 8 on two processes: weights, KL with its standard error, and β of one with all eight."""
+    for ended in run_ranks(exactly, tmp_path / "two", 4):
+        assert ended.status == 0, ended.err[-3000:]
+    exactly(tmp_path / "one", 8)
+    one, two = (torch.load(tmp_path / name / "weights.pt") for name in ("one", "two"))
+    assert gap(one, two) < 1e-6
+    names = ("kl/policy_ref/exact/mean", "kl/policy_ref/exact/se", "kl/policy_ref/k3/mean", "loss/kl", "kl/beta")
+    for first, second in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        assert [first[name] for name in names] == pytest.approx([second[name] for name in names], abs=1e-6)
+    last = lines(tmp_path / "two")[-1]
+    assert last["kl/policy_ref/exact/mean"] > 1e-3
+    assert last["kl/beta"] > 0.3
 
 
 def test_both_processes_decide_alike(tmp_path):
@@ -85,5 +108,5 @@ def test_both_processes_decide_alike(tmp_path):
     record = json.loads((tmp_path / "steered" / "skipped" / "step-3.json").read_text())
     assert len(record["completions"]) == 8
     assert record["first_nonfinite"] == "advantage"
-    lines = [json.loads(line) for line in (tmp_path / "lora" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kl/policy_ref/k2/mean"] > 1e-8 for line in lines] == [False, True, False, True]
+    moved = [line["kl/policy_ref/k2/mean"] > 1e-8 for line in lines(tmp_path / "lora")]
+    assert moved == [False, True, False, True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -9,14 +11,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
+from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
 from keel.kl import KLOptions
 
+gc.freeze()  # accelerate collects garbage at every start of training: what is imported is none
 WORDS = [*(f"w{number}" for number in range(20)), "<eos>", "<pad>"]
 TRLS_OWN = KLOptions(estimator="k3", gradient="rho", reduction="loss")
+STEADY = KLOptions(beta=0.1)
+SAVED = tempfile.TemporaryDirectory(prefix="keel-trl-")  # removed when this process ends
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -28,7 +35,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def model_folder(seed: int = 0) -> str:
     """The start of every run here, saved: TRL reads its reference from there."""
-    folder = tempfile.mkdtemp(prefix="keel-trl-")
+    folder = f"{SAVED.name}/{seed}"
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(WORDS),
@@ -96,6 +103,30 @@ def build(
     )
 
 
+def keel_trainer(
+    out: Path,
+    kl: KLOptions = STEADY,
+    cls: type[KeelGRPOTrainer] = KeelGRPOTrainer,
+    *,
+    more: Any = None,
+    if_exists: str = "refuse",
+    rollouts_every: int | None = None,
+    **changes: Any,
+) -> Any:
+    """Keel's trainer without a report; `more` are further arguments of its own."""
+    callback = KeelRunCallback(report=False, if_exists=if_exists, rollouts_every=rollouts_every)
+    return build(cls, out, beta=0.0, keel={"kl": kl, "callbacks": [callback], **(more or {})}, **changes)
+
+
+def lora(**more: Any) -> LoraConfig:
+    return LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
+
+
+def lines(out: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The records of a run's file."""
+    return [json.loads(line) for line in (Path(out) / name).read_text().splitlines()]
+
+
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
@@ -103,3 +134,20 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 def gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """The largest difference between two sets of weights."""
     return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def scripted(prompts: list[str], trainer: Any, *, outside: bool = False) -> dict[str, Any]:
+    """A `rollout_func` whose completions go by prompt, place in the group and step, whichever process asks.
+
+    `outside`: the token after the first is an environment's, not the policy's.
+    """
+    prompt_ids = [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts]
+    ids, masks = [], []
+    for row, prompt in enumerate(prompt_ids):
+        place = row % trainer.num_generations
+        draw = torch.Generator().manual_seed(hash((*prompt, place, trainer.state.global_step)) % 2**31)
+        tokens = torch.randint(0, 20, (int(torch.randint(2, 6, (), generator=draw)),), generator=draw).tolist()
+        ids.append(tokens if place == 0 else [*tokens[:-1], WORDS.index("<eos>")])  # the first was cut off
+        masks.append([0 if outside and index == 1 else 1 for index in range(len(tokens))])
+    output = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+    return {**output, "env_mask": masks} if outside else output

@@ -94,6 +94,24 @@ CHOICES = {
 }
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("choice", ["k3 auto", "sequence", "advantage to go"])
+def test_an_update_in_microbatches_is_the_same_update(tmp_path, choice, loss_type):
+    """Keel's own reduction, a mean over all tokens of the update: eight rows at once, and twice four."""
+    ended, kls = [], []
+    for rows in (8, 4):
+        shape = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "max_steps": 2}
+        trainer = build(
+            KeelGRPOTrainer, tmp_path / str(rows), loss_type=loss_type, beta=0.0, keel=keel(CHOICES[choice]), **shape
+        )
+        trainer.train()
+        ended.append(weights(trainer))
+        kls.append([line["loss/kl"] for line in trainer.state.log_history if "loss/kl" in line])
+    assert gap(*ended) < 1e-6
+    assert kls[0] == pytest.approx(kls[1], abs=1e-6)
+    assert abs(kls[0][-1]) > 1e-5
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_loss_is_that_of_keels_objective(tmp_path, choice):
     """The tensors of an update through `keel.losses.objective`: grpo on both sides, one microbatch."""

@@ -4,19 +4,18 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from peft import LoraConfig
 from trl import GRPOTrainer
 
-from integrations.small_trl import WORDS, arguments, build, small_model
+from integrations.small_trl import WORDS, build, keel_trainer, lines, lora, small_model
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
-from keel.integrations.trl.rundir import run_folder
 from keel.kl import KLOptions
 from keel.lab.runs import read_run
 from keel.run.resume import check_same_run
@@ -69,7 +68,7 @@ def test_the_configuration_is_one_of_keels(run):
 
 
 def test_rollouts_have_rewards_and_a_kl_for_each_token(run):
-    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = lines(run, "rollouts.jsonl")
     first, last = ([row for row in rollouts if row["step"] == step] for step in (1, 4))
     assert len(first) == len(last) == 8
     assert {row["group"] for row in last} == {0, 1}
@@ -122,10 +121,8 @@ def test_curves_that_look_fine_while_nothing_is_trained(tmp_path):
 
 
 def test_a_lora_run_names_its_base_and_adapter(tmp_path, command):
-    adapter = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    keel = {"kl": KL, "peft_config": adapter, "callbacks": [KeelRunCallback(report=False)]}
-    saves = {"save_strategy": "steps", "save_steps": 4}
-    build(KeelGRPOTrainer, tmp_path, beta=0.0, learning_rate=1.0, keel=keel, **saves).train()
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    keel_trainer(tmp_path, KL, more={"peft_config": lora()}, learning_rate=1.0, **saves).train()
     config = load_config(tmp_path / "config.yaml")
     assert config.model.lora.r == 2
     status, out = command("kl", tmp_path, "--num-prompts", 4, "--samples", 2, "--max-tokens", 3, "--json")
@@ -137,26 +134,53 @@ def test_a_run_is_not_overwritten(run):
         build(KeelGRPOTrainer, run, beta=0.0, keel={"kl": KL}).train()
 
 
+def test_a_run_that_is_replaced_leaves_no_checkpoint(tmp_path):
+    """Resumed from, or gone back to, they would be another run's."""
+    keel_trainer(tmp_path, KL, save_strategy="steps", save_steps=1, max_steps=2).train()
+    (tmp_path / "checkpoint-7").mkdir()  # not of that run
+    keel_trainer(tmp_path, KL, if_exists="replace", max_steps=1).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-7"]
+
+
 def test_keel_does_not_go_on_with_it(run):
     with pytest.raises(KeelError, match=r"is a run of TRL 1\.16"):
         check_same_run(run, load_config(run / "config.yaml"))
 
 
 def test_what_may_surprise_is_said(tmp_path):
-    keel = {"callbacks": [KeelRunCallback(report=False)]}
-    keel["kl"] = KLOptions(beta=0.1, gradient="plain")
-    build(KeelGRPOTrainer, tmp_path, beta=0.0, loss_type="luspo", max_steps=1, keel=keel).train()
+    keel_trainer(tmp_path, KLOptions(beta=0.1, gradient="plain"), loss_type="luspo", max_steps=1).train()
     notes = [event["message"] for event in read_run(tmp_path).events if event["kind"] == "note"]
     assert any("luspo" in note for note in notes)
     assert any("expected gradient is" in note for note in notes)
 
 
-def test_what_is_pushed_to_the_hub_holds_no_rollouts(tmp_path):
-    args = arguments(tmp_path)
-    assert run_folder(args) == tmp_path
-    args.push_to_hub = True
-    name = (run_folder(args) / "rollouts.jsonl").relative_to(tmp_path)
-    assert list(filter_repo_objects([str(name)], ignore_patterns=["_*", "checkpoint-*"])) == []
+class Hub:
+    """Takes a folder as the hub's client does, whose own filter says which files go."""
+
+    def __init__(self):
+        self.pushed = set()
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, folder_path, ignore_patterns=None, **_):
+        files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        self.pushed |= set(filter_repo_objects(files, ignore_patterns=ignore_patterns))
+        return SimpleNamespace(done=lambda: True)
+
+
+def test_what_is_pushed_to_the_hub_holds_no_rollouts(tmp_path, monkeypatch):
+    """transformers pushes at a checkpoint and at the end, by its own patterns."""
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "hub_model_id": "somebody/it"}
+    trainer = keel_trainer(tmp_path, push_to_hub=True, **changes)
+    trainer.train()
+    trainer.push_to_hub()
+    assert (tmp_path / "_keel" / "rollouts.jsonl").is_file()
+    assert (tmp_path / "_keel" / "checkpoints" / "step-1").is_dir()
+    assert "model.safetensors" in hub.pushed
+    assert [name for name in hub.pushed if "keel" in name or "rollouts" in name] == []
 
 
 def test_the_example(tmp_path, monkeypatch, capsys):
@@ -165,3 +189,20 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_keel.py"), run_name="__main__")
     assert "nats per token, steered to 0.2" in capsys.readouterr().out
     assert len(read_run(out).metrics) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--target", "-1"], "trl_keel.py: error: kl.budget.max"),
+        (["--target", "nan"], "trl_keel.py: error: kl."),
+        (["--steps", "0"], "trl_keel.py: error: --steps 0: use 1 or more"),
+    ],
+)
+def test_bad_input_to_the_example_is_one_line(tmp_path, monkeypatch, capsys, arguments, line):
+    monkeypatch.setattr(sys, "argv", ["trl_keel.py", *arguments, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trl_keel.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
+    assert not (tmp_path / "out").exists()

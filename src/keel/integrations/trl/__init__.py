@@ -1,8 +1,8 @@
 """Keel inside TRL: `KeelGRPOTrainer` in the place of `GRPOTrainer`, `KeelRunCallback` for a run directory of Keel's."""
 
-from keel.integrations.trl.versions import check_trl
+from keel.integrations.versions import TRL
 
-check_trl()  # before anything of TRL is imported: another version may not have what is imported below
+TRL.check_version()  # before anything of TRL is imported: another version may not have what is imported below
 
 from keel.integrations.trl.rundir import KeelRunCallback  # noqa: E402
 from keel.integrations.trl.trainer import KeelGRPOTrainer  # noqa: E402

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import TRAINER_STATE_NAME
 
 import keel
 from keel.base.errors import KeelError
@@ -17,25 +19,44 @@ from keel.reference import Reference
 from keel.trainer.state import State
 
 STATE, REFERENCE = "keel.json", "keel_reference.pt"
+STILL = ("frozen", "adapter_off")  # the kinds that never move: the trainer's own is the saved one
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def save_state(folder: Path, state: State, batches: int, reference: Reference, start: str) -> None:
-    """Write keel.json, and the reference's weights where they are no longer those of the start, which is built anew."""
+def save_state(
+    folder: Path,
+    state: State,
+    batches: int,
+    reference: Reference,
+    start: str,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write keel.json, and the weights of a reference that moves: a trainer that goes back may be past another move.
+
+    `options` are those that a run is resumed with as they were, by their dotted names.
+    """
     fingerprint = reference.fingerprint()
     record = {
         "keel": keel.__version__,
         "state": state.to_dict(),
         "batches": batches,
+        "options": dict(options or {}),
         "reference": {"kind": reference.kind, "fingerprint": fingerprint, "start": start},
     }
-    if fingerprint != start:
-        torch.save(reference.state_dict(), folder / REFERENCE)
+    if reference.kind not in STILL or fingerprint != start:
+        unfinished = folder / f".{REFERENCE}.tmp"
+        torch.save(reference.state_dict(), unfinished)
+        os.replace(unfinished, folder / REFERENCE)
     write_atomic(folder / STATE, json.dumps(record, indent=1))
 
 
-def load_state(folder: Path, reference: Reference, start: str) -> tuple[State, int] | None:
-    """The state and the batches of rollouts so far, with the reference put back; None of a plain TRL checkpoint."""
+def load_state(
+    folder: Path, reference: Reference, start: str, options: Mapping[str, Any] | None = None
+) -> tuple[State, int] | None:
+    """The state and the batches of rollouts so far, with the reference put back; None of a plain TRL checkpoint.
+
+    Options other than the saved ones are refused: β, the controller's memory and the reference go on from those.
+    """
     path = folder / STATE
     if not path.is_file():
         return None
@@ -43,8 +64,15 @@ def load_state(folder: Path, reference: Reference, start: str) -> tuple[State, i
         record = json.loads(path.read_text(encoding="utf-8"))
         saved, batches = record["reference"], int(record["batches"])
         state = State.from_dict(record["state"])
+        before = dict(record.get("options", {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeelError(f"{path} cannot be read ({error}): put it back, or resume from another checkpoint") from None
+    for name, now in (options or {}).items():
+        if name in before and before[name] != now:
+            raise KeelError(
+                f"{name} was {before[name]!r} in {folder} and is {now!r} now: resume with what it was, or start a new "
+                "run from that checkpoint with model=…"
+            )
     if saved["start"] != start:
         raise KeelError(
             f"the run of {folder} began with a reference of fingerprint {saved['start'][:12]}, this trainer with "
@@ -53,7 +81,7 @@ def load_state(folder: Path, reference: Reference, start: str) -> tuple[State, i
         )
     if saved["kind"] != reference.kind:
         raise KeelError(f"the saved reference is {saved['kind']!r} but reference.kind is {reference.kind!r}: keep one")
-    if saved["fingerprint"] != start:
+    if (folder / REFERENCE).is_file() or saved["fingerprint"] != reference.fingerprint():
         try:
             weights = torch.load(folder / REFERENCE, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -71,6 +99,8 @@ def saved_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 def good_checkpoints(output_dir: Path, confirmed: int) -> Iterator[Path]:
     """Those up to the last step whose weights were seen to be fine, and whose own update was made; newest first."""
     for step, path in reversed(saved_checkpoints(output_dir)):
-        record: Any = json.loads((path / STATE).read_text(encoding="utf-8")) if (path / STATE).is_file() else None
-        if step <= confirmed and record is not None and State.from_dict(record["state"]).good:
-            yield path
+        whole = all((path / name).is_file() for name in (STATE, TRAINER_STATE_NAME))  # TRL writes the latter last
+        if step <= confirmed and whole:
+            record: Any = json.loads((path / STATE).read_text(encoding="utf-8"))
+            if State.from_dict(record["state"]).good:
+                yield path

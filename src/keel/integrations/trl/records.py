@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,41 +13,28 @@ from torch import Tensor
 from keel.integrations.trl.window import Pass
 from keel.trainer.records import token_texts
 
-GROUPS = 2  # of a batch that rollouts.jsonl shows
+GROUPS = 2  # of an update that rollouts.jsonl shows
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What TRL has noted of its last batch of rollouts, over all processes: this process's rows are in the same order
-    in the first, which writes."""
+def rollout_records(passes: Sequence[Pass], tokenizer: Any, eos_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of the first groups that these passes have scored, one record a completion.
 
-    prompts: Sequence[Any] = ()
-    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    weights: Sequence[float] = ()
-    advantages: Sequence[float] = ()
-    group_size: int = 1
-
-    def total(self, row: int) -> float:
-        """The weighted sum of a row's rewards; one that was not given counts nothing."""
-        parts = zip(self.rewards.values(), self.weights, strict=True)
-        return sum(weight * values[row] for values, weight in parts if values[row] == values[row])
-
-
-def rollout_records(
-    passes: Sequence[Pass], generated: Generated, tokenizer: Any, eos_ids: Sequence[int]
-) -> list[dict[str, Any]]:
-    """The rows of the batch's first groups that these passes have scored, one record a completion."""
+    Groups are counted through the batches of the update, of which there are several where TRL generates more often
+    than it updates.
+    """
     records = []
+    before = _groups_before(passes)
     for part in passes:
+        generated = part.generated
         for index, row in enumerate(part.inputs["keel_row"].tolist()):
-            tokens = _tokens(part, index)
-            if row >= min(GROUPS * generated.group_size, len(generated.prompts)) or not tokens:
+            tokens, group = _tokens(part, index), before[id(generated)] + row // generated.group_size
+            if group >= GROUPS or row >= len(generated.prompts) or not tokens:
                 continue
             prompt = generated.prompts[row]
             records.append(
                 {
                     "problem": problem_key(prompt),
-                    "group": row // generated.group_size,
+                    "group": group,
                     "tracked": False,
                     "prompt": tokenizer.decode(_prompt_tokens(part, index)),
                     "prompt_tokens_cut": 0,
@@ -63,6 +50,16 @@ def rollout_records(
                 }
             )
     return sorted(records, key=lambda record: record["group"])
+
+
+def _groups_before(passes: Sequence[Pass]) -> dict[int, int]:
+    """How many groups the update has had before each of its batches, by the batch's identity."""
+    before, count = dict[int, int](), 0
+    for part in passes:
+        if id(part.generated) not in before:
+            before[id(part.generated)] = count
+            count += math.ceil(part.generated.rows / part.generated.group_size)
+    return before
 
 
 def skipped_record(passes: Sequence[Pass], tokenizer: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +19,14 @@ from keel.base.errors import KeelError
 from keel.integrations.trl.checkpoint import saved_checkpoints
 from keel.integrations.trl.records import messages_of
 from keel.integrations.trl.settings import Settings, config_of
-from keel.integrations.trl.versions import check_trl
+from keel.integrations.versions import TRL
 from keel.kl import KLState
 from keel.lab.doctor.names import TRAINERS
 from keel.lab.hooks import AT_END
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED
-from keel.models.fingerprint import fingerprint
+from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
 from keel.models.lora import is_lora
 from keel.reference.weights import unwrap
@@ -47,13 +48,16 @@ class KeelRunCallback(TrainerCallback):
     They lie in TRL's own `output_dir`, where `checkpoints/step-N` leads to its `checkpoint-N`; with `push_to_hub` in
     `_keel` there, which is not uploaded. Added to a plain `GRPOTrainer` it writes what TRL logs, under Keel's names;
     `KeelGRPOTrainer` has one of its own, and writes a complete line every step. `if_exists="replace"` discards a run
-    that lies there already.
+    that lies there already, with its checkpoints. rollouts.jsonl has two groups of every `rollouts_every`-th batch, and
+    is not written at 0.
     """
 
-    def __init__(self, *, if_exists: str = "refuse", report: bool = True) -> None:
+    def __init__(self, *, if_exists: str = "refuse", report: bool = True, rollouts_every: int | None = None) -> None:
         if if_exists not in ("refuse", "replace"):
             raise KeelError(f"if_exists is {if_exists!r}: use refuse or replace")
-        self.if_exists, self.report = if_exists, report
+        if rollouts_every is not None and rollouts_every < 0:
+            raise KeelError(f"rollouts_every is {rollouts_every}: use 0 (never) or more")
+        self.if_exists, self.report, self.rollouts_every = if_exists, report, rollouts_every
         self.settings: Settings | None = None  # of KeelGRPOTrainer, which writes the lines itself
         self.notes: list[str] = []
         self.state: State | None = None
@@ -66,6 +70,11 @@ class KeelRunCallback(TrainerCallback):
         """One line of metrics.jsonl."""
         if self._loggers is not None:
             self._loggers.step(step, metrics)
+
+    def shows(self, batch: int) -> bool:
+        """Whether rollouts.jsonl has some of that batch, counted from 0."""
+        every = 1 if self.rollouts_every is None else self.rollouts_every
+        return every > 0 and batch % every == 0
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Completions of a step."""
@@ -92,6 +101,8 @@ class KeelRunCallback(TrainerCallback):
     # ------------------------------------------------------------------------------------ TRL's own moments
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        if self.settings is None and self.rollouts_every is not None:
+            raise KeelError("rollouts_every is for KeelGRPOTrainer; a plain GRPOTrainer writes none: leave it out")
         if not state.is_world_process_zero:
             return
         self.close()  # of a run that was interrupted
@@ -100,10 +111,14 @@ class KeelRunCallback(TrainerCallback):
         self._directory = _open(path, resumed, state.global_step, replace_old=self.if_exists == "replace")
         self._loggers = MultiLogger(JsonlLogger(self._directory))
         prompts = _write_prompts(self._directory, named.get("train_dataloader"))
-        config, notes = config_of(args, self.settings, **_about(args, state, model, path, prompts))
+        about = _about(args, state, model, path, prompts)
+        if self.rollouts_every is not None:
+            about["log__rollouts_every"] = self.rollouts_every
+        config, notes = config_of(args, self.settings, **about)
         self._directory.write_text(CONFIG, to_yaml(config))
-        self._directory.write_json("env.json", {**environment(), "trl": check_trl()})
-        self._weights = fingerprint(unwrap(model))
+        self._directory.write_json("env.json", {**environment(), "trl": TRL.check_version()})
+        self._weights = trained_weights(model)
+        self.state = self.state if resumed else None
         if resumed:
             self.event("resume", step=state.global_step, message=f"resumed from checkpoint-{state.global_step}")
         for note in (*self.notes, *notes):
@@ -131,15 +146,17 @@ class KeelRunCallback(TrainerCallback):
             return
         self._directory.sync()
         _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
-        self.event("checkpoint", step=state.global_step, path=f"{CHECKPOINTS}/step-{state.global_step}")
+        name = f"step-{state.global_step}"
+        if (self._directory.checkpoints / name).exists():  # none is written of what a guard has stopped
+            self.event("checkpoint", step=state.global_step, path=f"{CHECKPOINTS}/{name}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         """What became of the weights, the findings, the summary and the report."""
         if self._directory is None or self._loggers is None:
             return
-        after = fingerprint(unwrap(model))
+        after = trained_weights(model)
         same = "the same as" if after == self._weights else "others than"
-        message = f"the weights after step {state.global_step} are {same} before training"
+        message = f"the trainable weights after step {state.global_step} are {same} before training"
         self.event("weights", step=state.global_step, message=message, before=self._weights, after=after)
         _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         self._directory.sync()
@@ -163,6 +180,12 @@ class KeelRunCallback(TrainerCallback):
         self._directory, self._loggers = None, None
 
 
+def trained_weights(model: Any) -> str:
+    """A fingerprint of what the optimizer may change; a base that is merged and unmerged for a sampler counts not."""
+    named = unwrap(model).named_parameters()
+    return fingerprint_tensors((name, parameter) for name, parameter in named if parameter.requires_grad)
+
+
 def run_folder(args: Any) -> Path:
     """Where Keel's files go: what begins with an underscore is not pushed to the hub with the model."""
     return Path(args.output_dir) / "_keel" if args.push_to_hub else Path(args.output_dir)
@@ -176,8 +199,9 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
             directory.set_aside(step, directory.free_attempt(0))
         directory.cut_after(step)
         return directory
+    discarded = _linked_checkpoints(path) if replace_old else []
     try:
-        return RunDirectory.create(path, overwrite=replace_old)
+        directory = RunDirectory.create(path, overwrite=replace_old)
     except KeelError as error:
         if "already holds" not in str(error):
             raise
@@ -186,6 +210,9 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
             "trainer.train(resume_from_checkpoint=True), or discard it with "
             "callbacks=[KeelRunCallback(if_exists='replace')]"
         ) from None
+    for folder in discarded:  # now that no other process writes here; the new run must not find another's checkpoints
+        shutil.rmtree(folder)
+    return directory
 
 
 def _write_prompts(directory: RunDirectory, loader: Any) -> Path | None:
@@ -225,6 +252,13 @@ def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) 
     if prompts is not None:
         own |= {"task__name": "dataset", "data__path": str(prompts.resolve()), "data__columns__answer": None}
     return own
+
+
+def _linked_checkpoints(path: Path) -> list[Path]:
+    """TRL's folders that the run's `checkpoints/step-N` lead to."""
+    links = [link for link in (path / CHECKPOINTS).glob("step-*") if link.is_symlink()]
+    folders = [link.resolve() for link in links]
+    return [folder for folder in folders if folder.name.startswith("checkpoint-") and folder.is_dir()]
 
 
 def _link_checkpoints(folder: Path, output_dir: Path) -> None:

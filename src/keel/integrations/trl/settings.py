@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,11 +12,11 @@ from keel.base.errors import KeelError
 from keel.base.options import Options
 from keel.config import Config, aliases, read_config
 from keel.config.load import is_option, put, validate
-from keel.kl import BetaController, KLOptions, Pairing, advise, check_kl, controller_of
-from keel.kl.facts import POLICY_REF
+from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_of
 from keel.losses.options import MismatchOptions
 from keel.reference import check_reference
 from keel.reference.options import ReferenceOptions
+from keel.run.resume import may_change
 from keel.trainer.options import GuardOptions
 from keel.verify.own import estimator_facts
 
@@ -45,6 +45,17 @@ class Settings:
     guards: GuardOptions
     reference: ReferenceOptions
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options that a run is resumed with as they were, by their dotted names."""
+        sections = {"kl": self.kl, "reference": self.reference}
+        named = {
+            f"{section}.{name}": value
+            for section, options in sections.items()
+            for name, value in options.model_dump(mode="json").items()
+        }
+        return {name: value for name, value in named.items() if not may_change(name)}
+
 
 def check_args(args: Any) -> None:
     """Refuse what the bridge does not do, before a model is loaded for it."""
@@ -64,6 +75,11 @@ def check_args(args: Any) -> None:
         raise KeelError(
             "FSDP under TRL was not tested with Keel's references: launch with DDP, or train with keel train and "
             "parallel.sharding=full"
+        )
+    if args.mixed_precision == "fp16":
+        raise KeelError(
+            "fp16 has a scaler that skips updates by itself, which would count as broken ones, and Keel was not run "
+            "with it: set bf16=True, or train in fp32 with bf16=False"
         )
     if any(part in str(_plain(args.optim)) for part in ("lomo", "layerwise")):
         raise KeelError(
@@ -105,10 +121,10 @@ def settle(
     kl = _section("kl", KLOptions, kl)
     guards, reference = _section("guards", GuardOptions, guards), _section("reference", ReferenceOptions, reference)
     if "beta" not in kl.model_fields_set:
-        if beta == 0 and not kl.steers:
+        if beta == 0:
             raise KeelError(
                 "β is 0 in GRPOConfig and not given in kl, so that TRL would have no reference: set "
-                "kl=KLOptions(beta=…), or KLOptions(beta=0.0) to measure the KL without a penalty"
+                "kl=KLOptions(beta=…), or KLOptions(beta=0.0) to begin without a penalty"
             )
         kl = kl.model_copy(update={"beta": beta})
     elif beta not in (0, kl.beta):
@@ -161,17 +177,6 @@ def pairing_of(kl: KLOptions, args: Any) -> Pairing:
     return kl.pairing(REDUCTIONS[args.loss_type], off_policy=several_updates(args), facts=estimator_facts(kl.estimator))
 
 
-def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
-    """What is allowed and may surprise, one sentence each."""
-    notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
-    if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
-        notes.append(
-            "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
-            "where TRL's own takes the sequence's"
-        )
-    return notes + advise(args.loss_type, kl.beta)
-
-
 def controller(kl: KLOptions, args: Any) -> BetaController:
     """The controller of β; its step is TRL's, one update."""
     return controller_of(kl, args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
@@ -204,28 +209,35 @@ def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config,
     else:
         options |= {"kl.beta": args.beta, "kl.reduction": "loss"}
         options["kl.gradient"] = "rho" if args.use_bias_correction_kl else "plain"
-    config, notes = _accepted({}, options, "")
+    groups, notes = [("", options)], []
     for name, value in named.items():
         alias = aliases.find(name, is_option)
         try:
-            theirs = {} if alias is None else dict(alias.apply(value, named))
+            groups.append((f"{name}={value}: ", {} if alias is None else dict(alias.apply(value, named))))
         except KeelError as error:
             notes.append(f"{error}; config.yaml leaves it out")
-            continue
-        config, refused = _accepted(config, theirs, f"{name}={value}: ")
-        notes += refused
-    return read_config(config, installed=False)[0], notes
+    tree, refused = _accepted({}, groups)
+    return read_config(tree, installed=False)[0], notes + refused
 
 
-def _accepted(tree: dict[str, Any], options: dict[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """The tree with these options, if Keel takes it so; otherwise as it was, and why."""
+def _accepted(tree: dict[str, Any], groups: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+    """The tree with as many groups of options as Keel takes, in their order, and why the others are left out.
+
+    All are tried at once, then each half: a configuration takes a while to check, and few options are refused.
+    """
     changed = copy.deepcopy(tree)
-    for name, value in options.items():
-        put(changed, name, value)
+    for _, options in groups:
+        for name, value in options.items():
+            put(changed, name, value)
     try:
         read_config(changed, installed=False)
     except KeelError as error:
-        return tree, [f"{prefix}{error}; config.yaml leaves it out"]
+        if len(groups) == 1:
+            return tree, [f"{groups[0][0]}{error}; config.yaml leaves it out"]
+        half = len(groups) // 2
+        tree, before = _accepted(tree, groups[:half])
+        tree, after = _accepted(tree, groups[half:])
+        return tree, before + after
     return changed, []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,14 +18,36 @@ from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
 
 
 @dataclass(frozen=True)
+class Generated:
+    """What TRL has noted of a batch of rollouts, over all processes: this process's rows are in the same order in the
+    first, which writes. `rows` are this process's, `number` counts the batches of the run from 0."""
+
+    prompts: Sequence[Any] = ()
+    rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    weights: Sequence[float] = ()
+    advantages: Sequence[float] = ()
+    group_size: int = 1
+    rows: int = 0
+    number: int = 0
+
+    def total(self, row: int) -> float:
+        """The weighted sum of a row's rewards; one that was not given counts nothing."""
+        parts = zip(self.rewards.values(), self.weights, strict=True)
+        return sum(weight * values[row] for values, weight in parts if values[row] == values[row])
+
+
+@dataclass(frozen=True)
 class Pass:
-    """One microbatch: its rows and scores, TRL's loss and what the KL adds to it, and the completions behind them."""
+    """One microbatch: its rows and scores, TRL's loss and what the KL adds to it, the completions behind them and the
+    batch that those are of. `again`: an earlier pass has scored the same rows."""
 
     batch: Batch
     scores: Scores
     policy_loss: Tensor
     kl_loss: Number
     inputs: Mapping[str, Any]
+    generated: Generated
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +70,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Update:
-    """An update between its last pass and the end of its step: what is measured of it, and whether it is made."""
+    """An update between its last pass and the end of its step: what is measured of it, and whether it is made.
 
-    window: Window
+    `window` is the first process's, which measures for all.
+    """
+
+    window: Window | None
     line: dict[str, float]
     applied: bool
+    tokens: int
 
 
 def detached(scores: Scores) -> Scores:
@@ -64,8 +90,20 @@ def detached(scores: Scores) -> Scores:
     return Scores(scores.logp.detach(), plain(scores.entropy), plain(scores.exact_kl), plain(scores.ref_policy_kl))
 
 
-def gather(passes: Sequence[Pass], world: World) -> Window:
-    """All passes of an update; called by all processes. Losses are this process's share: their mean is the update's."""
+def on_host(part: Pass) -> Pass:
+    """A pass to be measured later: in main memory, without the completions behind it."""
+    return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), inputs={})
+
+
+def shares(passes: Sequence[Pass]) -> list[Pass]:
+    """Passes whose losses are each of a batch of its own, as shares of the mean over them."""
+    count = len(passes)
+    return [replace(part, policy_loss=part.policy_loss / count, kl_loss=part.kl_loss / count) for part in passes]
+
+
+def gather(passes: Sequence[Pass], world: World) -> Window | None:
+    """All passes of an update, at the first process, None at the others; called by all. Losses are a process's share:
+    their mean is the update's."""
     own = (
         _joined([part.batch for part in passes]),
         _joined([part.scores for part in passes]),
@@ -74,14 +112,16 @@ def gather(passes: Sequence[Pass], world: World) -> Window:
     )
     if world.size == 1:
         return Window(*own)
-    everybody = world.gather((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    everybody = world.collect((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    if everybody is None:
+        return None
     batches, scores, policy, kl = zip(*everybody, strict=True)
     return Window(_joined(batches), _joined(scores), sum(policy) / world.size, sum(kl) / world.size)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     """Rows of several batches or scores under each other; what one of them lacks is lacking."""
-    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
     return type(parts[0])(**{name: _stacked(values) for name, values in columns.items()})
 
 
@@ -105,9 +145,13 @@ def measure(window: Window, clamp: float | None) -> dict[str, float]:
     """What Keel's own step measures of policy, reference and sampler, in the same names and units.
 
     On a batch's first update the policy drew the samples. On a later one they are an older policy's, under filters what
-    those left of it, and each token weighs ρ = π/μ.
+    those left of it, and each token weighs ρ = π/μ. Where every token is masked there are losses alone.
     """
     rows, scores = window.batch, window.scores
+    losses = {"loss/total": window.loss, "loss/policy": window.policy_loss, "loss/kl": window.kl_loss}
+    losses["loss/kl_share"] = Share(window.kl_loss, window.policy_loss).value
+    if not window.tokens:
+        return losses
     mask, logp, index = rows.action_mask, scores.logp, MaskIndex.of(rows.action_mask)
     metrics: dict[str, Number] = {"logp/policy_mean": index.mean(logp)}
     if rows.ref_logp is not None:
@@ -127,6 +171,4 @@ def measure(window: Window, clamp: float | None) -> dict[str, float]:
             metrics["kl/sampler_policy/k1/mean"] = index.mean(-d)
             metrics["kl/sampler_policy/k3/mean"] = index.mean(k3(d))
             metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0
-    losses = {"loss/total": window.loss, "loss/policy": window.policy_loss, "loss/kl": window.kl_loss}
-    share = {"loss/kl_share": Share(window.kl_loss, window.policy_loss).value}
-    return {**dict(zip(metrics, python_numbers(metrics.values()), strict=True)), **losses, **share}
+    return {**dict(zip(metrics, python_numbers(metrics.values()), strict=True)), **losses}

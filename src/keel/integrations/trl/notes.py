@@ -1,0 +1,84 @@
+"""What is allowed inside TRL and may surprise, one sentence each; dropout is refused where the KL decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.integrations.trl.settings import Settings
+from keel.kl import KLOptions, Pairing, advise
+from keel.kl.facts import POLICY_REF
+
+# Keys of generation_kwargs that change which distribution samples are drawn from.
+SHAPING = (
+    *("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample"),
+    *("num_beams", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias"),
+    *("bad_words_ids", "bad_words", "suppress_tokens", "sequence_bias", "min_new_tokens", "min_length", "min_tokens"),
+)
+
+
+def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
+    """What is allowed and may surprise, one sentence each."""
+    notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
+    if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
+        notes.append(
+            "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
+            "where TRL's own takes the sequence's"
+        )
+    return notes + advise(args.loss_type, kl.beta) + _sampling_notes(args)
+
+
+def _sampling_notes(args: Any) -> list[str]:
+    """What makes samples others than the policy's, where no log-probability of theirs could weigh them."""
+    given = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
+    notes = []
+    if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):
+        notes.append(
+            "top_p, top_k or min_p cut the sampled distribution, and transformers' generation does not say by how "
+            "much: the KL, its penalty and its budget are of what is left; training is meant for 1.0, 0 and 0.0"
+        )
+    if args.repetition_penalty != 1:
+        notes.append(
+            f"repetition_penalty={args.repetition_penalty:g} samples from another distribution than the policy's, "
+            "which the KL is of: training is meant for 1.0"
+        )
+    if shaping := [name for name in given if name in SHAPING]:
+        notes.append(
+            f"generation_kwargs has {', '.join(shaping)}: samples are drawn from another distribution than the "
+            "policy's, which the KL is of"
+        )
+    return notes
+
+
+def dropout_notes(settings: Settings, model: nn.Module) -> list[str]:
+    """A sentence on dropout; where the measured KL decides something, which would be noise then, it is refused."""
+    where = _dropout(model)
+    if where is None:
+        return []
+    kl = settings.kl
+    deciding = {
+        "kl.budget": kl.budget is not None,
+        f"kl.controller.name={kl.controller.name}": kl.steers,
+        "reference.kind=kl_triggered": settings.reference.kind == "kl_triggered",
+    }
+    for option, decides in deciding.items():
+        if decides:
+            raise KeelError(
+                f"{option} goes by the measured KL, and with dropout on ({where}) policy and reference differ by its "
+                "noise alone: set disable_dropout=True in GRPOConfig, and dropouts of the model's configuration to 0"
+            )
+    return [f"dropout is on ({where}): policy and reference differ from the first step, so the KL does not start at 0"]
+
+
+def _dropout(model: nn.Module) -> str | None:
+    """The first part of a model that drops at random while it trains."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"{name}, p={module.p:g}"
+        for option, value in vars(module).items():  # those that attention applies by itself
+            if "dropout" in option and isinstance(value, float) and value > 0:
+                return f"{name}.{option}={value:g}"
+    return None

@@ -1,0 +1,222 @@
+"""The moments of a step at which Keel looks at it: before the optimizer's step, after it, and at the step's end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from keel.base.thresholds import thresholds_of
+from keel.integrations.trl.checkpoint import good_checkpoints
+from keel.integrations.trl.records import rollout_records, skipped_record
+from keel.integrations.trl.window import Update, Window, gather, measure
+from keel.kl.measure import controlled_kl
+from keel.lab.doctor.names import TRAINERS
+from keel.trainer.guards import (
+    GuardViolation,
+    find_violation,
+    first_nonfinite,
+    judged_state,
+    no_signal_events,
+    over_budget,
+    spike_limit,
+)
+from keel.trainer.measure import peak_gib
+from keel.trainer.state import Skipped, State
+
+logger = logging.getLogger("keel")
+
+
+class Steps(TrainerCallback):
+    """Guards an update, steers β after it and records it; `trainer` is the KeelGRPOTrainer that makes it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.thresholds = thresholds_of({"guards": trainer.keel.guards.model_dump()})
+        self.grad_norm = math.nan
+        self.update: Update | None = None
+        self.seen: dict[str, int] = {}  # of the values that TRL has listed since its last log, by name
+        self.names: set[str] = set()  # of the metrics that are Keel's in TRL's log
+
+    def begin(self) -> None:
+        """Forget a run that was interrupted."""
+        self.update, self.seen = None, {}
+
+    # -------------------------------------------------------------------------------------- guarded update
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Look at the update's numbers, and take the gradients away where it is not to be made."""
+        trainer = self.trainer
+        window = gather(trainer._passes, trainer._world)
+        own = None if window is None else self._judged(window)
+        line, applied, tokens = trainer._world.agree(own)
+        if not applied:
+            for parameter in trainer.model.parameters():
+                parameter.grad = None  # an optimizer passes over what has no gradient, its moments too
+        self.update = Update(window, line, applied, tokens)
+        # the schedule of the learning rate waits for an update that was made, as fp16's scaler lets it
+        trainer.optimizer._is_overflow = False
+
+    def _judged(self, window: Window) -> tuple[dict[str, float], bool, int]:
+        """What is measured of an update, whether it is made, and its tokens."""
+        trainer, norm = self.trainer, self.grad_norm
+        limit = spike_limit(trainer.keel_state.norms, self.thresholds)
+        finite = math.isfinite(norm) and math.isfinite(window.loss)
+        spike = finite and limit is not None and norm > limit
+        applied = finite and not (spike and trainer.keel.guards.on_spike == "skip")
+        most = trainer.args.max_grad_norm
+        clip = min(1.0, most / norm) if applied and most and norm > 0 else float(applied)
+        line = measure(window, trainer.keel.kl.log_ratio_clamp)
+        line |= {
+            "grad/norm": norm,
+            "grad/clip_factor": clip,
+            "optim/learning_rate": trainer._get_learning_rate(),
+            "guard/skipped": float(not applied),
+            "guard/nonfinite": float(not finite),
+            "guard/spike": float(spike),
+            "guard/rollbacks": 0.0,
+            "kl/beta": trainer.keel_state.beta,
+        }
+        return line, applied, window.tokens
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        assert self.update is not None
+        if not self.update.applied:
+            self.trainer.optimizer._is_overflow = True
+
+    # --------------------------------------------------------------------------------------- a step's end
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Steer β, move the reference, log, and stop where a guard says so."""
+        trainer, update = self.trainer, self.update
+        assert update is not None
+        settings, before = trainer.keel, trainer.keel_state
+        line = trainer._world.agree({**self._own_metrics(update.tokens), **update.line})
+        line["guard/over_budget"] = float(over_budget(line, settings.kl.budget) is not None)
+        trainer.keel_state = self._next_state(before, line, update)
+        trainer._move_reference(line.get("kl/policy_ref/k3/mean"))
+        self._record(line, before, update)
+        violation = find_violation(trainer.keel_state, line, settings.guards, settings.kl.budget)
+        if violation is not None and violation.code == "kl/over-budget" and not before.over_budget:
+            self._event(violation.code, violation.message)
+        if violation is not None and violation.action != "warn":
+            self._stop(violation, control)
+        trainer._passes, self.update = [], None
+
+    def _own_metrics(self, tokens: int) -> dict[str, float]:
+        """What TRL has measured of this update, under Keel's names; means of what it has listed since the last one."""
+        metrics: dict[str, float] = {}
+        for name, values in self.trainer._metrics["train"].items():
+            fresh = [value for value in values[self.seen.get(name, 0) :] if not math.isnan(value)]
+            known = TRAINERS["TRL"].find(name)
+            if name == "step_time" and fresh:
+                metrics["time/total_s"] = sum(fresh)
+                metrics["speed/tokens_per_s"] = tokens / max(sum(fresh), 1e-9)
+            elif fresh and known is not None and not known[1].keel.startswith("other/"):
+                metrics[known[1].keel] = known[1].factor * sum(fresh) / len(fresh)
+            self.seen[name] = len(values)
+        return {**metrics, "memory/peak_gib": peak_gib(self.trainer.accelerator.device)}
+
+    def _next_state(self, before: State, line: dict[str, float], update: Update) -> State:
+        """β by the controller, and the guards' memory."""
+        trainer = self.trainer
+        last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
+        steered = trainer.keel_controller.update(before.kl, controlled_kl(line, trainer.keel_controller.unit))
+        state = before.next(kl=steered, skipped=Skipped.of(line), tokens=update.tokens, last_kl=last_kl)
+        judged = judged_state(
+            replace(state, step=trainer.state.global_step),
+            line,
+            trainer.keel.kl.budget,
+            applied_norms=[line["grad/norm"]] if update.applied else [],
+            constant=line.get("reward/std") == 0.0,
+            silent=line.get("reward/zero_variance_fraction") == 1.0,
+        )
+        if "reward/std" in line:
+            return judged
+        # an update on rewards that were counted before
+        return replace(judged, constant_rewards=before.constant_rewards, zero_advantages=before.zero_advantages)
+
+    def _stop(self, violation: GuardViolation, control: Any) -> None:
+        """End training at the last good checkpoint; what is there now is not saved."""
+        trainer = self.trainer
+        control.should_training_stop, control.should_save = True, False
+        newest = next(good_checkpoints(Path(trainer.args.output_dir), trainer.keel_state.confirmed), None)
+        good = trainer._good = trainer._world.agree(None if newest is None else str(newest))
+        if good is None:
+            often = "lower" if trainer.args.save_strategy == "steps" else "set save_strategy='steps' and"
+            outcome = f"the run stops, without a good checkpoint to go back to: {often} save_steps"
+        else:
+            trainer.state.best_model_checkpoint = good  # the one that transformers spares, and loads, at the end
+            outcome = (
+                f"the run stops at its last good checkpoint, {Path(good).name}; go on from there with: "
+                f"trainer.train(resume_from_checkpoint={good!r})"
+            )
+        trainer.keel_stopped = f"{violation.message}: {outcome}"
+        self._event("stop", trainer.keel_stopped, code=violation.code)
+        if trainer._world.leads:
+            print(trainer.keel_stopped, flush=True)
+
+    # ------------------------------------------------------------------------------------ what is recorded
+
+    def _record(self, line: Mapping[str, float], before: State, update: Update) -> None:
+        """Keel's metrics to TRL's log, a complete line to the run directory, and the batch of a skipped update."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        for name in (*update.line, "guard/over_budget"):  # the others TRL logs itself, under its names
+            trainer._metrics["train"][name].append(line[name])
+            self.seen[name] = len(trainer._metrics["train"][name])
+            self.names.add(name)
+        passes, skipped = trainer._passes, not update.applied
+        batches = trainer._world.gather(skipped_record(passes, trainer._tokenizer)) if skipped else []
+        if update.window is None:
+            return
+        trainer.keel_run.step(step, line)
+        trainer.keel_run.state = trainer.keel_state
+        shown = [part for part in passes if not part.again and trainer.keel_run.shows(part.generated.number)]
+        trainer.keel_run.rollouts(step, rollout_records(shown, trainer._tokenizer, trainer.eos_token_ids))
+        if line["guard/spike"]:
+            limit = spike_limit(before.norms, self.thresholds) or math.nan
+            median = limit / self.thresholds["grad_spike"]
+            message = f"the gradient norm {line['grad/norm']:.4g} is {line['grad/norm'] / median:.3g} × the running "
+            self._event("guard/spike", message + f"median {median:.4g}")
+        if skipped:
+            rows = replace(update.window.batch, old_logp=update.window.scores.logp)
+            first = first_nonfinite(rows, line, None) if line["guard/nonfinite"] else None
+            cause = f"the {first or 'gradient norm'} is not finite" if line["guard/nonfinite"] else "a gradient spike"
+            completions = [completion for batch in batches for completion in batch]
+            trainer.keel_run.skipped(
+                step, {"step": step, "first_nonfinite": first, "metrics": dict(line), "completions": completions}, cause
+            )
+        for kind, message in no_signal_events(trainer.keel_state, trainer.keel.guards) if "reward/std" in line else ():
+            self._event(kind, message)
+
+    def pool(self) -> None:
+        """Bring Keel's metrics of the steps since TRL's last log to one number each, which TRL's mean leaves alone."""
+        metrics = self.trainer._metrics["train"]
+        for name in self.names & metrics.keys():
+            metrics[name] = [over_steps(name, metrics[name])]
+
+    def _event(self, kind: str, message: str, **more: Any) -> None:
+        trainer = self.trainer
+        if trainer._world.leads:
+            trainer.keel_run.event(kind, step=trainer.state.global_step, message=message, **more)
+            logger.warning("%s: %s", kind, message)
+
+
+def over_steps(name: str, values: Sequence[float]) -> float:
+    """A metric of several steps: of a standard error that of their mean, the largest, the smallest, or the mean."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if name.endswith("/se"):
+        return math.hypot(*known) / len(known)
+    if name.endswith(("/max", "_max")):
+        return max(known)
+    return min(known) if name.endswith("/min") else sum(known) / len(known)
+
+
+__all__ = ["Steps", "over_steps"]

@@ -1,0 +1,111 @@
+"""verl's synchronous PPO trainer with Keel's KL term, controller of β and measurement: `trainer_mode=keel_sync`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import transfer_queue as tq
+from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.config import validate_config
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from keel.base.errors import KeelError
+from keel.integrations.verl.checkpoint import load_state, resumed_folder, save_state, saved_folder
+from keel.integrations.verl.loss import REPORTED, KeelLoss, policy_config
+from keel.integrations.verl.settings import notes_on, settle
+from keel.integrations.verl.unread import MODE, ReadsKeel
+from keel.integrations.versions import VERL, VERLS_WORKER
+from keel.kl import KLState, measure_kl
+from keel.kl.measure import controlled_kl
+
+logger = logging.getLogger("keel")
+VERL.check_version()
+VERL.check_names(PPOTrainerSync)
+VERL.check_names(ActorRolloutRefWorker, VERLS_WORKER)
+
+
+class RewardBeta:
+    """β in the place that verl has for a controller of the KL in the reward.
+
+    It is steered at the end of a step, by the KL that was measured; verl's own update is left without effect.
+    """
+
+    def __init__(self, trainer: KeelPPOTrainerSync) -> None:
+        self.trainer = trainer
+
+    @property
+    def value(self) -> float:
+        return self.trainer.keel_state.beta
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        pass
+
+
+@register_trainer(MODE)
+class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
+    """verl's trainer; what it samples, rewards and clips is verl's, the KL term is Keel's."""
+
+    def __init__(self, config: Any) -> None:
+        self.keel = settle(config)
+        validate_config(config=config, use_reference_policy=True, use_critic=need_critic(config))
+        super().__init__(config)
+        self.keel_state: KLState = self.keel.controller.init()
+        if self.keel.in_reward:
+            self.kl_ctrl_in_reward = RewardBeta(self)
+        self._keel_actor = policy_config(config.actor_rollout_ref.actor)
+        for note in notes_on(self.keel, config):
+            logger.warning("%s", note)
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+        """verl's step, and after it β for the next one; while the critic alone is trained there is nothing to steer."""
+        batch = super()._step_once(metrics, timing_raw, sample_batch_size)
+        metrics["kl/beta"] = self.keel_state.beta
+        if self.config.trainer.critic_warmup <= self.global_steps:
+            kl = controlled_kl(metrics, self.keel.controller.unit)
+            self.keel_state = self.keel.controller.update(self.keel_state, kl)
+        return batch
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Measure the KL of the policy that the step begins with, on the whole batch; then verl's advantages."""
+        if self.keel.kl.measures(self.global_steps):
+            fields = ["response_mask", "old_log_probs", "ref_log_prob"]
+            rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            rows = rows.to_padded_tensor()
+            mask, clamp = rows["response_mask"].bool(), self.keel.kl.log_ratio_clamp
+            metrics.update(measure_kl(rows["old_log_probs"], rows["ref_log_prob"], mask, clamp=clamp))
+        batch = super()._compute_advantage(batch, metrics)
+        if self.keel.in_reward and metrics.get("actor/reward_kl_penalty_coeff") != self.keel_state.beta:
+            raise KeelError("verl did not take the KL from the reward with Keel's β: is another plugin in its way?")
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Give the workers Keel's loss at this step's β, update, and see that it was used."""
+        if self.keel.in_reward:
+            return super()._update_actor(batch, metrics)
+        loss = KeelLoss(self._keel_actor, self.keel.kl, self.keel.pairing, self.keel_state.beta)
+        self.actor_rollout_wg.set_loss_fn(loss)
+        batch = super()._update_actor(batch, metrics)
+        for name in REPORTED:
+            if f"actor/{name}" not in metrics:
+                raise KeelError(
+                    f"verl's workers did not use Keel's loss ({name} is missing): is another plugin in its way?"
+                )
+            metrics[name] = metrics.pop(f"actor/{name}")
+        return batch
+
+    def _save_checkpoint(self) -> None:
+        save_state(saved_folder(self.config.trainer, self.global_steps), self.keel.kl, self.keel_state)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps > 0:
+            folder = resumed_folder(self.config.trainer, self.global_steps)
+            self.keel_state = load_state(folder, self.keel.kl) or self.keel_state
+
+
+if get_trainer_cls(MODE) is not KeelPPOTrainerSync:
+    raise KeelError(f"verl's registry does not hold Keel's trainer under {MODE}: is another plugin in its way?")

@@ -1,0 +1,38 @@
+"""verl never looks at a section that it does not know: its own trainers are made to refuse one called `keel`."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from keel.base.errors import KeelError
+
+MODE = "keel_sync"
+
+
+class ReadsKeel:
+    """A trainer that reads the section `keel`."""
+
+
+def refuse_unread(trainer: Any) -> None:
+    """Let the constructor of that class of verl's check the configuration first; it is otherwise as it was."""
+    build = trainer.__init__
+
+    @wraps(build)
+    def checked(self: Any, config: Any, *args: Any, **named: Any) -> None:
+        if not isinstance(self, ReadsKeel):
+            check_unread(config)
+        build(self, config, *args, **named)
+
+    trainer.__init__ = checked
+
+
+def check_unread(config: Any) -> None:
+    """Refuse what a trainer of verl's own would leave unread."""
+    legacy, mode = not config.trainer.use_v1, config.trainer.v1.trainer_mode
+    if config.get("keel") is None and not (legacy and mode == MODE):
+        return
+    chosen = "trainer.use_v1=False" if legacy else f"trainer.v1.trainer_mode={mode}"
+    wanted = f"trainer.use_v1=True trainer.v1.trainer_mode={MODE}" if legacy else f"trainer.v1.trainer_mode={MODE}"
+    unread = "the section keel" if config.get("keel") is not None else f"trainer.v1.trainer_mode={MODE}"
+    raise KeelError(f"{chosen} does not read {unread}, and nothing of Keel's would act: set {wanted}, or leave it out")

@@ -1,0 +1,71 @@
+"""Which versions of other trainers Keel was tested inside of: it overrides methods that a minor version may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from keel.base.errors import KeelError
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """A trainer that Keel works inside of: its minor versions that were tested, and what pip installs for it.
+
+    `overridden` are its methods that Keel's trainer overrides, `base` the requirement of the package that has them.
+    """
+
+    peer: str
+    tested: tuple[str, ...]
+    install: str
+    base: str
+    overridden: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        return f"keel.integrations.{self.peer.lower()}"
+
+    def check_version(self) -> str:
+        """The installed version, which has to be a tested one."""
+        try:
+            installed = version(self.peer.lower())
+        except PackageNotFoundError:
+            raise KeelError(f"{self.module} needs {self.peer}: pip install {self.install}") from None
+        if ".".join(installed.split(".")[:2]) not in self.tested:
+            raise KeelError(
+                f"{self.peer} {installed} is none that {self.module} was tested with ({', '.join(self.tested)}): "
+                f"pip install '{self.peer.lower()}=={self.tested[-1]}.*'"
+            )
+        return installed
+
+    def check_names(self, owner: type, names: Sequence[str] | None = None) -> None:
+        """Refuse a class that lacks what is overridden, or called: an override that is never called does nothing."""
+        missing = [name for name in (self.overridden if names is None else names) if not hasattr(owner, name)]
+        if missing:
+            package = self.base.partition("=")[0]
+            raise KeelError(
+                f"{owner.__name__} has no {missing[0]} with {package} {version(package)}, and {self.module} builds on "
+                f"it: pip install '{self.base}'"
+            )
+
+
+TRL = Bridge(
+    peer="TRL",
+    tested=("1.16",),
+    install="'keel-rl[trl]'",
+    base="transformers==5.22.*",  # TRL's own methods are those of a tested version
+    overridden=(
+        *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss", "training_step"),
+        *("_get_grad_norm", "evaluation_loop"),
+        *("_save", "_save_checkpoint", "_load_optimizer_and_scheduler", "_load_from_checkpoint", "log", "train"),
+    ),
+)
+VERL = Bridge(
+    peer="verl",
+    tested=("0.9",),
+    install="'verl==0.9.*' TransferQueue",
+    base="verl==0.9.*",
+    overridden=("_step_once", "_compute_advantage", "_update_actor", "_save_checkpoint", "_load_checkpoint"),
+)
+VERLS_WORKER = ("set_loss_fn", "update_actor")  # what is called of verl's workers
