@@ -10,13 +10,14 @@ model's weights are random, and as training ends the doctor says so (output/rand
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from datasets import Dataset
 from trl import GRPOConfig
 
+from keel.base.errors import KeelError
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback  # 1: in the place of trl.GRPOTrainer
-from keel.kl import KLOptions
 from keel.models.tiny import tiny_model
 
 
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.2, help="KL(policy‖reference) that β is steered to")
     parser.add_argument("--out", default="runs/trl-keel")
     given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps}: use 1 or more")
 
     model, tokenizer = tiny_model()
     args = GRPOConfig(
@@ -49,12 +52,12 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    kl = KLOptions(  # 2: the section `kl` of a Keel configuration
-        beta=0.3,
-        estimator="exact",
-        controller={"name": "step", "preset": "gentle", "target": given.target},  # type: ignore[arg-type]  # validated into its class
-        budget={"max": 5 * given.target},  # type: ignore[arg-type]
-    )
+    kl = {  # 2: the section `kl` of a Keel configuration, or a keel.kl.KLOptions
+        "beta": 0.3,
+        "estimator": "exact",
+        "controller": {"name": "step", "preset": "gentle", "target": given.target},
+        "budget": {"max": 5 * given.target},
+    }
     trainer = KeelGRPOTrainer(
         model=model,
         reward_funcs=even_digits,
@@ -74,4 +77,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeelError as error:  # a mistake in the options: one line that names it
+        print(f"trl_keel.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,208 @@
+"""Runs that are being watched, as pages need them: read where something is new, judged and drawn now and then."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from keel.base.errors import KeelError
+from keel.lab.judge import state
+from keel.lab.runs import Record, RunReader, RunRecord
+from keel.lab.watch.page import Section, Shown, sections, title
+
+ROLLOUT_BYTES = 2 * 2**20  # of rollouts.jsonl's beginning and end: they stay in memory as long as the run is watched
+DRAWING_SHARE = 0.1  # of one core, at most, on average: a long run's page is drawn less often
+JUDGING_SHARE = 0.05
+PAGE_S = 15.0  # after its last request a page counts as closed
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What pages show at one moment."""
+
+    title: str
+    sections: tuple[Section, ...]
+    etag: str
+    changed: float  # when a run last wrote something, by the watcher's clock
+
+
+class FollowedRun:
+    """One run directory; `record` is None until there is something in it."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path = path
+        self.gone = False
+        self.record: RunRecord | None = None
+        self._name = name
+        self._reader = RunReader(path, ROLLOUT_BYTES)
+        self._signature: tuple[object, ...] | None = None
+        self._examined: RunRecord | None = None
+        self._judged: tuple[tuple[Record, ...], tuple[Record, ...] | None] = (
+            (),
+            None,
+        )  # a run's beginning, its findings
+        self._unread = self._unexamined = ""
+
+    @property
+    def kind(self) -> str:
+        """completed, stopped, aborted, running or interrupted, as the report has it; waiting or gone."""
+        if self.gone:
+            return "gone"
+        return "waiting" if self.record is None else state(self.record)[0]
+
+    @property
+    def standing(self) -> str:
+        """The same in words."""
+        if self.gone:
+            return "deleted or moved while it was watched"
+        return "nothing has been written yet" if self.record is None else state(self.record)[1]
+
+    @property
+    def shown(self) -> Shown:
+        """For the page: a run that is not over yet has the findings of its log so far."""
+        record, trouble = self.record, self._unread
+        if record is not None and _unjudged(record):
+            beginning, findings = self._judged
+            record = replace(record, findings=findings if beginning == _beginning(record) else None)
+            trouble = f"{trouble} {self._unexamined}".strip()
+        return Shown(self._name or self.path.name, self.path, record, self.kind, trouble)
+
+    def check(self) -> None:
+        """Refuse a folder that is not there or holds no run."""
+        self._reader.read()
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything is. Where that fails, what was read before stays, and the page says it."""
+        try:
+            changed = self._refresh()
+        except Exception as error:
+            before, self._unread = self._unread, f"What is new cannot be read: {type(error).__name__}: {error}."
+            self._signature = None
+            return self._unread != before
+        if changed:
+            self._unread = ""
+        return changed
+
+    def _refresh(self) -> bool:
+        if not self.path.is_dir():
+            newly = self.record is not None and not self.gone
+            self.gone = self.record is not None
+            return newly
+        running = self._reader.running()
+        signature = (running, *self._reader.signature())
+        if signature == self._signature and not self.gone:
+            return False
+        self.gone, self._signature = False, signature
+        try:
+            record = self._reader.read(running)
+        except KeelError:  # nothing in it yet, or nothing any more: it is begun anew
+            self.record = None
+            return True
+        if running:  # a summary is that of an earlier end: the run goes on from there
+            record = replace(record, summary=None)
+        self.record = record if self._name is None else replace(record, name=self._name)
+        return True
+
+    def judge(self) -> bool:
+        """The doctor's checks on the log so far; whether there was anything new to judge.
+
+        What it found stays where it fails, and the page says why. It may take seconds, in which another run may begin.
+        """
+        record = self.record
+        if record is None or record is self._examined or not record.metrics or not _unjudged(record):
+            return False
+        self._examined = record
+        try:
+            from keel.lab.doctor.examine import examine_run  # only here: loading it takes longer than a page
+
+            self._judged = (_beginning(record), tuple(examine_run(record).as_dict()["findings"]))
+            self._unexamined = ""
+        except Exception as error:
+            self._unexamined = f"The doctor's check of the log so far failed: {type(error).__name__}: {error}."
+        return True
+
+
+def _beginning(record: RunRecord) -> tuple[Record, ...]:
+    """What tells a run from the next one in its folder: the first step, whose times no other has."""
+    return record.metrics[:1]
+
+
+def _unjudged(record: RunRecord) -> bool:
+    """Whether findings.json is not there, or is that of an earlier end of a run that goes on."""
+    return record.running or record.findings is None
+
+
+class Watcher:
+    """Several runs behind one page. Requests come from threads of their own; all of it may be called from any."""
+
+    def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+        resolved = [path.resolve() for path in paths]
+        for index, path in enumerate(resolved):
+            if path in resolved[:index]:
+                raise KeelError(f"{paths[index]} is named twice: name each run once")
+        names = [path.name for path in resolved]
+        self.runs = [
+            FollowedRun(path, str(path) if names.count(name) > 1 else None)
+            for path, name in zip(paths, names, strict=True)
+        ]
+        self.final = False  # no more will come: pages are told to stop asking
+        self.told_final = False
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._draw_at = self._judge_at = self._changed = clock()
+        self._outdated = True
+        self._asked: float | None = None
+
+    def refresh(self) -> None:
+        """Look at every run's files."""
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        changes = [run.refresh() for run in self.runs]
+        if any(changes):
+            self._outdated, self._changed = True, self._clock()
+
+    def snapshot(self) -> Snapshot:
+        """What to show now; drawn anew where something has changed, unless that was done too recently."""
+        with self._lock:
+            now = self._asked = self._clock()
+            if self._snapshot is not None and now < self._draw_at and not self.final:
+                return self._snapshot
+            self._refresh()
+            if self._snapshot is None or self._outdated:
+                self._outdated = False
+                self._snapshot = self._draw()
+                self._draw_at = self._clock() + (self._clock() - now) / DRAWING_SHARE
+            return self._snapshot
+
+    def _draw(self) -> Snapshot:
+        shown = [run.shown for run in self.runs]
+        drawn = tuple(sections(shown))
+        digest = hashlib.sha256("".join(section.digest for section in drawn).encode()).hexdigest()[:16]
+        return Snapshot(title(shown), drawn, digest, self._changed)
+
+    @property
+    def seen(self) -> bool:
+        """Whether a page is open somewhere: one has asked lately."""
+        return self._asked is not None and self._clock() - self._asked < PAGE_S
+
+    def judge(self) -> None:
+        """Let the doctor look at what is new, for pages that are open, and not too often."""
+        begun = self._clock()
+        if not self.seen or begun < self._judge_at:
+            return
+        judged = [run.judge() for run in self.runs]
+        if any(judged):
+            with self._lock:
+                self._outdated = True
+            self._judge_at = self._clock() + (self._clock() - begun) / JUDGING_SHARE
+
+    def age(self) -> float:
+        """Seconds since a run last wrote something."""
+        return self._clock() - self._changed

@@ -1,0 +1,169 @@
+"""What a watched run's page shows: the report's own parts, in sections that are fetched again when they change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from keel.lab.judge import guard_stop
+from keel.lab.plots.charts import svg
+from keel.lab.report import samples
+from keel.lab.report import sections as tables
+from keel.lab.report.html import block, chart_data, curves, data_element, document, per_run, verdict
+from keel.lab.report.panels import panels
+from keel.lab.runs import RunRecord
+from keel.loggers.console import duration
+
+RECENT = 50  # steps whose time tells that of the next ones
+OVER = ("completed", "stopped", "aborted", "interrupted", "gone")  # kinds of runs that write no more
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run as the page knows it: `record` is None where there is nothing in its folder yet.
+
+    `trouble` says in words what of the page is older than the run, and why.
+    """
+
+    name: str
+    path: Path
+    record: RunRecord | None
+    kind: str
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its name there, its HTML, and a digest that tells whether it changed."""
+
+    name: str
+    html: str
+    digest: str
+
+
+def title(runs: Sequence[Shown]) -> str:
+    """The run's name, or all of them."""
+    return ", ".join(run.name for run in runs)
+
+
+def sections(runs: Sequence[Shown]) -> Iterator[Section]:
+    """All sections, in the order of the page."""
+    records = [run.record for run in runs if run.record is not None]
+    makers: dict[str, Callable[[], str]] = {
+        "state": lambda: states(runs),
+        "curves": lambda: charts(records),
+        "findings": lambda: block("Findings", findings(records)),
+        "rollouts": lambda: block("Latest rollouts", beside([samples.latest(record) for record in records])),
+        "timeline": lambda: block("Timeline", per_run(records, tables.timeline, opened=False, folded=True)),
+        "options": lambda: options(records),
+    }
+    for name, make in makers.items():
+        html = make()
+        yield Section(name, html, hashlib.sha256(html.encode("utf-8", "replace")).hexdigest()[:16])
+
+
+def whole_page(runs_title: str, drawn: Sequence[Section], refresh_s: float) -> str:
+    """The first page: every section in its place, and the script that fetches them again."""
+    places = "".join(f"<div id='{part.name}' data-digest='{part.digest}'>{part.html}</div>" for part in drawn)
+    body = (
+        f"<header><p class='muted'>Keel watch</p><h1>{escape(runs_title)}</h1>"
+        f"<p id='live' class='muted' role='status' data-refresh='{refresh_s:g}'></p></header>{places}"
+    )
+    style, script = resource("watch.css"), resource("watch.js")
+    return document(runs_title, body, None, style=style, script=script, sources="; connect-src 'self'")
+
+
+def resource(name: str) -> str:
+    """A file that lies beside this one in the package."""
+    return files("keel.lab.watch").joinpath(name).read_text(encoding="utf-8")
+
+
+def states(runs: Sequence[Shown]) -> str:
+    """Every run's state beside the others': how far it is, the few figures, what they come to."""
+    return beside([_state(run, index, len(runs)) for index, run in enumerate(runs)])
+
+
+def _state(run: Shown, index: int, count: int) -> str:
+    trouble = f"<p class='gone'>{escape(run.trouble)}</p>" if run.trouble else ""
+    if run.record is None:
+        text = f"Nothing has been written to {run.path} yet."
+        said = f"<p class='muted'>{escape(text)}</p>{trouble}"
+        return f"<section class='verdict'><h2>{escape(run.name)}</h2>{said}</section>"
+    if run.kind == "gone":
+        text = f"{run.path} was deleted or moved while it was watched; below is what was read before."
+        return verdict(replace(run.record, running=False), index, count, f"<p class='gone'>{escape(text)}</p>")
+    return verdict(run.record, index, count, progress(run.record, run.kind) + trouble)
+
+
+def progress(run: RunRecord, kind: str) -> str:
+    """A bar, the step, the time left of a run that goes on, why one that does not has ended."""
+    total = run.max_steps
+    bar = f"<progress max='{total}' value='{min(run.steps, total)}'></progress>" if total else ""
+    text = f"step {run.steps} of {total}" if total else f"step {run.steps}"
+    left = seconds_left(run)
+    if kind == "running" and left is not None:
+        text += f" · about {duration(left)} left, evaluations aside"
+    elif kind != "running":
+        text += f" · {kind}"
+    warmups = [str(event.get("message")) for event in run.events if event.get("kind") == "warmstart"]
+    if warmups and not run.steps:
+        text += f" · warm start: {warmups[-1]}"
+    reason = why_ended(run, kind)
+    return f"{bar}<p class='progress'>{escape(text)}</p>" + (f"<p class='why'>{escape(reason)}</p>" if reason else "")
+
+
+def seconds_left(run: RunRecord) -> float | None:
+    """The mean time of the last steps, times the steps to do; None where one of them is not known."""
+    times = [value for _, value in run.series("time/total_s")[-RECENT:] if value is not None]
+    if not times or run.max_steps is None:
+        return None
+    return sum(times) / len(times) * max(0, run.max_steps - run.steps)
+
+
+def why_ended(run: RunRecord, kind: str) -> str:
+    """Why a run ended before its last step, as far as its events know."""
+    if kind in ("running", "completed"):
+        return ""
+    guard = guard_stop(run)
+    if guard is not None:
+        return f"A guard ended it: {guard}."
+    kinds = ("interrupted", "out-of-memory", "resume")
+    endings = [event for event in run.events if event.get("kind") in kinds]
+    if endings and endings[-1].get("kind") != "resume":
+        return str(endings[-1].get("message", ""))
+    if kind == "interrupted":
+        return f"It was killed or failed; go on with: keel train --resume {run.path}"
+    return ""
+
+
+def findings(runs: Sequence[RunRecord]) -> str:
+    """What the doctor says of each log; a run that was not judged yet says so."""
+
+    def articles(run: RunRecord) -> str:
+        if run.findings is None:
+            return "<p class='muted'>Not judged yet.</p>"
+        return tables.findings(run) or "<p class='muted'>None so far.</p>"
+
+    return per_run(runs, articles, opened=True)
+
+
+def charts(runs: Sequence[RunRecord]) -> str:
+    """The report's curves, several runs over each other, and their numbers for the pointer."""
+    drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))] if runs else []
+    return block("Curves", curves(drawn, len(runs) > 1)) + data_element(chart_data([panel for panel, _ in drawn]))
+
+
+def options(runs: Sequence[RunRecord]) -> str:
+    """Where several runs differ, and every run's configuration."""
+    differing = block("Options that differ", tables.differences(runs) or "<p class='muted'>None.</p>")
+    whole = block("Configuration", per_run(runs, tables.configuration, opened=False, folded=True))
+    return (differing if len(runs) > 1 else "") + whole
+
+
+def beside(parts: Sequence[str]) -> str:
+    """Side by side where there is room, below each other where there is not."""
+    return f"<div class='beside'>{''.join(f'<div>{part}</div>' for part in parts)}</div>"

@@ -1,0 +1,154 @@
+"""`keel watch`, and the process beside `keel train --watch`: a server, and a loop that looks at the runs."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from keel.base.errors import KeelError
+from keel.lab.watch.follow import Watcher
+from keel.lab.watch.page import OVER
+from keel.lab.watch.server import ADDRESS, REFRESH_S, WatchServer, listen
+
+LOOK_S = 1.0
+LAST_LOOK_S = 5.0  # in which pages that are open fetch how training ended
+EVERY_PAGE_S = REFRESH_S + 0.5  # in which each of them asks once
+QUIET_S = 1.0  # a server that nobody looks at has ended by then, and nothing is said of it
+Echo = Callable[[str], None]
+
+
+def addresses(port: int) -> list[str]:
+    """Where the page is, on this machine and from another one."""
+    here = f"http://{ADDRESS}:{port}/"
+    tunnel = f"ssh -L {port}:{ADDRESS}:{port} {_user()}@{socket.gethostname()}"
+    return [f"watch at {here}", f"from another machine: {tunnel}, then open {here} there"]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "USER"
+
+
+def watch(runs: Sequence[Path], port: int, *, until_end: bool = False, echo: Echo = print) -> None:
+    """Serve the runs' page until Ctrl-C, or with `until_end` until none of them goes on."""
+    watcher = Watcher(runs)
+    for run in watcher.runs:
+        run.check()
+    listener = listen(port)
+    for line in addresses(listener.getsockname()[1]):
+        echo(line)
+    with served(watcher, listener):
+        kinds: dict[Path, str] = {}
+        while True:
+            watcher.refresh()
+            watcher.judge()
+            for run in watcher.runs:
+                if kinds.get(run.path) != run.kind:
+                    kinds[run.path] = run.kind
+                    echo(f"{run.path}: {run.standing}")
+            if all(run.gone for run in watcher.runs):
+                raise KeelError(
+                    f"{' and '.join(str(run.path) for run in watcher.runs)} was deleted or moved while it was watched"
+                )
+            if until_end and all(run.kind in OVER for run in watcher.runs):
+                return show_end(watcher)
+            time.sleep(LOOK_S)
+
+
+@contextmanager
+def served(watcher: Watcher, listener: socket.socket) -> Iterator[None]:
+    """The watcher's page on a socket, in a thread of its own, until the block ends."""
+    server = WatchServer(listener, watcher)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def show_end(watcher: Watcher) -> None:
+    """Tell the pages that are open that no more will come, and wait until they have fetched the last state."""
+    watcher.final = True
+    begun = time.monotonic()
+    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.told_final else LAST_LOOK_S):
+        time.sleep(0.1)
+    if watcher.told_final:
+        time.sleep(REFRESH_S / 2)  # in which its sections are fetched
+
+
+@contextmanager
+def beside(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
+    """Serve the page of a run that is trained within the block, by a process of its own, so that no step waits for it.
+
+    At the end pages that are open fetch the last state, and the server ends; it also ends where this process dies.
+    """
+    listener = listen(port, "--watch-port")
+    for line in addresses(listener.getsockname()[1]):
+        echo(line)
+    descriptor = listener.fileno()
+    command = [sys.executable, "-m", "keel.lab.watch.child", str(descriptor), str(run)]
+    with listener:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
+    assert child.stdin is not None
+    try:
+        yield
+    finally:
+        child.stdin.close()
+        _wait_for_pages(child, echo)
+
+
+def _wait_for_pages(child: subprocess.Popen[bytes], echo: Echo) -> None:
+    """Until the server has ended, or is ended by Ctrl-C or SIGTERM: training is over, and its outcome stays."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
+    try:
+        if not _ends(child, QUIET_S):
+            echo(f"pages that are open fetch the end of the run, in {2 * LAST_LOOK_S:g} s at most; Ctrl-C does without")
+            _ends(child, 2 * LAST_LOOK_S)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        child.kill()
+        child.wait()
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _ends(child: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        child.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def serve_beside(listener: socket.socket, run: Path) -> None:
+    """The other process of `beside`: it serves until its stdin is closed, and until open pages have seen the end."""
+    os.nice(5)  # training comes first
+    ended = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+    watcher = Watcher([run])
+    with served(watcher, listener):
+        while not ended.wait(LOOK_S):
+            watcher.refresh()
+            watcher.judge()
+        show_end(watcher)
+
+
+def _wait_for_end(ended: threading.Event) -> None:
+    while os.read(0, 1):
+        pass
+    ended.set()
