@@ -3,7 +3,7 @@
     python scripts/soak_resume.py --kills 20        # `make soak` does all four
     python scripts/soak_resume.py --kills 10 --nproc 2 --steps 60
     python scripts/soak_resume.py --kills 3 --nproc 2 --steps 25 --set parallel.sharding=full
-    python scripts/soak_resume.py --kills 6 --steps 40 --set rollout.max_staleness=2
+    python scripts/soak_resume.py --kills 6 --steps 42 --set rollout.max_staleness=2
 
 The skill is an easy one, so that rewards differ early; kills begin after the warm start, and some fall into a resume's
 own start. With --nproc each kill takes one rank, rank 0 among them, and the others must end by themselves, with the
@@ -27,6 +27,7 @@ from typing import Any
 
 CHANGING = ("time/", "speed/", "memory/")
 COMPARED = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")
+EVERY = 2  # steps between two checkpoints
 ENDING_S = 60.0  # in which the other ranks must have ended
 START_S = 5.0  # about as long as a start takes
 LOST = 137  # exit status of a run that has lost a rank
@@ -37,8 +38,10 @@ def command(folder: Path, name: str, options: argparse.Namespace, resume: bool) 
     base = [sys.executable, "-m", "keel.cli", "train", "--nproc", str(options.nproc)]
     if resume:
         return [*base, "--resume", str(folder / name)]
-    settings = [f"run.dir={folder}", f"run.name={name}", f"run.max_steps={options.steps}", "checkpoint.every=5"]
+    settings = [f"run.dir={folder}", f"run.name={name}", f"run.max_steps={options.steps}"]
+    settings += [f"checkpoint.every={EVERY}"]
     settings += ["warmstart.steps=100", "rollout.prompts_per_step=8", "eval.every=20", "eval.samples=16"]
+    settings += [f"optim.warmup_steps={min(10, options.steps // 2)}"]  # a few kills make a run of few steps
     settings += ["task.skill=copy", "task.digits=4"]  # learnt soonest: rewards differ, so that every step moves weights
     settings += ["log.console=plain", "log.tensorboard=false"]
     given = {text.partition("=")[0] for text in options.set}
@@ -67,6 +70,10 @@ def last_step(run: Path) -> int:
         except ValueError:
             continue
     return 0
+
+
+def last_checkpoint(run: Path) -> int:
+    return max((int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*")), default=0)
 
 
 def ranks(process: int) -> dict[int, int]:
@@ -105,16 +112,17 @@ def kill_one(process: subprocess.Popen[str], nproc: int, rng: random.Random) -> 
     return rank
 
 
-def interrupted(folder: Path, options: argparse.Namespace, rng: random.Random) -> int:
-    """Run to the end through `kills` kills; returns how many were dealt."""
-    run, errors, dealt, steps = folder / "killed", folder / "stderr", 0, options.steps
+def interrupted(folder: Path, options: argparse.Namespace, rng: random.Random) -> tuple[int, int]:
+    """Run to the end through `kills` kills; returns how many were dealt, and how many after a trained checkpoint."""
+    run, errors, dealt, trained, steps = folder / "killed", folder / "stderr", 0, 0, options.steps
     while True:
         started = run.exists() and (run / "config.yaml").exists()
         with errors.open("w") as stream:
             process = subprocess.Popen(command(folder, "killed", options, started), stderr=stream, text=True)
         begin = last_step(run)
         room = max(2, (steps - begin) // (options.kills - dealt + 2))  # leave steps for the kills still to come
-        target = begin + rng.randint(0 if started else 1, room)
+        first = 0 if started else EVERY + 1  # there is then a checkpoint with an optimiser's state to go on from
+        target = begin + rng.randint(first, max(first, room))
         while process.poll() is None and not (dealt < options.kills and last_step(run) >= target):
             time.sleep(0.02)
         if process.poll() is None:  # anywhere in a start; in a step, a save or an evaluation
@@ -122,12 +130,13 @@ def interrupted(folder: Path, options: argparse.Namespace, rng: random.Random) -
             rank = kill_one(process, options.nproc, rng)
             if rank is not None:
                 dealt += 1
+                trained += last_checkpoint(run) > 0
                 who = f" rank {rank}" * (options.nproc > 1)
                 print(f"kill {dealt}:{who} at step {last_step(run)}{' or before' * (target == begin)}", flush=True)
                 continue
         if process.returncode:
             raise SystemExit(f"soak: the run ended with {process.returncode}: {errors.read_text()[-500:]}")
-        return dealt
+        return dealt, trained
 
 
 def difference(folder: Path, name: str) -> str | None:
@@ -140,24 +149,31 @@ def difference(folder: Path, name: str) -> str | None:
     return None if len(one) == len(other) else f"{name} has {len(one)} and {len(other)} lines"
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nproc", type=int, default=1, help="processes of the run, one of which each kill takes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         alone = subprocess.run(command(folder, "alone", options, False), capture_output=True, text=True)
         if alone.returncode:
             raise SystemExit(f"soak: the run left alone failed: {alone.stderr[-500:]}")
-        dealt = interrupted(folder, options, random.Random(options.seed))
+        dealt, trained = interrupted(folder, options, random.Random(options.seed))
         different = [text for name in COMPARED if (text := difference(folder, name))]
         if different or dealt < options.kills:
             raise SystemExit(f"soak: {dealt} of {options.kills} kills; " + "; ".join(different or ["no difference"]))
-        print(f"{dealt} kills, every resume exact: {len(records(folder / 'alone', 'metrics.jsonl'))} steps compared")
+        if not trained:
+            raise SystemExit(f"soak: none of {dealt} resumes went on from a step: take more --steps")
+        compared = len(records(folder / "alone", "metrics.jsonl"))
+        print(f"{dealt} kills, every resume exact, {trained} of them in mid-training: {compared} steps compared")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,6 +34,52 @@ def test_the_sides_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = step.take_turns(["keel", "trl"], 3, lambda side: order.append(side) or {"total": 1.0})
     assert order == ["keel", "trl", "trl", "keel", "keel", "trl"]
     assert {side: len(taken) for side, taken in turns.items()} == {"keel": 3, "trl": 3}
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (60, 22)])
+def test_the_bridges_interval_holds_the_median(count: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost ranks that are wrong on a side in at most 1 of 40 draws, counted out."""
+    bridge = bench("trl_bridge", monkeypatch)
+    assert bridge.median_interval(list(range(count, 0, -1))) == (rank, count + 1 - rank)
+
+    def beyond(ranks: int) -> float:
+        return sum(math.comb(count, below) for below in range(ranks)) / 2**count
+
+    assert beyond(rank) <= 0.025 < beyond(rank + 1)
+
+
+def test_the_bridges_sides_never_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each step is one side's alone, pairs begin with either in turn, and what follows a last step is not counted."""
+    bridge, order = bench("trl_bridge", monkeypatch), []
+
+    class Trainer:
+        def __init__(self, side: str, steps: int, turns: Any) -> None:
+            self.side, self.steps, self.turns = side, steps, turns
+
+        def train(self) -> None:
+            for _ in range(self.steps):
+                order.append(self.side)
+                self.turns.wait(self.side)
+            order.append(f"{self.side} ended")
+
+    monkeypatch.setattr(bridge, "save_random_llama", lambda *_: None)
+    monkeypatch.setattr(bridge, "build", lambda side, model, out, steps, turns, exact: Trainer(side, steps, turns))
+    times = bridge.timed(tmp_path, 2, exact=False)
+    assert order == ["trl", "keel", "keel", "trl", "trl", "keel", "keel", "trl", "trl ended", "keel ended"]
+    assert {side: len(taken) for side, taken in times.items()} == {"trl": 2, "keel": 2}
+
+
+def test_a_side_that_fails_ends_the_bridges_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bridge = bench("trl_bridge", monkeypatch)
+
+    class Broken:
+        def train(self) -> None:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bridge, "save_random_llama", lambda *_: None)
+    monkeypatch.setattr(bridge, "build", lambda *_, **__: Broken())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bridge.timed(tmp_path, 2, exact=False)
 
 
 def turn(tokens: float = 64.0, **figures: float) -> dict[str, float]:

@@ -1,0 +1,62 @@
+"""The reference of the Python API: a page a room, with the names that it exports; mkdocstrings reads them."""
+
+from __future__ import annotations
+
+import importlib
+
+# page → (what it is for, modules); of a module all of its `__all__`, or the names behind the colon
+PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "keel": (
+        "Train and evaluate from a program.",
+        ("keel.api: train evaluate TrainResult", "keel.lab.notebook: Run Rollouts", "keel.config"),
+    ),
+    "kl": ("Estimators, facts, placements, controllers of β: pure functions.", ("keel.kl",)),
+    "losses": ("Advantages, policy losses, reductions, the objective: pure functions.", ("keel.losses",)),
+    "verify": ("Proofs by exact enumeration, and the audit of a formula.", ("keel.verify",)),
+    "envs": (
+        "Tasks, episodes, tools and rewards.",
+        ("keel.envs", "keel.envs.tools: tool", "keel.envs.toolbox: Toolbox ToolEpisode"),
+    ),
+    "rollout": ("Engines that sample.", ("keel.rollout",)),
+    "models": ("Loading a model, and its fingerprint.", ("keel.models",)),
+    "reference": ("What the KL is measured against.", ("keel.reference",)),
+    "loggers": ("Where metrics, rollouts and events go.", ("keel.loggers",)),
+    "lab": (
+        "The doctor and the drift between two models, as functions.",
+        (
+            "keel.lab.doctor",
+            "keel.lab.doctor.examine: examine",
+            "keel.lab.doctor.preflight: preflight",
+            "keel.lab.compare: Drift DriftEstimate measure_drift",
+        ),
+    ),
+    "integrations": ("Keel inside TRL.", ("keel.integrations.trl",)),
+    "base": (
+        "What travels between the rooms, and what parts of one's own are declared with.",
+        (
+            "keel.base.types: Problem Completion Group Reward Scores",
+            "keel.base.options: Options PluginOptions",
+            "keel.base.errors: KeelError",
+        ),
+    ),
+}
+
+
+def api_pages() -> dict[str, str]:
+    """Page → Markdown with a directive for every module."""
+    return {name: _page(name, about, modules) for name, (about, modules) in PAGES.items()}
+
+
+def public_names(module: str) -> tuple[str, list[str]]:
+    """A module's path, and which of its names are shown."""
+    path, _, names = module.partition(":")
+    return path, names.split() or sorted(importlib.import_module(path).__all__)
+
+
+def _page(name: str, about: str, modules: tuple[str, ...]) -> str:
+    parts = [f"# {name if name == 'keel' else f'keel.{name}'}\n\n{about}"]
+    for module in modules:
+        path, names = public_names(module)
+        listed = "\n".join(f"        - {each}" for each in names)
+        parts.append(f"::: {path}\n    options:\n      members:\n{listed}")
+    return "\n\n".join(parts) + "\n"

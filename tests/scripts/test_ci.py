@@ -1,0 +1,112 @@
+"""`.ci/run` on a `make` that only prints: what fails it, and what it then shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PHASES = (
+    *("setup", "lint", "lint-workflows", "verify", "docs", "setup-vllm", "test-vllm"),
+    *("test", "test-doctor", "test-processes", "test-architectures", "test-trl"),
+    *(LAST := ("test-wheel", "test-verl", "test-metamorphic", "soak")),
+)
+MAKE = """#!/bin/sh
+echo "begin of $1"
+seq 20
+echo $$ >"$PIDS.$1"
+if [ "$1" = "$HANGS" ]; then exec sleep 60; fi
+case "$1" in "$SKIPS") echo "12 passed, 1 skipped in 3.21s";; *) echo "12 passed in 3.21s";; esac
+test "$1" != "$FAILS"
+"""
+
+
+def start(tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    """`.ci/run` in a process group of its own."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("make", "stockfish", "chromium"):
+        (programs / name).write_text(MAKE)
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        [tmp_path / ".ci" / "run"],
+        env={**os.environ, "PATH": path, "TMPDIR": str(tmp_path), "PIDS": str(tmp_path / "pid"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # a shell ignores SIGINT in what it starts in the background, the tests among it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def ended(tmp_path: Path, process: subprocess.Popen[str]) -> tuple[int, str, dict[str, str]]:
+    """Exit status, what was printed, and the table at its end."""
+    printed, _ = process.communicate(timeout=50)
+    assert not list(tmp_path.glob("tmp.*"))
+    return process.returncode, printed, dict(re.findall(r"^  ([a-z-]+) +\d+:\d\d  (.+)$", printed, re.M))
+
+
+def run(tmp_path: Path, **environment: str) -> tuple[int, str, dict[str, str]]:
+    return ended(tmp_path, start(tmp_path, **environment))
+
+
+def test_every_phase_is_run_and_timed(tmp_path: Path) -> None:
+    status, printed, table = run(tmp_path)
+    assert status == 0
+    assert sorted(table) == sorted(PHASES)
+    assert {end.partition(",")[0] for end in table.values()} == {"sound"}
+    assert "begin of soak" not in printed  # of what runs beside another the end is shown
+    targets = (ROOT / "Makefile").read_text()
+    assert all(f"\n{phase}:" in targets for phase in PHASES)
+
+
+FAILING = ("lint", "test-vllm", "test", "soak", "test-metamorphic")  # in every lane, before others and last
+
+
+@pytest.mark.parametrize(
+    ("how", "phase"),
+    [*(("FAILS", phase) for phase in FAILING), *(("SKIPS", phase) for phase in FAILING if phase.startswith("test"))],
+)
+def test_a_phase_that_fails_or_skips_fails_the_run_and_is_shown_whole(tmp_path: Path, how: str, phase: str) -> None:
+    status, printed, table = run(tmp_path, **{how: phase})
+    assert status == 1
+    assert f"begin of {phase}" in printed
+    assert [name for name, end in table.items() if end.startswith("FAILED")] == [phase]
+    assert ("did not run" in printed) == (how == "SKIPS")
+    assert phase in LAST or not set(LAST) & set(table)
+    later = {"lint": "lint-workflows", "test": "test-processes"}.get(phase)
+    assert later is None or later not in table
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("phase", "beside"),
+    [("test-vllm", "docs"), ("test-architectures", "test-architectures"), ("soak", "test-metamorphic")],
+)
+def test_a_signal_leaves_nothing_running_and_says_where_it_was(
+    tmp_path: Path, phase: str, beside: str, sent: signal.Signals, status: int
+) -> None:
+    process, pid, last = start(tmp_path, HANGS=phase), tmp_path / f"pid.{phase}", tmp_path / f"pid.{beside}"
+    deadline = time.monotonic() + 40
+    while not (pid.exists() and last.exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)  # until only the phase that hangs is left
+    os.killpg(process.pid, sent)
+    returned, printed, table = ended(tmp_path, process)
+    assert returned == status
+    assert table[phase] == "NOT ENDED"
+    assert f"begin of {phase}" in printed
+    while (proc := Path(f"/proc/{pid.read_text().strip()}")).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not proc.exists()
