@@ -16,6 +16,8 @@ os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 if "KEEL_BENCH_CACHE" not in os.environ:
     os.environ["KEEL_BENCH_CACHE"] = tempfile.mkdtemp(prefix="keel-bench-tests-")
     atexit.register(shutil.rmtree, os.environ["KEEL_BENCH_CACHE"], ignore_errors=True)
+# As in an activated environment: messages that say what to type then say `keel`, not its path.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import torch

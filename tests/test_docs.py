@@ -1,9 +1,11 @@
-"""The documents' own code is run: Python, configurations and commands, in an empty folder, as a reader would.
+"""The documents' own code is run: Python, configurations, commands, notebooks, in an empty folder, as a reader would.
 
 Training is shortened (`SHORT`) and models that a reader fetches are replaced by the tiny one; nothing else is changed.
 A block that cannot run here is preceded by `<!-- not run: reason -->`.
 """
 
+import ast
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from keel.cli import main
 from keel.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LANGUAGES = {"python", "bash", "yaml", "text", "json"}
 SHORT = {
     "run.max_steps": 2,
@@ -138,3 +140,34 @@ def run_commands(block, capsys):
             assert words[0] in ("git", "pip", "python", "cd", "python3"), f"{block}: what is {words[0]}?"
             scripts = [word for word in words[1:] if word.endswith(".py")]
             assert all((ROOT / script).is_file() for script in scripts), f"{block}: {line}"
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_notebooks_cells_run(path, reader):
+    """In order and in this process, which needs no kernel; what a cell ends with is shown as a notebook would."""
+    names = {}
+    for cell in code_cells(path):
+        *before, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(before, []), f"{path.name} {cell['id']}", "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), f"{path.name} {cell['id']}", "eval"), names)
+            shown = [getattr(value, form)() for form in ("_repr_html_", "_repr_png_") if hasattr(value, form)]
+            assert not shown or any(shown), cell["id"]  # a figure has no HTML
+            assert repr(value)
+        else:
+            exec(compile(ast.Module([last], []), f"{path.name} {cell['id']}", "exec"), names)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_kept_without_outputs(path):
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(path))
+
+
+def code_cells(path):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

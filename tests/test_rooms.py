@@ -7,7 +7,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "keel"
-ACROSS = {"examples", "metamorphic", "scripts"}  # they test no one room
+ACROSS = {"docs", "examples", "metamorphic", "scripts"}  # they test no one room
 
 
 def packages(folder: Path) -> set[str]:

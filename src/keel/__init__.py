@@ -7,10 +7,15 @@ from typing import Any
 
 from keel.base.moved import MOVED, refuse_old_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PARTS = ("envs", "kl", "losses", "models", "reference", "rollout", "trainer", "verify")
-_FUNCTIONS = {"evaluate": "keel.api", "load_config": "keel.config", "train": "keel.api"}
+_NAMES = {
+    "Run": "keel.lab.notebook",
+    "evaluate": "keel.api",
+    "load_config": "keel.config",
+    "train": "keel.api",
+}
 
 refuse_old_names()
 
@@ -19,8 +24,8 @@ def __getattr__(name: str) -> Any:
     """Rooms are imported when they are first asked for: `import keel` does not load torch."""
     if name in _PARTS:
         return importlib.import_module(f"keel.{name}")
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     if f"keel.{name}" in MOVED:
         raise AttributeError(f"keel.{name} is now {MOVED[f'keel.{name}']}")
     raise AttributeError(f"module 'keel' has no attribute {name!r}")

@@ -6,18 +6,49 @@ A run ends with the lab's findings and report; without them it is `keel.run.trai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from keel.base.errors import KeelError
 from keel.base.world import first_process
 from keel.envs import Task
 from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
+from keel.lab.notebook import Run
 from keel.run import sft
 from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model
-from keel.run.train import ConfigSource, TrainResult, closing_line
+from keel.run.result import TrainResult as RunResult
+from keel.run.result import closing_line, next_lines
+from keel.run.train import ConfigSource
 from keel.trainer.loop import Callback
+
+if TYPE_CHECKING:
+    from keel.lab.plots.figure import PanelFigure
+
+
+@dataclass(frozen=True)
+class TrainResult(RunResult):
+    """How a run ended, and the run to look at, in a notebook too."""
+
+    @property
+    def run(self) -> Run:
+        """Its metrics, evaluations, rollouts and findings."""
+        if self.summary.get("dry_run"):
+            raise KeelError("a dry run writes nothing that could be looked at: train without dry_run")
+        return Run(self.directory)
+
+    def plot(self, *charts: str) -> PanelFigure:
+        """Its most important curves as a figure, or the report's charts of these titles."""
+        return self.run.plot(*charts)
+
+    def _repr_html_(self) -> str | None:
+        """The upper part of the report; nothing where there is no run to show."""
+        try:
+            return self.run._repr_html_()
+        except KeelError:
+            return None
 
 
 def train(
@@ -37,22 +68,22 @@ def train(
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     """
     given: dict[str, Any] = {"overrides": overrides, "resume": resume, "dry_run": dry_run}
-    return runs.train(config, task, reward, callbacks, **given, at_end=AT_END)
+    return TrainResult(**vars(runs.train(config, task, reward, callbacks, **given, at_end=AT_END)))
 
 
 def main(
     config: ConfigSource, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()
 ) -> TrainResult:
-    """`keel train`: the same, with a last line that says how it went and where it is."""
+    """`keel train`: the same, with last lines that say how it went, where it is and what to look at."""
     result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
     if first_process():
-        print(closing_line(result))
+        print("\n".join([closing_line(result), *next_lines(result)]))
     return result
 
 
 def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
-    return sft.supervise(config, AT_END)
+    return TrainResult(**vars(sft.supervise(config, AT_END)))
 
 
 def evaluate(
@@ -94,4 +125,4 @@ def _is_data(setting: str) -> bool:
     return setting.startswith(tuple(f"data.{name}{sign}" for name in SourceOptions.model_fields for sign in "=."))
 
 
-__all__ = ["TrainResult", "evaluate", "main", "supervise", "train"]
+__all__ = ["Run", "TrainResult", "evaluate", "main", "supervise", "train"]

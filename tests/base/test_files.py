@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from keel.base.files import json_lines, read_records, unreadable_lines
+import pytest
+
+from keel.base.files import json_lines, read_json, read_records, unreadable_lines
 
 LINES = (b'\xef\xbb\xbf{"a": 1}', b"  ", b'{"a": NaN}', b'[1, "x"]', b'{"a": "\xff"}', b'{"a": 2')
 
@@ -27,3 +29,16 @@ def test_a_file_being_written_has_the_records_that_are_whole(tmp_path) -> None:
     path.write_bytes(b'{"step": 1}\nnull\n{"step": 2}\n{"st')
     assert read_records(path) == [{"step": 1}, {"step": 2}]
     assert unreadable_lines(path) == [2, 4]
+
+
+def nested(depth: int) -> str:
+    """JSON of so many objects within each other."""
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(("depth", "read"), [(100, True), (101, False), (500, False), (100_000, False)])
+def test_what_recursion_could_not_walk_is_no_record(depth, read, tmp_path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text(nested(depth) + "\n")
+    assert (len(read_records(file)), unreadable_lines(file)) == ((1, []) if read else (0, [1]))
+    assert (read_json(file) is not None) == read

@@ -1,7 +1,9 @@
 """One writer a folder: the lock goes with its process, whatever ends it, and not with what the process left behind."""
 
 import errno
+import inspect
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -69,6 +71,16 @@ def test_once_in_a_process(tmp_path):
     RunLock(path).release()
 
 
+def test_two_who_ask_at_once_do_not_take_each_other_for_the_run(tmp_path):
+    import fcntl
+
+    path = tmp_path / ".lock"
+    RunLock(path).release()
+    with path.open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)  # what the other one holds while it asks
+        assert not in_use(path)
+
+
 def test_asking_makes_no_file_and_needs_none_to_be_writable(tmp_path):
     path = tmp_path / ".lock"
     assert not in_use(path)
@@ -97,3 +109,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(KeelError, match=rf"^cannot write {tmp_path}/\.lock: "):
         RunLock(tmp_path / ".lock")
+
+
+def test_the_lock_can_be_imported_where_there_is_no_fcntl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert "RunLock" in runpy.run_path(inspect.getfile(RunLock))

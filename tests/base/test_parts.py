@@ -54,6 +54,11 @@ def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
         (by_keyword, {}, "engine mine needs the parameter 'size'"),
         (by_keyword, {"size": 4, "problem": 1}, "unknown engine mine parameter 'problem'"),
         (by_keyword, {"size": 4, "run": 1}, "unknown engine mine parameter 'run'"),
+        (
+            lambda problem: None,
+            {"size": 4},
+            "has no parameters: leave 'size' out",
+        ),
         (lambda: None, {}, r"engine mine takes \(\): it must take 1 before its own parameters"),
         (dict, {}, "engine mine is Python's own dict: give a function or a class of yours"),
         (by_class, {"siz": 4}, "unknown option engine mine.siz: did you mean engine mine.size"),

@@ -59,10 +59,12 @@ def _process(rank, folder):
         world.sum_(tensors)
         told = (world.gather(f"rank {rank}"), world.agree(rank + 5), world.any(rank == 1), world.any(False))
         apart = world.apart()
+        collected = (world.collect(f"rank {rank}"), apart.collect(rank))
         with ThreadPoolExecutor() as pool:  # the two take turns as they come, another way on each rank
             thread = pool.submit(lambda: [apart.gather(("thread", rank, i)) for i in range(50)])
             main = [world.gather(("main", rank, i)) for i in range(50)]
-        torch.save((values(world.reduce(metrics)), told, tensors, main, thread.result()), f"{folder}/rank-{rank}.pt")
+        results = (values(world.reduce(metrics)), told, tensors, main, thread.result(), collected)
+        torch.save(results, f"{folder}/rank-{rank}.pt")
         world.wait()
     finally:
         torch.distributed.destroy_process_group()
@@ -72,7 +74,9 @@ def test_two_processes_agree(tmp_path):
     spawn(_process, (str(tmp_path),), SIZE)
     expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}
     for rank in range(SIZE):
-        metrics, told, tensors, main, thread = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        results = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        metrics, told, tensors, main, thread, collected = results
+        assert collected == ((["rank 0", "rank 1"], [0, 1]) if rank == 0 else (None, None))
         assert metrics == pytest.approx(expected)
         assert told == (["rank 0", "rank 1"], 5, True, False)
         assert [t.flatten().tolist() for t in tensors[:2]] == [[3.0] * 6, [2.0]]

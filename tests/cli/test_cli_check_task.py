@@ -57,12 +57,12 @@ def breaks(problem, text): raise RuntimeError("out of order")
 
 
 @pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "faults.py").write_text(FAULTS)
+def unsound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unsound.py").write_text(FAULTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    sys.modules.pop("faults", None)
+    sys.modules.pop("unsound", None)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -78,7 +78,7 @@ def failed(report: dict[str, Any]) -> list[str]:
     return [check["name"] for check in report["checks"] if not check["ok"]]
 
 
-@pytest.mark.usefixtures("faults")
+@pytest.mark.usefixtures("unsound")
 @pytest.mark.parametrize(
     ("name", "first", "detail"),
     [
@@ -97,29 +97,31 @@ def failed(report: dict[str, Any]) -> list[str]:
     ],
 )
 def test_each_fault_is_caught_by_name(name: str, first: str, detail: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = run(capsys, f"faults:{name}")
+    status, report = run(capsys, f"unsound:{name}")
     assert (status, report["ok"]) == (1, False)
     assert failed(report)[0] == first
     assert detail in next(check["detail"] for check in report["checks"] if not check["ok"])
 
 
-@pytest.mark.usefixtures("faults")
+@pytest.mark.usefixtures("unsound")
 @pytest.mark.parametrize(
     ("name", "check"), [("foreign_prompt", "prompts round-trip"), ("foreign_gold", "answers round-trip")]
 )
 def test_what_the_tokenizer_of_the_model_cannot_write_is_a_fault(
     name: str, check: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, report = run(capsys, f"faults:{name}", "--model", "tiny")
+    status, report = run(capsys, f"unsound:{name}", "--model", "tiny")
     assert (status, failed(report)) == (1, [check])
-    status, report = run(capsys, f"faults:{name}")  # tiny is a stand-in here: counted, not refused
+    status, report = run(capsys, f"unsound:{name}")  # tiny is a stand-in here: counted, not refused
     assert status == 0
     assert "does not know" in next(c["detail"] for c in report["checks"] if c["name"] == check)
 
 
-@pytest.mark.usefixtures("faults")
+@pytest.mark.usefixtures("unsound")
 def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.yaml").write_text("task: {name: 'faults:sound'}\nrewards: [{name: exact}, {name: 'faults:pays_more'}]\n")
+    Path("mine.yaml").write_text(
+        "task: {name: 'unsound:sound'}\nrewards: [{name: exact}, {name: 'unsound:pays_more'}]\n"
+    )
     status, report = run(capsys, "mine.yaml")
     assert (status, failed(report)) == (1, ["configured rewards"])
     assert "an empty answer" in detail(report, "configured rewards")
@@ -128,7 +130,7 @@ def test_configured_rewards_are_checked_too(capsys: pytest.CaptureFixture[str]) 
     gold = report["examples"][0]["gold"]
     assert gold["parts"] == {"exact": 1.0, "length": -len(gold["text"]) / 50}
     assert gold["total"] == pytest.approx(1.0 - 0.1 * len(gold["text"]) / 50)
-    status, report = run(capsys, "faults:sound", "rewards=[{name: 'faults:breaks'}]")
+    status, report = run(capsys, "unsound:sound", "rewards=[{name: 'unsound:breaks'}]")
     assert (status, failed(report)) == (1, ["configured rewards"])
     assert "out of order" in detail(report, "configured rewards")
 
@@ -178,7 +180,7 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
     assert "earns 1 (correct 1)" in page
 
 
-@pytest.mark.usefixtures("faults")
+@pytest.mark.usefixtures("unsound")
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -147,3 +148,43 @@ def test_help_has_examples_and_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert "keel train --resume runs/default" in done.stdout
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
+    import keel.lab.watch.serve as serving
+
+    served = []
+
+    @contextmanager
+    def beside(run, port, echo):
+        served.append((str(run), port, len(called)))
+        yield
+        served.append(len(called))
+
+    monkeypatch.setattr(serving, "beside", beside)
+    assert main(["train", str(config_file)]) == 7
+    assert served == []
+    assert main(["train", str(config_file), "--watch"]) == 7
+    assert main(["train", str(config_file), "--watch", "--watch-port", "0"]) == 7
+    assert served == [("runs/mine", 5335, 1), 2, ("runs/mine", 0, 2), 3]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main(["train", str(config_file), "--watch"])  # of several processes the first one serves
+    assert len(served) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--watch-port", "0"], "--watch-port 0 is for --watch: give both, or neither"),
+        (["--watch", "--watch-port", "70000"], "--watch-port 70000: give a port up to 65535"),
+        (["--watch", "--dry-run"], "--dry-run writes none: leave one of them out"),
+        (["--watch", "--on", "ray"], "not one --on ray: keel watch RUN where its folder is"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(config_file, called, capsys, arguments, message):
+    assert main(["train", str(config_file), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert called == []

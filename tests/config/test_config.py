@@ -172,6 +172,7 @@ def test_mistakes_in_a_file(tmp_path):
         ("kl: {1: 2}\n", "must be a word"),
         ("{[1]: 2}\n", "a.yaml"),
         ("\tkl: 1\n", "is not YAML"),
+        ("kl: " + "[" * 3000, "nested too deeply"),
     ):
         path.write_text(content, encoding="utf-8")
         assert says in refused(path)
@@ -214,6 +215,13 @@ def test_mistakes_in_a_file(tmp_path):
         (["reference.kind=frosen"], "did you mean 'frozen'?"),
         (["rollout.num_generations=1"], "at least 2"),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
+        (
+            ["rollout.temperature=5e-324"],
+            "rollout.temperature is 5e-324: expected 0, which is greedy, or at least 1e-06",
+        ),
+        (["loss.epsilon_high=1e308"], "loss.epsilon_high is 1e+308: expected a number between ±1e+38"),
+        (["loss.mismatch.cap=1e39"], "loss.mismatch.cap is 1e+39: expected a number between ±1e+38"),
+        (["eval.temperature=1e-12"], "eval.temperature is 1e-12: expected 0, which is greedy, or at least 1e-06"),
         (["rollout.engine=nativ"], "did you mean 'native'?"),
         (["rollout.engine=mine:Engine", "rollout.kept_gib=2"], "rollout.kept_gib is for the engine native"),
         (["rollout.engine=mine:Engine", "rollout.cuda_graphs=false"], "rollout.cuda_graphs is for the engine native"),

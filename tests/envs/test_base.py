@@ -171,7 +171,7 @@ def test_an_episode_is_judged_by_the_wrapper_that_starts_it() -> None:
         def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
             return Reward(2 * self.inner.reward(problem, turns).total)
 
-    with played(Doubled(Full()), PROBLEM, ["7"]) as episode:
+    with played(Doubled(Full()), PROBLEM, ["7"]) as (episode, _):
         assert episode.reward() == Reward(2.0)
 
 

@@ -18,6 +18,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task, build_task, check, mixture
+from keel.envs.base import played
 from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
 from keel.envs.chess import matches
 from keel.envs.episode import EpisodeRunner, close_now, step_now
@@ -304,9 +305,26 @@ def test_two_games_are_two_boards() -> None:
     assert (first.reward(), first.reason, second.result) == (0.0, "illegal move e2e4", None)
 
 
+class SlowlyMade(Boxes):
+    """Boxes that take their time to be made."""
+
+    async def start(self, problem: Problem) -> Episode:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return Box()
+
+
+def test_gold_turns_of_episodes_that_are_started_later_are_judged() -> None:
+    task = SlowlyMade()
+    (problem,) = task.held_out(1)
+    assert task.reward(problem, ["a", "b", "stop"]).total == 3.0
+    with played(task, problem, ["a", "stop", "never said"]) as (_, answered):
+        assert answered == ["1 told\n", None]
+    assert [box.closed for box in Box.made] == [1, 1]
+
+
 def environment() -> str:
-    """The code that docs/tools.md shows for an environment of one's own."""
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    """The code that docs/environments.md shows for an environment of one's own."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "(Episode)" in block)
 
 

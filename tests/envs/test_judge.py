@@ -30,6 +30,15 @@ def judge_of(function: Any, **options: Any) -> Judge:
     return Judge([wrap(function, "mine")], **options)
 
 
+@pytest.mark.parametrize("seconds", [1e10, 1e38])
+def test_a_limit_longer_than_a_thread_can_wait_is_no_limit(seconds: float) -> None:
+    async def later(problem: Problem, text: str) -> float:
+        return 0.5
+
+    for function in (lambda problem, text: 0.5, later):
+        assert judge_of(function, timeout_s=seconds).judge(PROBLEM, [["7"]])[0].total == 0.5
+
+
 def test_the_task_is_its_own_judge_by_default() -> None:
     rewards = Judge.of(TASK).judge(PROBLEM, [["7"], ["8"], []])
     assert rewards == (

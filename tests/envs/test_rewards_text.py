@@ -173,7 +173,11 @@ async def later(problem: Problem, text: str) -> float:
         ("ladder", {"rungs": [{"tag": "a", "value": 1, "at_least": 1}]}, "has 'at_least'"),
         ("ladder", {"rungs": [{"pattern": "(", "value": 1}]}, "no regular expression"),
         ("ladder", {"rungs": [{"reward": "exat", "value": 1}]}, "ladder: .*did you mean 'exact'"),
-        ("ladder", {"rungs": [{"reward": {"name": "exact", "x": 1}, "value": 1}]}, "parameter 'x'"),
+        (
+            "ladder",
+            {"rungs": [{"reward": {"name": "exact", "x": 1}, "value": 1}]},
+            "exact has no parameters: leave 'x' out",
+        ),
         ("ladder", {"rungs": [{"reward": 3, "value": 1}]}, "3 is no reward"),
         ("ladder", {"rungs": [{"reward": {"name": "http", "url": "http://h/"}, "value": 1}]}, "answers from elsewhere"),
         ("cosine", {"of": f"{__name__}:later"}, "answers from elsewhere"),

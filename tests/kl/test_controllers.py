@@ -246,6 +246,17 @@ def test_a_saved_state_that_does_not_fit_is_refused(change):
         KLState.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("beta", math.nan), ("beta", -0.1), ("base", math.inf), ("smoothed", math.nan), ("step", "3")]
+)
+def test_a_saved_state_of_other_numbers_is_refused(name, value):
+    """A β that is no number would reach the loss of every step after a resume."""
+    data = build_controller("dual", 0.1, target=0.1).init().to_dict() | {name: value}
+    with pytest.raises(KeelError, match=f"saved state does not fit: {name} is {value!r}") as refusal:
+        KLState.from_dict(json.loads(json.dumps(data)))
+    assert "\n" not in str(refusal.value)
+
+
 UNITS = {name: "per_sequence" if name == "ziegler" else "per_token" for name in EVERY}
 
 

@@ -147,6 +147,15 @@ def test_the_eta_is_the_mean_time_of_the_steps_seen():
     assert stream.getvalue().splitlines()[-1].endswith("ETA 1m 54s")
 
 
+def test_a_stretch_without_steps_says_every_five_seconds_how_far_it_is():
+    now, stream = [0.0], io.StringIO()
+    log = MultiLogger(Logger(), {"console": ConsoleLogger(10, stream=stream, clock=lambda: now[0])})
+    for done in range(1, 9):
+        now[0] += 2
+        log.progress("warm start", done, 8, f"loss {done / 10}")
+    assert stream.getvalue() == "warm start 4/8  loss 0.4\nwarm start 7/8  loss 0.7\n"
+
+
 def test_the_live_panel_shows_the_figures():
     stream = io.StringIO()
     log = ConsoleLogger(10, stream=stream, live=True)

@@ -236,7 +236,7 @@ def test_an_engine_declares_and_receives_its_own_parameters(tmp_path: Path) -> N
         (f"{HERE}:Tuned", "engine rollout.test_engine:Tuned needs the parameter 'slots'"),
         (f"{{name: {HERE}:Tuned, slots: 1, wram: true}}", "Tuned parameter 'wram': did you mean 'warm'"),
         (f"{{name: {HERE}:Tuned, slots: 1, model: x}}", "Tuned parameter 'model'"),
-        ("{name: native, slots: 1}", "unknown engine native parameter 'slots'"),
+        ("{name: native, slots: 1}", "engine native has no parameters: leave 'slots' out"),
         ("{slots: 1}", "rollout.engine.name is required"),
     ],
 )

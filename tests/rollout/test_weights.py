@@ -111,6 +111,64 @@ def test_a_copy_may_have_another_dtype() -> None:
     assert all(len(c.tokens) == 8 for c in group)
 
 
+def test_a_half_precision_copy_is_compared_bit_by_bit_with_the_cast() -> None:
+    model = policy("full")
+    engine = NativeEngine(model, shapes.tokenizer(), dtype=torch.bfloat16)
+    weight, copied = next(model.parameters()), next(engine.model.parameters())
+    with torch.no_grad():
+        weight.view(-1)[5] = float("nan")  # equal to itself here
+        engine.sync(model)
+        assert not engine.is_stale(model)
+        copied.view(torch.int16).view(-1)[3] ^= 1
+        assert engine.is_stale(model)
+        engine.sync(model)
+        assert not engine.is_stale(model)
+        weight.view(-1)[3] *= 2
+    assert engine.is_stale(model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "merge"), [("full", False), ("lora", False), ("lora", True)])
+def test_a_sync_that_leaves_a_weight_out_is_refused(
+    kind: str, merge: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy(kind)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True, merge=merge, dtype=dtype)
+    learn(model)
+    moved = dict(weights.merged_weights(model)) if merge else dict(model.named_parameters())
+    copied = engine.model.named_parameters()
+    left_out = next(p.data_ptr() for name, p in copied if not torch.equal(p, moved[name].to(p.dtype)))
+    real = torch.Tensor.copy_
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda t, other: t if t.data_ptr() == left_out else real(t, other))
+        with pytest.raises(KeelError, match="does not equal the policy after sync"):
+            engine.sync(model)
+    assert engine.is_stale(model)
+    engine.sync(model)
+    assert not engine.is_stale(model)
+
+
+def test_a_copy_whose_adapter_acts_otherwise_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are the policy's all the while."""
+    model = policy("lora")
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
+    layer = next(module for module in engine.model.modules() if hasattr(module, "lora_A"))
+    layer.scaling["default"] *= 2
+    assert engine.is_stale(model)
+    engine.sync(model)
+    assert not engine.is_stale(model)
+    with engine.model.disable_adapter():
+        assert engine.is_stale(model)
+    assert not engine.is_stale(model)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] *= 2
+    monkeypatch.setattr(weights, "_copy_adapter_state", lambda twin, policy: None)
+    with pytest.raises(KeelError, match="does not equal the policy after sync"):
+        engine.sync(model)
+    assert engine.is_stale(model)
+
+
 def test_the_active_adapter_samples() -> None:
     model = policy("lora")
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))

@@ -14,6 +14,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group
+from keel.kl.measure import controlled_kl
 from keel.losses import MismatchOptions
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_policy, score_reference
@@ -21,7 +22,7 @@ from keel.trainer.final import measure_final
 from keel.trainer.guards import sampler_events
 from keel.trainer.sample import sample_groups, settle
 from keel.trainer.state import State, TrainingRun
-from keel.trainer.step import Step, controlled_kl, train_step
+from keel.trainer.step import Step, train_step
 from trainer.small import small_config
 
 SAMPLER_KL = {"kl/sampler_policy/k1/mean", "kl/sampler_policy/k3/mean"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 
 from keel.kl import CONTROLLERS
@@ -18,9 +20,27 @@ from trainer.waits import Waits, fixed_groups
 TARGETS = {"step": "target=0.01", "ziegler": "target=0.01", "dual": "target=0.01", "pid": "target=0.01"}
 COURSES = {"warmup": ("steps=3",), "linear": ("end=0", "steps=3"), "cosine": ("end=0", "steps=3")}
 LORA = ("model.lora.r=2", "model.lora.alpha=4")
+CONTROLLED = {
+    name: (
+        f"kl.controller.name={name}",
+        *(f"kl.controller.{part}" for part in (*COURSES.get(name, ()), *filter(None, [TARGETS.get(name)]))),
+    )
+    for name in CONTROLLERS
+}
+# A wait that any of them adds is one too many: what has nothing to do with each other shares a case.
 CASES: dict[str, tuple[str, ...]] = {
-    **{f"loss {name}": (f"loss.loss_type={name}",) for name in LOSSES},
-    **{f"estimator {k}": (f"kl.estimator={k}",) for k in ("k1", "k2", "k3")},
+    **{
+        f"loss {loss or 'grpo'}, controller {name or 'fixed'}": (
+            *([f"loss.loss_type={loss}"] if loss else []),
+            *CONTROLLED.get(name, ()),
+        )
+        for loss, name in zip_longest(LOSSES, CONTROLLERS)
+    },
+    "k1, reference ema": ("kl.estimator=k1", "reference.kind=ema", "reference.every=1"),
+    "k2, reference snapshot": (
+        *("kl.estimator=k2", "reference.kind=snapshot", "reference.every=1", "reference.reset_optimizer=true"),
+    ),
+    "k3, reference kl_triggered": (*("kl.estimator=k3", "reference.kind=kl_triggered", "reference.threshold=1e-9"),),
     "estimator abs": ("kl.estimator=abs", "kl.allow_biased=true"),
     "exact": ("kl.exact=true", "kl.estimator=exact"),
     "exact, reverse": ("kl.exact=true", "kl.estimator=exact_reverse"),
@@ -29,16 +49,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "in the advantage": ("kl.estimator=k1", "kl.placement=advantage"),
     "in the reward": ("kl.estimator=k1", "kl.placement=reward"),
     "exact in the reward": ("kl.exact=true", "kl.estimator=exact", "kl.placement=reward", "kl.allow_biased=true"),
-    **{
-        f"controller {name}": (
-            f"kl.controller.name={name}",
-            *(f"kl.controller.{part}" for part in (*COURSES.get(name, ()), *filter(None, [TARGETS.get(name)]))),
-        )
-        for name in CONTROLLERS
-    },
-    "reference ema": ("reference.kind=ema", "reference.every=1"),
-    "reference snapshot": ("reference.kind=snapshot", "reference.every=1", "reference.reset_optimizer=true"),
-    "reference kl_triggered": ("reference.kind=kl_triggered", "reference.threshold=1e-9"),
     "lora": LORA,
     "lora, reference ema": (*LORA, "reference.kind=ema", "reference.every=1"),
     "no reference": ("kl.beta=0", "kl.measure_every=0"),
@@ -48,14 +58,14 @@ CASES: dict[str, tuple[str, ...]] = {
         "loss.dynamic_sampling=true",
         "loss.dynamic_sampling_rounds=1",
     ),
-    "leave one out": ("loss.baseline=leave_one_out", "loss.scale_rewards=batch"),
-    "entropy": ("loss.entropy_coef=0.01",),
-    "icepop": ("loss.mismatch.kind=icepop", "loss.mismatch.floor=0.5", "loss.mismatch.level=sequence"),
-    "filters": ("rollout.top_k=3",),
+    "leave one out, entropy": ("loss.baseline=leave_one_out", "loss.scale_rewards=batch", "loss.entropy_coef=0.01"),
+    "icepop, spikes are skipped": (
+        *("loss.mismatch.kind=icepop", "loss.mismatch.floor=0.5", "loss.mismatch.level=sequence"),
+        "guards.on_spike=skip",
+    ),
+    "filters, budget": ("rollout.top_k=3", "kl.budget={max: 0.5, unit: per_sequence, action: warn}"),
     **{f"stale, {k}": ("kl.estimator=k1", f"kl.placement={k}") for k in ("loss", "reward", "advantage")},
-    "spikes are skipped": ("guards.on_spike=skip",),
     "two iterations of two minibatches": ("loss.num_iterations=2", "optim.minibatches=2"),
-    "budget": ("kl.budget={max: 0.5, unit: per_sequence, action: warn}",),
 }
 
 

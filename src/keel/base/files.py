@@ -7,12 +7,14 @@ import json
 import math
 import os
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from keel.base.errors import KeelError
+
+DEEPEST = 100  # lists and objects within each other: what lies deeper no record has, and recursion may not come back
 
 
 def encode(record: Mapping[str, Any], *, indent: int | None = None) -> str:
@@ -167,7 +169,7 @@ def _split_at_step(path: Path, step: int, history: Collection[str]) -> tuple[lis
 def read_json(path: Path) -> Any:
     """What a JSON file holds; None where it is not there, cannot be read, or holds none."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -194,12 +196,36 @@ def json_object(line: bytes, *, strict: bool = False) -> dict[str, Any] | str:
     """The object that a line holds, or why it holds none; `strict` refuses NaN and what is not UTF-8."""
     try:
         text = line.decode("utf-8", "strict" if strict else "replace")
-        record = json.loads(text, parse_constant=no_constant if strict else None)
+        record = parse_json(text, parse_constant=no_constant if strict else None)
     except UnicodeDecodeError as error:
         return f"not UTF-8 (byte {error.start + 1})"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return f"not JSON ({error})"
     return record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
+
+
+def parse_json(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """What a JSON text holds; ValueError where it is none, or where it is nested deeper than any record is."""
+    try:
+        value = json.loads(text, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} deep") from None
+    return shallow(value)
+
+
+def shallow(value: Any) -> Any:
+    """The value, or ValueError where lists and mappings are nested so deeply that recursion over it would not end."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (item.values() if isinstance(item, Mapping) else item for item in level if _holds(item))
+        level = [item for items in inner for item in items if _holds(item)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def json_kind(value: Any) -> str:

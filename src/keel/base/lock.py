@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from filelock import FileLock, Timeout, lock_descriptor
+from filelock import FileLock, Timeout
 
 from keel.base.errors import KeelError
 from keel.base.files import one_line_errors
@@ -52,13 +52,18 @@ def _in_use(path: Path) -> KeelError:
 
 def in_use(path: Path) -> bool:
     """Whether a living process holds this lock; asking changes nothing, and needs no right to write."""
+    import fcntl  # not on every system: what only takes the lock does without
+
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        return not lock_descriptor(descriptor, blocking=False)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who ask do not take each other for the run
+    except (BlockingIOError, PermissionError):  # the second on a few file systems
+        return True
     except OSError:  # a file system without locks
         return False
     finally:
         os.close(descriptor)
+    return False

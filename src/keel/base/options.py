@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic_core import PydanticCustomError
 
+COLDEST = 1e-6  # temperature above 0
+LARGEST = 1e38  # tensors of 32 bits hold little more
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -17,14 +20,32 @@ def as_number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value.strip()) else value
 
 
+def _in_32_bits(value: float) -> float:
+    """Options meet tensors of 32 bits, where a larger number is none."""
+    if abs(value) > LARGEST:
+        raise PydanticCustomError("too_large", "{message}", {"message": f"a number between ±{LARGEST:g}"})
+    return value
+
+
+Float = Annotated[float, BeforeValidator(as_number), Field(allow_inf_nan=False), AfterValidator(_in_32_bits)]
 Int = Annotated[int, Strict()]
 Flag = Annotated[bool, Strict()]
-Float = Annotated[float, BeforeValidator(as_number), Field(allow_inf_nan=False)]
 Count = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[int, Strict(), Field(ge=1)]
 Share = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
-NotNegative = Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)]
-Above0 = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[Float, Field(ge=0)]
+Above0 = Annotated[Float, Field(gt=0)]
+
+
+def _temperature(value: float) -> float:
+    """0 is greedy; logits that are divided by next to nothing overflow."""
+    if 0 < value < COLDEST:
+        message = f"0, which is greedy, or at least {COLDEST:g}: logits divided by less overflow"
+        raise PydanticCustomError("too_cold", "{message}", {"message": message})
+    return value
+
+
+Temperature = Annotated[NotNegative, AfterValidator(_temperature)]
 
 
 class Options(BaseModel):

@@ -45,6 +45,10 @@ def part_arguments(
         return {**filled, "options": read_options(declared, params, section or kind)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for name in params:
+            if not remaining:
+                raise KeelError(
+                    f"{kind} has no parameters: leave {name!r} out, or give the whole entry anew if it is another's"
+                )
             if name not in remaining:
                 raise unknown(f"{kind} parameter", name, remaining)
     for name, parameter in remaining.items():

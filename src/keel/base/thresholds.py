@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
@@ -59,9 +58,9 @@ class Thresholds:
 @cache
 def shipped_thresholds() -> Mapping[str, Threshold]:
     """The thresholds of thresholds.yaml, by name."""
-    import yaml
+    from keel.base.yaml_text import of_package
 
-    data = yaml.safe_load(files("keel.base").joinpath("thresholds.yaml").read_text(encoding="utf-8"))
+    data = of_package("keel.base", "thresholds.yaml")
     return {name: Threshold(name=name, **{**row, "value": float(row["value"])}) for name, row in data.items()}
 
 

@@ -69,6 +69,14 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def collect(self, value: T) -> list[T] | None:
+        """Everybody's value, by rank, to the first process alone; None at the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.leads else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values
+
     def agree(self, value: T) -> T:
         """The first process's value."""
         if self.size == 1:
@@ -144,6 +152,10 @@ class WorldApart(World):
             if isinstance(other, _Failed):
                 raise PeerFailed(f"rank {rank} of {self.size} has failed")
         return values
+
+    def collect(self, value: T) -> list[T] | None:
+        values = self.gather(value)
+        return values if self.leads else None
 
     def agree(self, value: T) -> T:
         return self.gather(value)[0]

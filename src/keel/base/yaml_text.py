@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from importlib.resources import files
 from typing import Any
 
 import yaml
@@ -38,11 +39,18 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader)
     except KeelError as error:
         raise KeelError(f"{where}: {error}") from None
+    except RecursionError:
+        raise KeelError(f"{where} is not YAML that can be read: lists or mappings are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise KeelError(f"{where} is not YAML{line}: {' '.join(str(problem).split())}") from None
+
+
+def of_package(package: str, name: str) -> Any:
+    """The value of a YAML file that a package carries, by libyaml where PyYAML was built with it."""
+    return yaml.load(files(package).joinpath(name).read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def dump(value: Any) -> str:

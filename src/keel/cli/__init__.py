@@ -31,6 +31,7 @@ from keel.cli import (
     show,
     train,
     verify,
+    watch,
 )
 from keel.cli.app import app
 
@@ -101,4 +102,5 @@ __all__ = [
     "show",
     "train",
     "verify",
+    "watch",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -89,6 +90,12 @@ def configuration(args: list[str], *, resume: bool = False, notes: bool = True) 
     for note in (*renamed, *advice(config)) if notes and process_rank() == 0 else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config
+
+
+def announce_loading() -> None:
+    """Tell who waits at a terminal why: torch and transformers load for seconds, right after an install for longer."""
+    if sys.stderr.isatty() and process_rank() == 0:
+        typer.echo("keel: loading torch and transformers", err=True)
 
 
 def print_json(data: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,8 @@ DOCTOR_HELP = """Say what is wrong with a run, or with a configuration before it
 Read and checked are: a run's folder (Keel's, finished or running; TRL's output folder; a W&B run folder; any
 TensorBoard folder), a table (CSV or JSON lines, also one exported from W&B), and the lines that a trainer printed.
 Logs of TRL, verl, OpenRLHF, NeMo-RL and prime-rl are known by their metrics' names. A configuration is built and tried
-on one small batch, each cause by an experiment of its own; without a path it is the default's turn. The verdict and
+on one small batch, each cause by an experiment of its own; without a path it is the default's turn. With --trl a
+trainer of TRL's is built by your own function and tried on its first batch, and left as it was. The verdict and
 the findings are printed first; figures, hypotheses and what could not be checked with --verbose. Exit status: 0
 healthy (notes allowed), 1 findings, 2 could not run.
 
@@ -44,6 +46,8 @@ Examples:
   keel doctor log.csv --map step=it,kl=train_kl,reward=score
 
   keel doctor runs/default --threshold kl_over_budget=0.4
+
+  keel doctor --trl my_script:build_trainer
 """
 
 DOCTOR_ARGS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to look at; options of a CONFIG.")
@@ -68,13 +72,25 @@ def doctor(
         list[str] | None, typer.Option("--threshold", help="name=value in place of a shipped threshold; repeatable.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Keep the findings in the run's findings.json.")] = False,
+    trl: Annotated[
+        str | None,
+        typer.Option(
+            "--trl", metavar="MODULE:FUNCTION", help="A function without arguments that returns a GRPOTrainer."
+        ),
+    ] = None,
 ) -> int:
 
     if verbose and as_json:
         raise KeelError("--verbose is for text, and --json prints all of it anyway: leave one of them out")
     paths, overrides = split(args or [])
-    log = _log_at(paths)
-    if log is None:
+    log = None if trl is not None else _log_at(paths)
+    if trl is not None:
+        others = [*(args or []), *(("--quick",) if quick else ()), *(("--map",) if columns else ())]
+        others += ["--write"] if write else []
+        if others:
+            raise KeelError(f"--trl looks at the trainer that {trl} builds, and {others[0]} is for something else")
+        name, diagnosis = _of_trainer(trl, threshold or [], as_json=as_json, verbose=verbose)
+    elif log is None:
         for value, option in ((columns, "--map"), (write, "--write")):
             if value:
                 raise KeelError(f"{option} is for a run or a log, and {' '.join(paths) or 'the default'} is neither")
@@ -130,16 +146,32 @@ def _preflight(
 ) -> tuple[str, Diagnosis]:
     from keel.base.thresholds import thresholds_of
     from keel.lab.doctor.preflight import preflight
+    from keel.lab.doctor.probes import PROBES
 
     config = configuration(args)
     limits = thresholds_of(config.model_dump(), threshold)
-    with _progress(as_json, verbose) as on_probe:
+    with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
         diagnosis = preflight(config, limits, on_probe, quick=quick)
     return f"{'quick ' if quick else ''}preflight of {config.run.name}", diagnosis
 
 
+def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
+    """What the trainer of one's own says of itself goes to stderr, so that --json prints data alone."""
+    from keel.base.thresholds import thresholds_of
+
+    limits = thresholds_of({}, threshold)
+    with redirect_stdout(sys.stderr):
+        from keel.integrations.trl.preflight import PROBES, load_trainer, preflight
+
+        trainer = load_trainer(spec)
+        with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
+            return f"preflight of {spec}", preflight(trainer, limits, on_probe)
+
+
 @contextmanager
-def _progress(as_json: bool, verbose: bool) -> Iterator[Callable[[ProbeResult, float], None] | None]:
+def _progress(
+    as_json: bool, verbose: bool, names: Sequence[str]
+) -> Iterator[Callable[[ProbeResult, float], None] | None]:
     """What is called after every probe: a bar on a terminal, with `--verbose` a line instead."""
     from rich.console import Console
 
@@ -152,12 +184,9 @@ def _progress(as_json: bool, verbose: bool) -> Iterator[Callable[[ProbeResult, f
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from keel.lab.doctor.probes import PROBES
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"building the parts, {PROBES[0][0]}", total=len(PROBES))
-        names = [name for name, _ in PROBES]
+        task = bar.add_task(f"building the parts, {names[0]}", total=len(names))
 
         def advance(outcome: ProbeResult, seconds: float) -> None:
             done = names.index(outcome.name) + 1 if outcome.name in names else len(names)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuration, print_config_of
+from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, launch
 
 HELP = """Supervised fine-tuning by the warmstart section: behaviour cloning of gold answers or of a JSONL file.
@@ -29,6 +29,7 @@ def sft(
     print_config: PrintConfig = False,
     nproc: Nproc = 1,
 ) -> int:
+    announce_loading()
     config = configuration(args or [], notes=nproc == 1)
     if config.warmstart is None:
         raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")

@@ -37,19 +37,19 @@ def show(
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
 ) -> int:
-    from keel.lab.report.rollouts import read_step
+    from keel.lab.report.rollouts import choose, read_step
 
     if best and worst:
         raise KeelError("--best and --worst exclude each other: give one")
     shown_step, records = read_step(run, step)
-    from keel.lab.report.terminal import choose, show_rollouts
-
     order = "best" if best else "worst" if worst else None
     selected = choose(records, problem=problem, group=group, order=order, limit=limit)
     if as_json:
         print_json(selected)
         return 0
     from rich.console import Console
+
+    from keel.lab.report.terminal import show_rollouts
 
     console = Console(no_color=True if no_color else None, highlight=False)
     show_rollouts(str(run), shown_step, selected, console, recorded=len(records))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from keel.base.alive import LAUNCH_FLAGS
+from keel.base.alive import LAUNCH_FLAGS, process_rank
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, app, configuration, print_config_of
+from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
+from keel.lab.watch import PORT
 
 HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
 
@@ -28,6 +31,8 @@ Examples:
   keel train configs/default.yaml --print-config
 
   keel train --resume runs/default
+
+  keel train configs/default.yaml --watch
 
   keel train configs/default.yaml --nproc 2
 
@@ -50,12 +55,20 @@ def train(
     ] = False,
     nproc: Nproc = 1,
     on: On = "local",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the run's page on loopback while it trains, as keel watch does.")
+    ] = False,
+    watch_port: Annotated[
+        int | None, typer.Option(metavar="PORT", help=f"Port of --watch; {PORT} by default, 0 takes a free one.")
+    ] = None,
 ) -> int:
     from keel.run.cluster.connect import check_backend
 
     check_backend(on)
+    _check_watch(watch, watch_port, on, dry_run=dry_run)
     if on != "local":
         return _on_ray(on, context.obj, args or [], nproc, resume=resume, print_config=print_config)
+    announce_loading()
     config = configuration(args or [], resume=resume, notes=nproc == 1)
     if print_config:
         return print_config_of(config)
@@ -65,7 +78,25 @@ def train(
         return launch(context.obj, nproc, device=config.model.device)
     from keel import api
 
-    return int(api.main(config, resume=resume, dry_run=dry_run).exit_status)
+    with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
+        return int(api.main(config, resume=resume, dry_run=dry_run).exit_status)
+
+
+def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> None:
+    if port is not None and not watch:
+        raise KeelError(f"--watch-port {port} is for --watch: give both, or neither")
+    if port is not None and not 0 <= port <= 65535:
+        raise KeelError(f"--watch-port {port}: give a port up to 65535, or 0 for a free one")
+    if watch and dry_run:
+        raise KeelError("--watch shows a run's files, and --dry-run writes none: leave one of them out")
+    if watch and on != "local":
+        raise KeelError(f"--watch shows a run of this machine, not one --on {on}: keel watch RUN where its folder is")
+
+
+def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:
+    from keel.lab.watch.serve import beside
+
+    return beside(Path(config.run.dir) / config.run.name, PORT if port is None else port, typer.echo)
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:

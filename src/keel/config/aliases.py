@@ -95,7 +95,7 @@ def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption)
     Two settings of one layer that disagree about an option are refused; a later layer overrides an earlier one.
     """
     result: dict[str, Setting] = {}
-    shown: dict[str, tuple[str, str]] = {}
+    given: dict[str, tuple[str, Any]] = {}
     notes = []
     for raw_name, value, origin in layer:
         name = normal(raw_name)
@@ -105,9 +105,10 @@ def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption)
         options = {name: value} if alias is None else alias.apply(value, settings)
         for target, converted in options.items():
             if target in result and result[target][1] != converted:
-                raise disagree(target, shown[target], (name, text.dump(value)))
+                earlier, other = given[target]
+                raise disagree(target, (earlier, text.dump(other)), (name, text.dump(value)))
             result[target] = (target, converted, origin)
-            shown[target] = (name, text.dump(value))
+            given[target] = (name, value)
         if alias is not None and options != {name: value}:
             notes.append(_sentence(name, value, options, alias))
     return list(result.values()), notes

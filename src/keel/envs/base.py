@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
-from keel.envs.episode import Episode, SingleTurn, Transcript, close_now, step_now
+from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_now, start_now, step_now
 
 REQUIRED = ("sample", "held_out", "gold", "reward")  # what has no default
 
@@ -84,7 +84,7 @@ class Task:
         """
         if isinstance(turns, Transcript) and turns.episode is not None:
             return turns.episode.reward()
-        with played(self, problem, turns) as episode:
+        with played(self, problem, turns) as (episode, _):
             return episode.reward()
 
     def start(self, problem: Problem) -> Episode:
@@ -116,14 +116,15 @@ class Task:
 
 
 @contextmanager
-def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[Episode]:
-    """A new episode after these turns of the model, up to the one that ends it; closed afterwards."""
-    episode = task.start(problem)
+def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
+    """A new episode after these turns of the model, up to the one that ends it, and its replies; closed afterwards."""
+    episode, replies = start_now(task.start, problem), list[Reply | None]()
     try:
         for text in turns:
-            if step_now(episode, text) is None:
+            replies.append(step_now(episode, text))
+            if replies[-1] is None:
                 break
-        yield episode
+        yield episode, replies
     finally:
         close_now(episode)
 

@@ -63,6 +63,11 @@ def _timeout_message(timeout_s: float | None) -> str:
     return f"did not return within {timeout_s:g} s (reward.timeout_s)"
 
 
+def _patience(timeout_s: float | None) -> float | None:
+    """How long a loop may say nothing: half as long again as a call, and never longer than a thread can wait."""
+    return None if timeout_s is None else min(0.5 + 1.5 * timeout_s, threading.TIMEOUT_MAX)
+
+
 def is_async(function: Any) -> bool:
     """Whether a call gives a coroutine; also for a partial of one and an object whose `__call__` is one."""
     while isinstance(function, partial):
@@ -303,7 +308,7 @@ class Loop:
         """Wait as `concurrent.futures.wait` does; a loop that does not move for `timeout_s` is counted in `hung`."""
         if any(item.thread is threading.current_thread() for item in pending):
             raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
-        patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
+        patience = _patience(timeout_s)
         while True:
             done, unfinished = concurrent.futures.wait([item.future for item in pending], patience, until)
             if (
@@ -366,7 +371,7 @@ async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hu
         return await call(function, timeout_s=timeout_s, hung=hung)
     pending = TOOL_LOOP.submit(call(function, timeout_s=timeout_s, hung=hung))
     answer = asyncio.wrap_future(pending.future)
-    patience = None if timeout_s is None else 0.5 + 1.5 * timeout_s
+    patience = _patience(timeout_s)
     try:
         while not (await asyncio.wait({answer}, timeout=patience))[0]:
             if patience is not None and not await asyncio.to_thread(pending.thread.responds, patience):

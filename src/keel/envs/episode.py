@@ -185,6 +185,12 @@ class EpisodeRunner:
                 raise
 
 
+def start_now(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
+    """A new episode, waited for without a limit."""
+    episode: Episode = _now(start, problem)
+    return episode
+
+
 def step_now(episode: Episode, text: str) -> Reply | None:
     """The reply to one turn, waited for without a limit."""
     return _checked(_now(episode.step, text))

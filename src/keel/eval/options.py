@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from keel.base.options import Count, NotNegative, Options, Positive
+from keel.base.options import Count, Options, Positive, Temperature
 from keel.envs.options import TaskOptions
 
 
@@ -19,6 +19,6 @@ class EvalOptions(Options):
     )
     samples: Positive = Field(default=64, description="Held-out problems a task.")
     k: tuple[Positive, ...] = Field(default=(1, 8), min_length=1, description="pass@k, in completions a problem.")
-    temperature: NotNegative | None = Field(
+    temperature: Temperature | None = Field(
         default=None, description="Sampling temperature; 0 is greedy; null the rollout's."
     )

@@ -46,8 +46,11 @@ class KLState:
             odd = sorted(set(data) ^ known)
             raise KeelError(f"the controller's saved state does not fit: {', '.join(odd)} missing or unknown")
         for name, value in data.items():
-            if not (isinstance(value, int | float) or (value is None and name in ("smoothed", "previous_error"))):
-                raise KeelError(f"the controller's saved state does not fit: {name} is {value!r}, not a number")
+            number = isinstance(value, int | float) and math.isfinite(value)
+            if not (number or (value is None and name in ("smoothed", "previous_error"))):
+                raise KeelError(f"the controller's saved state does not fit: {name} is {value!r}, no finite number")
+        if data["beta"] < 0:
+            raise KeelError(f"the controller's saved state does not fit: beta is {data['beta']!r}, below 0")
         return cls(**data)
 
 

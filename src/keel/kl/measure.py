@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,13 @@ def measure_kl(
     """
     index = MaskIndex.of(action_mask)
     return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp, weights=weights))
+
+
+def controlled_kl(metrics: Mapping[str, float], unit: str) -> float | None:
+    """The KL that steers β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    if unit == "per_sequence":
+        return metrics.get("kl/policy_ref/sequence/mean")
+    return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
 
 
 def kl_statistics(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import json_lines
+from keel.base.files import parse_json, shallow
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
 from keel.base.thresholds import Thresholds, load_thresholds, thresholds_of
+from keel.lab.lines import GrowingLines, Record
 from keel.loggers import rundir
-
-Record = dict[str, Any]
 
 # Rollouts are the one file that grows without bound: of a larger one, the first and the last part are read.
 ROLLOUT_BYTES = 16 * 2**20
+_FILES = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,8 @@ def option_of(config: Mapping[str, Any], dotted: str) -> Any:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
+    if type(value) is float:  # nearly all are, and a long run has hundreds of thousands
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -117,41 +118,70 @@ def interval(value: object) -> tuple[float, float] | None:
 
 def read_run(path: Path) -> RunRecord:
     """Everything that is there; a KeelError only where there is no run at all."""
-    if not path.is_dir():
-        raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
-    names = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
-    if not any((path / name).exists() for name in names):
-        raise KeelError(f"{path} does not hold a run: none of {', '.join(names)} is there")
-    notes: list[str] = []
-    config_text = _text(path / rundir.CONFIG, notes)
-    metrics = read_lines(path / rundir.METRICS, notes)
-    summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
-    config = _yaml(config_text, notes)
-    remember(config)
-    _thresholds(config, notes)
-    return RunRecord(
-        path=path,
-        name=path.resolve().name,
-        config_text=_shown(config_text, config),
-        config=masked(config),
-        env=_mapping(_json(path / rundir.ENV, notes)),
-        metrics=metrics,
-        rollouts=read_lines(path / rundir.ROLLOUTS, notes, limit=ROLLOUT_BYTES),
-        evaluations=read_lines(path / rundir.EVAL, notes),
-        events=tuple(hidden(event) for event in read_lines(path / rundir.EVENTS, notes)),
-        abandoned=_abandoned(path / rundir.ABANDONED),
-        findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
-        summary=summary,
-        running=in_use(path / rundir.LOCK),
-        missing=tuple(notes),
-    )
+    return RunReader(path, ROLLOUT_BYTES).read()
+
+
+class RunReader:
+    """A run directory read again and again while the run goes on: of the line files only what is new is parsed."""
+
+    def __init__(self, path: Path, rollout_bytes: int) -> None:
+        self.path = path
+        limits = {rundir.ROLLOUTS: rollout_bytes}
+        self._lines = {name: GrowingLines(path / name, limits.get(name)) for name in rundir.LINE_FILES}
+
+    def running(self) -> bool:
+        """Whether a living process is at work on it."""
+        return in_use(self.path / rundir.LOCK)
+
+    def signature(self) -> tuple[object, ...]:
+        """What differs once a file has something new to read: each one's identity, time and size."""
+        return tuple(_stamp(self.path / name) for name in (*_FILES, rundir.ABANDONED))
+
+    def read(self, running: bool | None = None) -> RunRecord:
+        """Everything that is there now; `running` where that was asked already."""
+        path, notes = self.path, list[str]()
+        if not path.is_dir():
+            raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
+        if not any((path / name).exists() for name in _FILES):
+            raise KeelError(f"{path} does not hold a run: none of {', '.join(_FILES)} is there")
+        config_text = _text(path / rundir.CONFIG, notes)
+        metrics = self._lines[rundir.METRICS].read(notes)
+        summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
+        config = _yaml(config_text, notes)
+        remember(config)
+        _thresholds(config, notes)
+        return RunRecord(
+            path=path,
+            name=path.resolve().name,
+            config_text=_shown(config_text, config),
+            config=masked(config),
+            env=_mapping(_json(path / rundir.ENV, notes)),
+            metrics=metrics,
+            rollouts=self._lines[rundir.ROLLOUTS].read(notes),
+            evaluations=self._lines[rundir.EVAL].read(notes),
+            events=tuple(hidden(event) for event in self._lines[rundir.EVENTS].read(notes)),
+            abandoned=_abandoned(path / rundir.ABANDONED),
+            findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
+            summary=summary,
+            running=self.running() if running is None else running,
+            missing=tuple(notes),
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
     """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
     attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
     attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
-    return tuple((attempt.name.replace("-", " "), read_lines(attempt / rundir.METRICS, [])) for attempt in attempts)
+    metrics = [GrowingLines(attempt / rundir.METRICS).read([]) for attempt in attempts]
+    return tuple((attempt.name.replace("-", " "), lines) for attempt, lines in zip(attempts, metrics, strict=True))
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -169,7 +199,7 @@ def _json(path: Path, notes: list[str]) -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         notes.append(f"{path.name} is not JSON")
         return None
@@ -181,8 +211,8 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     import yaml
 
     try:
-        return _mapping(yaml.safe_load(text))
-    except yaml.YAMLError:
+        return _mapping(shallow(yaml.safe_load(text)))
+    except (yaml.YAMLError, ValueError, RecursionError):
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}
 
@@ -227,34 +257,3 @@ def _findings(value: Any) -> tuple[Record, ...] | None:
     if not isinstance(value, list):
         return None
     return tuple(item if isinstance(item, dict) else {"code": str(item)} for item in value)
-
-
-def read_lines(path: Path, notes: list[str], limit: int | None = None) -> tuple[Record, ...]:
-    """The records of a file of JSON lines; a torn last line is left out and said, since a running run may have one."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if limit is None or size <= 2 * limit:
-                data = file.read()
-            else:
-                head = file.read(limit)
-                file.seek(size - limit)
-                data = head[: head.rfind(b"\n") + 1] + file.read().partition(b"\n")[2]
-                notes.append(f"{path.name} is large: only its first and last {limit // 2**20} MiB were read")
-    except FileNotFoundError:
-        notes.append(f"{path.name} is not there")
-        return ()
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-        return ()
-    parsed = [record for _, record in json_lines(data.split(b"\n"))]
-    records = tuple(record for record in parsed if not isinstance(record, str))
-    unread = len(parsed) - len(records)
-    if parsed and isinstance(parsed[-1], str):
-        notes.append(f"the last line of {path.name} is incomplete and was left out")
-        unread -= 1
-    if unread:
-        notes.append(f"{unread} line(s) of {path.name} could not be read")
-    if not records:
-        notes.append(f"{path.name} has no complete line yet")
-    return records

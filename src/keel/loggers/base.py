@@ -28,6 +28,9 @@ class Logger:
     def event(self, kind: str, **fields: Any) -> None:
         """Something that is not a number a step: a resume, a guard, a checkpoint. `step` and `time` are fields."""
 
+    def progress(self, label: str, done: int, total: int, detail: str) -> None:
+        """How far a stretch without steps is, such as a warm start: for a person who waits, and recorded nowhere."""
+
     def close(self) -> None:
         """No more will come."""
 
@@ -65,6 +68,10 @@ class MultiLogger(Logger):
         """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
         fields = {"step": self._step, "time": round(self._clock(), 3), **hidden(fields)}
         self._forward("event", kind, **fields)
+
+    def progress(self, label: str, done: int, total: int, detail: str) -> None:
+        """How far a stretch without steps is."""
+        self._forward("progress", label, done, total, detail)
 
     def close(self) -> None:
         """The primary one last, so that it can still record a failure of the others."""

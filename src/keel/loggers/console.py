@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
+PROGRESS_S = 5.0  # a stretch without steps says this often how far it is
+
+
 class ConsoleLogger(Logger):
     """Step i/N, ETA, reward, KL with its standard error, β, clip fraction, gradient norm, tokens/s, last evaluation."""
 
@@ -37,6 +40,7 @@ class ConsoleLogger(Logger):
         self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's own figures when first evaluated
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
+        self._progress_at: float | None = None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Refresh the panel, or print a line."""
@@ -63,6 +67,15 @@ class ConsoleLogger(Logger):
     def event(self, kind: str, **fields: Any) -> None:
         """One line above the panel."""
         self._print(event_line(kind, fields))
+
+    def progress(self, label: str, done: int, total: int, detail: str) -> None:
+        """A line every few seconds."""
+        now = self._clock()
+        if self._progress_at is None:
+            self._progress_at = now
+        elif now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            self._print(f"{label} {done}/{total}  {detail}")
 
     def close(self) -> None:
         """Leave the last panel on the screen."""

@@ -17,6 +17,7 @@ from keel.base.files import (
     keep_lines,
     lines_past,
     one_line_errors,
+    parse_json,
     read_records,
     unreadable_lines,
     write_atomic,
@@ -191,7 +192,7 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return parse_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise KeelError(f"{path} is not JSON: {error}") from error
 

@@ -1,4 +1,4 @@
-"""A fingerprint of the weights in effect: it tells a stale copy from a fresh one."""
+"""A fingerprint of the weights in effect: it tells whether two models, or one before and after, compute the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mix(x: Tensor) -> Tensor:
     return shift(x, 31).bitwise_xor_(x)
 
 
-def fingerprint(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A digest of every weight in effect: equal weights give equal digests, a change to any element another one.
 
     Each row of 64-bit words x is reduced on its own device to Σ mix(xᵢ + i·golden) mod 2⁶⁴. The mixing is a bijection,
@@ -43,14 +43,8 @@ def fingerprint(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
     peft model, the base weights with the active adapters and their scaling. Idle adapters, those switched off and
     those merged into the base are left out, and the adapter's name does not matter, so that the same adapter under
     another name has the same fingerprint.
-
-    A copy in another dtype is compared through `dtype`: `fingerprint(copy) == fingerprint(policy, dtype=bfloat16)`;
-    it casts parameters and leaves buffers as they are, as such a copy does.
-    A merged copy has no A and B to compare, and merging rounds: whoever merges records `fingerprint(policy)` at the
-    sync, and the copy is stale when the policy's fingerprint no longer equals it.
     """
-    cast = ((name, _cast(tensor, dtype)) for name, tensor in effective_weights(model))
-    return fingerprint_tensors(cast, extra=_adapter_state(model))
+    return fingerprint_tensors(effective_weights(model), extra=adapter_state(model))
 
 
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
@@ -132,7 +126,7 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _adapter_state(model: nn.Module) -> Iterator[str]:
+def adapter_state(model: nn.Module) -> Iterator[str]:
     """What takes effect beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
     for name, layer in adapter_layers(model):
         scaling = getattr(layer, "scaling", {})
@@ -143,11 +137,6 @@ def _adapter_state(model: nn.Module) -> Iterator[str]:
         )
         if getattr(layer, "merged_adapters", ()):
             yield f"{_base_name(name)}|merged|{'off' if layer.disable_adapters else 'on'}"
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    parameter = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    return tensor.detach().to(dtype) if dtype is not None and parameter else tensor
 
 
 @lru_cache(maxsize=8)

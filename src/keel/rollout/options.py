@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Above0, Count, Float, NotNegative, Options, PluginOptions, Positive, Share
+from keel.base.options import Above0, Count, Float, NotNegative, Options, PluginOptions, Positive, Share, Temperature
 
 
 class EngineOptions(PluginOptions):
@@ -68,7 +68,7 @@ class RolloutOptions(Options):
     )
     prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
     num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
-    temperature: NotNegative = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
+    temperature: Temperature = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
     top_k: Count = Field(default=0, description="Most probable tokens kept; 0 is off.")
     min_p: Share = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")

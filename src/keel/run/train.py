@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keel.base.alive import LAUNCH_FLAGS, process_count
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
@@ -41,6 +38,7 @@ from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.layout import layout_of, spread
+from keel.run.result import TrainResult, resume_command
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -68,26 +66,6 @@ from keel.trainer.summary import reward_failures, summarise
 
 logger = logging.getLogger("keel")
 ConfigSource = Config | Mapping[str, Any] | str | Path
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
-    guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
-
-    `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
-    """
-
-    summary: Mapping[str, Any]
-    directory: Path
-    steps: int
-    exit_status: int = 0
-    best: Path | None = None
-    stopped: str | None = None
-
-    @property
-    def report(self) -> Path:
-        return self.directory / "report.html"
 
 
 def train(
@@ -139,30 +117,6 @@ def _check_arguments(task: Any, reward: Any) -> None:
             f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
             "rewards as `rewards:` of the configuration"
         )
-
-
-def closing_line(result: TrainResult) -> str:
-    """One line for a person: accuracy and KL of a finished run, or what else became of it."""
-    summary = result.summary
-    if summary.get("dry_run"):
-        metrics = summary["metrics"]
-        return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
-    if result.stopped is not None:
-        return (
-            f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
-        )
-    if result.exit_status:
-        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
-    parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
-    before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
-    if before is not None and after is not None:
-        parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
-    elif None not in (paid := summary.get("reward", {"before": None})).values():
-        parts.append(f"held-out reward {paid['before']:.3f} → {paid['after']:.3f}")
-    name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
-    if name is not None:
-        parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")
-    return f"{'; '.join(parts)}; report: {result.report}"
 
 
 def _train(
@@ -275,14 +229,6 @@ def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[st
     return summary
 
 
-def resume_command(directory: Path) -> str:
-    """What to type to go on with an interrupted run: as it was launched, or in as many processes of this machine."""
-    size = process_count()
-    here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    flags = os.environ.get(LAUNCH_FLAGS, f"--nproc {size}" if here else "")
-    return f"keel train --resume {directory} {flags}".rstrip()
-
-
 def how_to_go_on(config: Config, remedy: Remedy) -> str:
     """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
     if may_change(remedy.option):
@@ -381,13 +327,18 @@ def _policy(
         loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
         return build_policy(config, start)
     loaded, began = build_policy(config), time.monotonic()
-    every = max(1, config.warmstart.steps // 5)
+    steps = config.warmstart.steps
+    every = max(1, steps // 5)
+    begin = f"{steps} supervised steps of {config.warmstart.batch_size} examples; what they end in is the reference"
+    loggers.event("warmstart", step=0, message=begin)
 
     def report(step: int, line: Mapping[str, float]) -> None:
         if interrupt.signal is not None:  # there is nothing to save yet
             raise KeyboardInterrupt
+        loss = f"loss {line['loss/total']:.3f}"
         if step % every == 0:
-            loggers.event("warmstart", step=0, message=f"supervised step {step}: loss {line['loss/total']:.3f}")
+            loggers.event("warmstart", step=0, message=f"supervised step {step}: {loss}")
+        loggers.progress("warm start", step, steps, loss)
 
     layout, draws = layout_of(config, loaded, world), DrawCount()
     if layout.spread:
@@ -466,4 +417,4 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
 
 
-__all__ = ["TrainResult", "closing_line", "train"]
+__all__ = ["TrainResult", "train"]

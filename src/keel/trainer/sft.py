@@ -20,7 +20,6 @@ from keel.base.types import Completion, Group, Problem
 from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.base import played
-from keel.envs.episode import step_now
 from keel.envs.problems import stream
 from keel.kl import masked_mean
 from keel.models.head import body_of
@@ -245,12 +244,9 @@ def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokeniz
 
 def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
     """What the environment says after each turn but the last."""
-    replies = []
-    with played(task, problem, ()) as episode:
-        for number, turn in enumerate(turns[:-1], start=1):
-            replies.append(step_now(episode, turn))
-            if replies[-1] is None:
-                raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {number}")
+    with played(task, problem, turns[:-1]) as (_, replies):
+        if None in replies:
+            raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {len(replies)}")
     return replies
 
 

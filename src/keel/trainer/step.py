@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.kl import estimate, reward_penalty
+from keel.kl.measure import controlled_kl
 from keel.losses import (
     centred,
     deviation,
@@ -185,13 +186,6 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
 def per_update(info: Metrics) -> dict[str, Metric]:
     """Sums over microbatches become means over updates, so that several updates do not add up their losses."""
     return {name: Mean(metric.total, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
-
-
-def controlled_kl(metrics: dict[str, float], unit: str) -> float | None:
-    """The KL that steers β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
-    if unit == "per_sequence":
-        return metrics.get("kl/policy_ref/sequence/mean")
-    return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
 
 
 def move_reference(run: TrainingRun, state: State, metrics: dict[str, float]) -> None:

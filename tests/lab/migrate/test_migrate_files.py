@@ -331,7 +331,7 @@ def test_arguments_without_a_name_are_read(tmp_path):
     result = migrate(written(tmp_path, "a.py", script))
     assert result.tree["model"]["name"] == "Qwen/Qwen3-0.6B"
     assert (result.tree["run"]["dir"], result.tree["run"]["name"]) == ("out", "first")
-    assert set(reasons(result)) == {"reward_funcs"}
+    assert set(reasons(result)) == {"reward_funcs", "data.path"}
 
 
 def test_a_beta_that_is_computed_is_not_lost(tmp_path):
@@ -481,7 +481,7 @@ def test_a_silent_verl_file_is_ppo_and_refused(tmp_path):
     result = migrate(written(tmp_path, "a.json", {A + "optim.lr": 1e-6}))
     assert "algorithm.adv_estimator=gae, verl's default: it needs a critic" in result.refused
     silent = {row.name: row for row in result.rows if row.silent}
-    assert set(silent) == set(VERL_DEFAULTS)
+    assert set(silent) == {*VERL_DEFAULTS, "model.name", "data.path"}
     assert silent[A + "ppo_mini_batch_size"].options == {"optim.minibatches": 4}
     assert silent["trainer.total_epochs"].by_hand
     assert not set(VERL_SWITCHED[A + "use_kl_loss"]) & set(silent)
@@ -536,3 +536,18 @@ def test_a_flag_takes_all_its_words(tmp_path):
     result = migrate(written(tmp_path, "a.sh", 'trl grpo --reward_weights 1.0 0.5 --use_vllm --beta 0.1 "$@" &'))
     values = {row.name: row.value for row in result.rows if not row.silent}
     assert values == {"reward_weights": [1.0, 0.5], "use_vllm": True, "beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [
+        ({}, {"model.name", "data.path"}),
+        ({"model_name_or_path": "Qwen/Qwen3-0.6B"}, {"data.path"}),
+        ({"model_name_or_path": "Qwen/Qwen3-0.6B", "dataset_name": "openai/gsm8k"}, set()),
+    ],
+)
+def test_a_model_and_data_that_the_file_does_not_name_are_left_to_the_user(tmp_path, named, left):
+    """The default's would be trained in their place."""
+    result = migrate(written(tmp_path, "a.json", {"max_steps": 9, "beta": 0.1, "num_generations": 8, **named}))
+    by_hand = {row.name for row in result.rows if row.by_hand}
+    assert by_hand & {"model.name", "data.path"} == left

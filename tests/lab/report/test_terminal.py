@@ -16,9 +16,9 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
-from keel.lab.report.rollouts import message_text, messages_of, read_step, tokens_of, turns_of
+from keel.lab.report.rollouts import choose, message_text, messages_of, read_step, tokens_of, turns_of
 from keel.lab.report.samples import tokens
-from keel.lab.report.terminal import choose, show_rollouts
+from keel.lab.report.terminal import show_rollouts
 from keel.models.words import word_tokenizer
 from keel.trainer.records import token_texts
 from lab.report.synthetic import make_run

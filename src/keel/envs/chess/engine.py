@@ -124,7 +124,7 @@ class EnginePool:
     analysed, cached, started, crashed, timed_out, unavailable and unkept (answers that the disk would not take).
     """
 
-    def __init__(self, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, options: EngineOptions = EngineOptions()) -> None:
         self.options = options
         self.path = find_engine(options.path)
         self.cache = AnalysisCache(options.cache or default_path())

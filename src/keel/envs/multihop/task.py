@@ -200,7 +200,7 @@ class Multihop(Task):
         wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
         replies = []
         for text in wrong:
-            with played(self, problem, [text]) as episode:
+            with played(self, problem, [text]) as (episode, _):
                 assert isinstance(episode, MultihopEpisode)
                 replies.append(episode.every_result[-1].content)
         return replies

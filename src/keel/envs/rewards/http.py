@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import socket
-import ssl
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
+from keel.base.certificates import certificates
 from keel.base.errors import KeelError
 from keel.base.redact import NoVariable, fill
 from keel.base.types import Problem
@@ -150,7 +149,7 @@ def _ask(
     with httpx2.Client(
         headers={"Content-Type": "application/json", **_headers(headers)},
         timeout=timeout_s,
-        verify=_certificates(),
+        verify=certificates(trust_env=True),
         follow_redirects=True,
         event_hooks={"request": [same_origin]},
     ) as client:
@@ -168,14 +167,6 @@ def _ask(
             if attempt < retries:
                 time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
     raise JudgeFailed(f"{shown(url)} {cause}" + (f" ({retries + 1} tries)" if retries else ""))
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Those of this machine, read once: a client that reads them anew costs 60 ms a completion."""
-    import httpx2
-
-    return httpx2.create_ssl_context()
 
 
 def _post(client: httpx2.Client, url: httpx2.URL, content: bytes, timeout_s: float) -> tuple[int, bytes]:

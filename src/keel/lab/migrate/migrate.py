@@ -155,10 +155,22 @@ def migrate(path: Path) -> Migration:
     if tree.get("rollout", {}).get("engine") == "vllm":
         put(tree, "rollout.engine", "native")
         rows.append(MigratedOption("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
+    rows += _absent(tree, rows)
     problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
     refused, missing = _refusal(tree)
     refusals = [problem for problem in (*problems, refused) if problem]
     return Migration(origin, tree, tuple(rows), "; ".join(refusals) or None, missing)
+
+
+def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[MigratedOption]:
+    """Rows for what a run rests on and the file does not name: the default's would be trained in its place."""
+    found = [aliases.find(row.name, is_option) for row in rows if row.by_hand]
+    left = {alias.target for alias in found if alias is not None} | {row.name for row in rows if row.by_hand}
+    model, data = tree.get("model", {}).get("name"), tree.get("data", {}).get("path") or tree.get("task")
+    absent = {} if model or left & {"model", "model.name"} else {"model.name": "no model: set model.name by hand"}
+    if not data and "data.path" not in left:
+        absent["data.path"] = "no data: set data.path or task.name by hand"
+    return [MigratedOption(name, None, {}, f"the file names {why}", silent=True) for name, why in absent.items()]
 
 
 _ENGINE_NOTE = "Keel samples with its own engine, which shares the policy's weights"

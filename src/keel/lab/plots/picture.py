@@ -85,7 +85,7 @@ def write_panels(
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(grid, panels, strict=False):
-            _horizontal(axis, panel) if panel.names else _vertical(axis, panel, small=rows > 2)
+            _horizontal(axis, panel) if panel.names else draw_curves(axis, panel, small=rows > 2)
             points = 10 if names else 8 if rows > 2 else TITLE_SIZE
             axis.set_title(_wrapped(panel.title, points, width / columns - 0.6), fontsize=points)
             axis.grid(alpha=0.25)
@@ -187,18 +187,19 @@ def _horizontal(axis: Any, panel: Panel) -> None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), **style)
 
 
-def _vertical(axis: Any, panel: Panel, *, small: bool) -> None:
+def draw_curves(axis: Any, panel: Panel, *, small: bool) -> None:
     """Curves with their bands, dots with their intervals."""
     for series in panel.series:
         colour, measured = PALETTE[series.colour], _measured(series)
         xs, ys = [x for x, _, _ in measured], [y for _, y, _ in measured]
         if series.dots:
             low, high = _error_lengths(measured)
-            axis.errorbar(xs, ys, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour)
+            axis.errorbar(xs, ys, yerr=[low, high], fmt="o", ms=5, lw=0.7, capsize=2, color=colour, label=series.label)
         else:
             with_gaps = [math.nan if y is None else y for _, y in series.points]
             style = "--" if series.dashed else "-"
-            axis.plot([x for x, _ in series.points], with_gaps, style, color=colour, lw=1, zorder=1)
+            xs = [x for x, _ in series.points]
+            axis.plot(xs, with_gaps, style, color=colour, lw=1, zorder=1, label=series.label)
             bands = [(x, *error) for x, _, error in measured if error is not None]
             if bands:
                 axis.fill_between(*zip(*bands, strict=True), color=colour, alpha=0.15, lw=0)

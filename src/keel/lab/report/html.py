@@ -42,19 +42,32 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
     return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
 
 
-def document(title: str, body: str, data: str = '{"charts":[]}') -> str:
-    """The frame. The policy lets only this very script run and nothing be loaded, whatever a completion contains."""
-    style, script = resource("page.css"), resource("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+def document(
+    title: str, body: str, data: str | None = '{"charts":[]}', *, style: str = "", script: str = "", sources: str = ""
+) -> str:
+    """The frame. The policy lets only our own scripts run and nothing be loaded, whatever a completion contains.
+
+    Without `data` the body has its own `data_element`. `style` and `script` come after the report's own; `sources` adds
+    to the policy what such a script may ask for.
+    """
+    scripts = [text for text in (resource("page.js"), script) if text]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; img-src data:{sources}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>Keel · {escape(title)}</title><style>{style}</style></head>\n<body><main>{body}</main>"
-        f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n'
+        f"<title>Keel · {escape(title)}</title><style>{resource('page.css')}{style}</style></head>\n"
+        f"<body><main>{body}</main>{'' if data is None else data_element(data)}"
+        f"{''.join(f'<script>{text}</script>' for text in scripts)}</body></html>\n"
     )
+
+
+def data_element(data: str) -> str:
+    """Where the page's script finds the numbers of the charts."""
+    return f'<script type="application/json" id="charts">{data}</script>'
 
 
 def resource(name: str) -> str:
@@ -93,8 +106,11 @@ def block(heading: str, content: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>{content}</section>" if content else ""
 
 
-def verdict(run: RunRecord, index: int, count: int) -> str:
-    """The answer first: what happened, in sentences, then the few figures, then what is missing."""
+def verdict(run: RunRecord, index: int, count: int, progress: str = "") -> str:
+    """The answer first: what happened, in sentences, then the few figures, then what is missing.
+
+    Several runs have their figures in a table of their own, unless `progress` (HTML) says that they are being watched.
+    """
     kind, _ = state(run)
     name = f"<i class='key k{index % 8}'></i> {escape(run.name)} " if count > 1 else "Verdict "
     lines = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in sentences(run))
@@ -107,10 +123,10 @@ def verdict(run: RunRecord, index: int, count: int) -> str:
         items = "".join(f"<li>{escape(note)}</li>" for note in run.missing)
         heading = f"What is missing from this run ({len(run.missing)})"
         absent = f"<details class='missing'><summary>{heading}</summary><ul>{items}</ul></details>"
-    figures = f"<div class='cards'>{cards}</div>" if count == 1 else ""
+    figures = f"<div class='cards'>{cards}</div>" if count == 1 or progress else ""
     return (
         f"<section class='verdict'><h2>{name}<span class='pill {STATE_TONES[kind]}'>{escape(kind)}</span></h2>"
-        f"{figures}<ul class='words'>{lines}</ul>{absent}</section>"
+        f"{progress}{figures}<ul class='words'>{lines}</ul>{absent}</section>"
     )
 
 

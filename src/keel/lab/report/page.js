@@ -1,5 +1,5 @@
 "use strict";
-(function () {
+function readCharts() {
   const data = JSON.parse(document.getElementById("charts").textContent);
   const show = (value) => (value === null ? "no number" : Number(value.toPrecision(4)).toString());
   for (const figure of document.querySelectorAll("figure[data-chart]")) {
@@ -39,6 +39,9 @@
       out.textContent = "";
     });
   }
+}
+readCharts();
+(function () {
   let chosen = null;
   document.addEventListener("click", (event) => {
     const token = event.target.closest(".t");

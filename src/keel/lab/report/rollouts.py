@@ -176,6 +176,32 @@ def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
         return chosen, [_read_at(file, offset) for offset in steps[chosen]]
 
 
+def choose(
+    records: Sequence[Record],
+    *,
+    problem: str | None = None,
+    group: int | None = None,
+    order: str | None = None,
+    limit: int | None = None,
+) -> list[Record]:
+    """The records of a problem or group; `order` best or worst sorts them by reward, else they stay as written."""
+    chosen = list(records)
+    if problem is not None:
+        keys = list(dict.fromkeys(str(record.get("problem")) for record in records))
+        chosen = [record for record in chosen if str(record.get("problem")) == problem]
+        if not chosen:
+            raise KeelError(f"no problem {problem!r} was recorded at this step: there are {', '.join(keys[:8])}")
+    if group is not None:
+        numbers = sorted({int(value) for r in chosen if (value := number(r.get("group"))) is not None})
+        chosen = [record for record in chosen if record.get("group") == group]
+        if not chosen:
+            raise KeelError(f"no group {group} was recorded at this step: there are {', '.join(map(str, numbers))}")
+    if order is not None:
+        sign = -1.0 if order == "best" else 1.0
+        chosen.sort(key=lambda record: sign * (number(record.get("reward")) or 0.0))
+    return chosen if limit is None else chosen[:limit]
+
+
 def _line_offsets(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, step) of every complete line; only the step is parsed."""
     with path.open("rb") as file:

@@ -26,6 +26,7 @@ from keel.lab.runs import Record, RunRecord, number
 PROBLEMS = 4
 PER_PROBLEM = 2
 MAX_HTML_BYTES = 3 * 2**20  # of all recorded completions in a report
+MAX_LATEST_BYTES = 2**18  # of a step's completions where they are fetched again and again
 
 
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
@@ -107,6 +108,33 @@ def all_completions(run: RunRecord, limit: int = MAX_HTML_BYTES) -> str:
     return f"<h3>{heading}</h3>{''.join(html[step] for step in sorted(html))}"
 
 
+def latest(run: RunRecord, limit: int = MAX_LATEST_BYTES) -> str:
+    """The completions of the last step that has some; the first ones where all would be more than `limit` bytes."""
+    steps = [step for record in run.rollouts if (step := number(record.get("step"))) is not None]
+    if not steps:
+        return "<p class='muted'>No completions were recorded yet.</p>"
+    records = [record for record in run.rollouts if number(record.get("step")) == steps[-1]]
+    shown = fitting(records, limit)
+    more = f"<p class='muted'>{len(records) - len(shown)} more: keel show has them.</p>" * (len(shown) < len(records))
+    return f"<h4>{escape(run.name)}, step {steps[-1]:g}</h4>{completions(shown)}{more}"
+
+
+def completions(records: Sequence[Record]) -> str:
+    """Completions under their prompts, and what their colours mean."""
+    kl_max = colour_scale(records)
+    return legend(kl_max, any(as_list(record.get("kl")) for record in records)) + _problems(records, kl_max)
+
+
+def fitting(records: Sequence[Record], limit: int) -> list[Record]:
+    """As many of the first records as have no more than `limit` bytes of HTML, and one at least."""
+    kl_max, size = colour_scale(records), 0
+    for count, record in enumerate(records):
+        size += len(completion(record, kl_max).encode("utf-8", "replace"))
+        if count and size > limit:
+            return list(records[:count])
+    return list(records)
+
+
 def _spread(steps: Sequence[float]) -> Iterator[float]:
     """The first, the last, the middle, then the middles between those: a part of them is spread over the run."""
     spans = deque([(0, len(steps) - 1)])
@@ -123,14 +151,19 @@ def _step_html(step: float, records: Sequence[Record], kl_max: float) -> str:
     """One step: each problem's prompt, and its completions under it."""
     rewards = [value for record in records if (value := number(record.get("reward"))) is not None]
     reward_note = f", mean reward {brief(sum(rewards) / len(rewards))}" if rewards else ""
+    count = f"{len(records)} completion{'s' * (len(records) > 1)}"
+    heading = f"Step {step:g}: {count}{reward_note}"
+    return f"<details><summary>{heading}</summary><div>{_problems(records, kl_max)}</div></details>"
+
+
+def _problems(records: Sequence[Record], kl_max: float) -> str:
     parts = []
     for _, group in groupby(records, key=lambda record: (str(record.get("problem")), bool(record.get("tracked")))):
-        completions = list(group)
-        cards = "".join(completion(record, kl_max) for record in completions)
-        held_out = "<small>held out</small>" if completions[0].get("tracked") else ""
-        parts.append(f"<div class='problem'>{held_out}{prompt(completions[0])}<div class='pair'>{cards}</div></div>")
-    count = f"{len(records)} completion{'s' * (len(records) > 1)}"
-    return f"<details><summary>Step {step:g}: {count}{reward_note}</summary><div>{''.join(parts)}</div></details>"
+        of_problem = list(group)
+        cards = "".join(completion(record, kl_max) for record in of_problem)
+        held_out = "<small>held out</small>" if of_problem[0].get("tracked") else ""
+        parts.append(f"<div class='problem'>{held_out}{prompt(of_problem[0])}<div class='pair'>{cards}</div></div>")
+    return "".join(parts)
 
 
 def legend(kl_max: float, measured: bool = True) -> str:

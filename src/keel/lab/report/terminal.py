@@ -13,7 +13,6 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from keel.base.errors import KeelError
 from keel.lab.report.rollouts import (
     Token,
     colour_scale,
@@ -31,32 +30,6 @@ _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, 
 _CONTEXT = Style(dim=True, italic=True)
 _MOST_MOVED = 5
 _MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
-
-
-def choose(
-    records: Sequence[Record],
-    *,
-    problem: str | None = None,
-    group: int | None = None,
-    order: str | None = None,
-    limit: int | None = None,
-) -> list[Record]:
-    """The records of a problem or group; `order` best or worst sorts them by reward, else they stay as written."""
-    chosen = list(records)
-    if problem is not None:
-        keys = list(dict.fromkeys(str(record.get("problem")) for record in records))
-        chosen = [record for record in chosen if str(record.get("problem")) == problem]
-        if not chosen:
-            raise KeelError(f"no problem {problem!r} was recorded at this step: there are {', '.join(keys[:8])}")
-    if group is not None:
-        numbers = sorted({int(value) for r in chosen if (value := number(r.get("group"))) is not None})
-        chosen = [record for record in chosen if record.get("group") == group]
-        if not chosen:
-            raise KeelError(f"no group {group} was recorded at this step: there are {', '.join(map(str, numbers))}")
-    if order is not None:
-        sign = -1.0 if order == "best" else 1.0
-        chosen.sort(key=lambda record: sign * (number(record.get("reward")) or 0.0))
-    return chosen if limit is None else chosen[:limit]
 
 
 def show_rollouts(run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int) -> None:

@@ -201,6 +201,12 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> C
         reason = reason if reason and candidate in _UNSHARED else fault
     if (model_fault := _model_fault(model)) is not None:
         return Choice(UnsharedPrefixDecoder, model_fault, ungraphed=ungraphed)
+    if (apart := _apart_in_company(model)) > 1e-3:  # the widest limit of a decoder in full precision
+        raise KeelError(
+            f"{type(inner).__name__} cannot be sampled from: what it gives a row depends on the rows beside it (logits "
+            f"differ by {apart:.2g} between a row alone and in a batch of two): let its forward keep rows apart, "
+            "without statistics or capacities of a whole batch"
+        )
     raise KeelError(
         f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
         f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
@@ -215,6 +221,14 @@ def _model_fault(model: nn.Module) -> str | None:
     if not bool(first.isfinite().all()):
         return "its logits are not finite"
     return None if torch.equal(first, again) else "it answers the same tokens differently each time"
+
+
+def _apart_in_company(model: nn.Module) -> float:
+    """How far a row's logits are from those that it has beside another row of the same length."""
+    ids = torch.arange(3, 19, device=next(model.parameters()).device).reshape(2, 8)
+    with torch.no_grad():
+        alone, beside = (model(input_ids=rows, use_cache=False).logits[0] for rows in (ids[:1], ids))
+    return float((alone - beside).abs().max())
 
 
 _UNSHARED: tuple[Callable[..., Decoder], ...] = (

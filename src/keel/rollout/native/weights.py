@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.fingerprint import adapter_layers, fingerprint, idle_adapters
+from keel.models.fingerprint import adapter_layers, adapter_state, idle_adapters, persistent_buffers
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero, is_lora
@@ -20,6 +20,7 @@ from keel.models.whole import whole
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +163,7 @@ class WeightCopy:
         """Make the copy equal to the policy, in place where both have the same tensors."""
         _check_not_merged_and_off(policy)
         source = self._source(policy)
-        self._policy_digest = self._copy_digest = ""  # stale, should anything below fail
+        self._adapters: list[str] | None = None  # of the policy at the last sync; stale, should anything below fail
         if not self._fits(source):
             self.model = self._rebuild(policy)
             self._verified = False
@@ -171,16 +172,14 @@ class WeightCopy:
         if is_lora(self.model):
             _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
-        digests = fingerprint(policy), fingerprint(self.model)
-        self._verify(policy, *digests)
-        self._policy_digest, self._copy_digest = digests
+        self._verify(policy, source)
+        self._adapters = sorted(adapter_state(policy))
 
-    def _verify(self, policy: nn.Module, policy_digest: str, copy_digest: str) -> None:
-        """Compare with the policy: digests where nothing is merged, else the logits, once the adapter is not zero."""
-        if not self.merge:
-            if copy_digest != (policy_digest if self.dtype is None else fingerprint(policy, dtype=self.dtype)):
-                raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
-        elif not self._verified:
+    def _verify(self, policy: nn.Module, source: dict[str, Tensor]) -> None:
+        """Compare with the policy bit by bit, and of a merged copy the logits, once the adapter is not zero."""
+        if self._differs(policy, source):
+            raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
+        if self.merge and not self._verified:
             difference, allowed = _logits_difference(policy, self.model)
             if difference > allowed:
                 raise KeelError(
@@ -189,9 +188,39 @@ class WeightCopy:
                 )
             self._verified = not adapter_is_zero(policy)
 
+    def _differs(self, policy: nn.Module, source: dict[str, Tensor]) -> bool:
+        """Whether any bit of the copy, or its adapters' state, is not what a sync would make it.
+
+        Buffers that are derived may differ. All comparisons are queued before any is read, so that a GPU is waited for
+        once.
+        """
+        if not self.merge and sorted(adapter_state(self.model)) != sorted(adapter_state(policy)):
+            return True
+        kept = {name for name, _ in (*self.model.named_parameters(), *persistent_buffers(self.model))}
+        unequal: dict[torch.device, list[Tensor]] = {}
+        for name, tensor in _tensors(self.model).items():
+            if name in kept:
+                expected = whole(source[name]).to(tensor.device, tensor.dtype)
+                unequal.setdefault(tensor.device, []).append((_bits(tensor) != _bits(expected)).any())
+        return any(bool(torch.stack(flags).any()) for flags in unequal.values())
+
+    @torch.no_grad()
     def is_stale(self, policy: nn.Module) -> bool:
-        """Whether the policy has moved since the last sync, or the copy was changed."""
-        return fingerprint(policy) != self._policy_digest or fingerprint(self.model) != self._copy_digest
+        """Whether the policy has moved since the last sync, or the copy was changed; what is merged is merged anew."""
+        if self._adapters != sorted(adapter_state(policy)):
+            return True
+        try:
+            source = self._source(policy)
+        except KeelError:  # an adapter that can no longer be merged
+            return True
+        return not self._fits(source) or self._differs(policy, source)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bits as integers: a NaN equals itself."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
 from keel.base.redact import NoVariable, fill
 from keel.base.world import World
@@ -125,7 +126,9 @@ class Server:
         import httpx2
 
         timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
-        return httpx2.Client(headers=dict(self.headers), timeout=timeout, trust_env=False)
+        return httpx2.Client(
+            headers=dict(self.headers), timeout=timeout, verify=certificates(trust_env=False), trust_env=False
+        )
 
     def read(self, code: int, content: bytes) -> dict[str, Any]:
         """An answer as data; what began with heartbeats has its status in it."""

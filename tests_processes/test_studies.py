@@ -28,7 +28,7 @@ from keel.lab.studies.run import LocalPool, Process, open_pool, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1] / "tests"
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(

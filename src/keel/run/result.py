@@ -1,0 +1,90 @@
+"""How a run ended, and what a person is told of it: the last lines of `keel train`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.base.alive import LAUNCH_FLAGS, process_count
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
+    guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
+
+    `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
+    """
+
+    summary: Mapping[str, Any]
+    directory: Path
+    steps: int
+    exit_status: int = 0
+    best: Path | None = None
+    stopped: str | None = None
+
+    @property
+    def report(self) -> Path:
+        return self.directory / "report.html"
+
+
+def closing_line(result: TrainResult) -> str:
+    """One line for a person: accuracy and KL of a finished run, or what else became of it."""
+    summary = result.summary
+    if summary.get("dry_run"):
+        metrics = summary["metrics"]
+        return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
+    if result.stopped is not None:
+        return (
+            f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
+        )
+    if result.exit_status:
+        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
+    parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
+    before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
+    if before is not None and after is not None:
+        parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
+    elif None not in (paid := summary.get("reward", {"before": None})).values():
+        parts.append(f"held-out reward {paid['before']:.3f} → {paid['after']:.3f}")
+    name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
+    if name is not None:
+        parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")
+    return f"{'; '.join(parts)}; report: {result.report}"
+
+
+def next_lines(result: TrainResult) -> list[str]:
+    """What to look at after a run that has a report, as commands that work where the reader stands."""
+    if result.exit_status > 1 or not result.report.is_file():
+        return []
+    keel, run = program(), result.directory
+    commands = {
+        f"{keel} show {run}": "completions, token by token",
+        f"{keel} doctor {run}": "what is wrong with it, worst first",
+        f"{keel} train {run} run.name=tighter kl.beta=0.1": "the same with an option changed",
+    }
+    width = max(map(len, commands))
+    return [
+        f"next: open {result.report} in a browser",
+        *(f"  {command:<{width}}  {why}" for command, why in commands.items()),
+    ]
+
+
+def program() -> str:
+    """`keel`, or its path where the shell does not find it: `make train` runs it inside of .venv."""
+    installed = Path(sys.executable).with_name("keel")
+    if shutil.which("keel") is not None or not installed.is_file():
+        return "keel"
+    return str(installed.relative_to(Path.cwd()) if installed.is_relative_to(Path.cwd()) else installed)
+
+
+def resume_command(directory: Path) -> str:
+    """What to type to go on with an interrupted run: as it was launched, or in as many processes of this machine."""
+    size = process_count()
+    here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    flags = os.environ.get(LAUNCH_FLAGS, f"--nproc {size}" if here else "")
+    return f"{program()} train --resume {directory} {flags}".rstrip()
