@@ -102,7 +102,7 @@ def table(folders: Sequence[Path], out: Path) -> None:
     """runs.csv and curves.csv of all runs below the folders; of a folder of `keel ablate` its points,
     its picture of them (accuracy, KL and retention with intervals) and the doctor's verdicts.
 
-    The tiny ones are left out: they show that the path works and nothing else.
+    What `out` tells of other runs stays. The tiny ones are left out: they show that the path works and nothing else.
     """
     out.mkdir(parents=True, exist_ok=True)
     runs, curves = list[Row](), list[Row]()
@@ -112,7 +112,7 @@ def table(folders: Sequence[Path], out: Path) -> None:
             if "trainer" not in summary or summary["tiny"]:
                 continue
             identity = {name: summary[name] for name in ("name", "trainer", "seed", "settings", "beside")}
-            if any(all(run[name] == identity[name] for name in ("name", "trainer", "seed")) for run in runs):
+            if _run_of(identity) in map(_run_of, runs):
                 raise SystemExit(f"bench/results.py: {file.parent} is a second {identity}: give one of them")
             plain = {name: value for name, value in summary.items() if name not in (*identity, "start", "end", "tiny")}
             both = {f"{at}_{name}": value for at in ("start", "end") for name, value in summary[at].items()}
@@ -125,9 +125,15 @@ def table(folders: Sequence[Path], out: Path) -> None:
                 (file.parent.name, verdict(read_json(file))) for file in sorted(folder.glob("points/*/findings.json"))
             ]
             write_csv(out / f"{STUDY}-verdicts.csv", [{"run": name, "findings": codes} for name, codes in found])
-    if runs:
-        write_csv(out / "runs.csv", runs)
-        write_csv(out / "curves.csv", curves)
+    made = set(map(_run_of, runs))
+    for name, rows in (("runs.csv", runs), ("curves.csv", curves)) if runs else ():
+        told = [row for row in read_csv(out / name) if _run_of(row) not in made]
+        write_csv(out / name, told + rows)
+
+
+def _run_of(row: Row) -> tuple[Any, ...]:
+    """What tells one run from another, in a row of either CSV."""
+    return row["name"], row["trainer"], row["seed"]
 
 
 def verdict(findings: Sequence[Mapping[str, Any]]) -> str:

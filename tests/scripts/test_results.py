@@ -124,6 +124,16 @@ def finished(folder: Path, trainer: str, accuracies: tuple[float, float], **more
     results_page.write_csv(folder / "curve.csv", curve(lines, steps, {0: 0.0, 10: 60.0}))
 
 
+def test_a_table_of_new_runs_keeps_what_was_told_of_others(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for folder, seed, end in (("first", 1, 0.2), ("second", 0, 0.3), ("again", 1, 0.4)):
+        finished(tmp_path / folder / "keel", "keel", (0.1, end), seed=seed, minutes=10 * end)
+        results_page.table([tmp_path / folder], out)
+    assert [(run["seed"], run["minutes"]) for run in results_page.read_csv(out / "runs.csv")] == [(0, 3.0), (1, 4.0)]
+    curves = [(row["seed"], row["accuracy"]) for row in results_page.read_csv(out / "curves.csv")]
+    assert curves == [(0, 0.1), (0, 0.3), (1, 0.1), (1, 0.4)]
+
+
 def test_the_page_tells_of_what_was_run_and_nothing_else(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
     finished(runs / "tiny", "keel", (0.1, 0.9), tiny=True)
