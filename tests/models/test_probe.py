@@ -176,3 +176,16 @@ def test_a_model_that_sees_later_tokens_is_refused_by_name() -> None:
     with pytest.raises(KeelError, match="BertGenerationDecoder sees tokens that come later") as caught:
         probe_packing(model)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", ["noise", "state"])
+def test_a_model_that_answers_otherwise_when_asked_again_is_refused_as_such(fault: str) -> None:
+    model, before = make_model("llama"), list[torch.Tensor]()
+
+    def change(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        before.append(out[:, -1:].detach())
+        return out + (torch.randn_like(out) if fault == "noise" else sum(before[:-1]))
+
+    model.model.norm.register_forward_hook(change)
+    with pytest.raises(KeelError, match="LlamaForCausalLM gives the same tokens other logits when it is asked again"):
+        probe_packing(model)

@@ -192,7 +192,7 @@ def _check_single_rows(model: nn.Module, groups: list[Group], expected: Tensor, 
     """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
     if not _single_rows_agree(model, groups, expected, spread, origin):
         error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
-        _check_causal(model, groups[0], spread)
+        _check_function_of_the_past(model, groups[0], spread)
         raise KeelError(
             f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
             "from the model's own logits: give a scorer of your own as module:attr"
@@ -204,15 +204,26 @@ def _single_rows_agree(model: nn.Module, groups: list[Group], expected: Tensor, 
     return _within(error, model, spread, slack=10.0)
 
 
-def _check_causal(model: nn.Module, group: Group, spread: float) -> None:
-    """Refuse a model whose logits at a position change with the tokens after it: it has no policy to train."""
+def _check_function_of_the_past(model: nn.Module, group: Group, spread: float) -> None:
+    """Refuse a model whose logits at a position change from call to call, or with the tokens after it: it has no policy
+    to train."""
+    name = type(causal_lm(model)).__name__
     row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
-    full = model(input_ids=row, use_cache=False).logits[0, 0].float()
-    prefix = model(input_ids=row[:, : row.shape[1] // 2], use_cache=False).logits[0, 0].float()
-    if not float((full - prefix).abs().max()) <= 1e-2 * max(1.0, spread):
+    half = row[:, : row.shape[1] // 2]
+    whole, again, past = (model(input_ids=ids, use_cache=False).logits[0, 0].float() for ids in (row, row, half))
+
+    def differs(logits: Tensor) -> bool:
+        return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, spread)
+
+    if differs(again):
         raise KeelError(
-            f"{type(causal_lm(model)).__name__} sees tokens that come later, so that it is no policy to sample from "
-            "and score: load a causal language model (a decoder), or set is_decoder in its config"
+            f"{name} gives the same tokens other logits when it is asked again, so that nothing it says can be scored: "
+            "it draws noise outside of training, or keeps something from one call to the next; take that out"
+        )
+    if differs(past):
+        raise KeelError(
+            f"{name} sees tokens that come later, so that it is no policy to sample from and score: load a causal "
+            "language model (a decoder), or set is_decoder in its config"
         )
 
 
