@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# What docs/results.md tells, but for the race: bench/results_all.sh MODEL DATA OUT [OPTION...]
+# MODEL is the model's folder, DATA holds GSM8K's train.jsonl and test.jsonl; about 25 minutes of one H200. Runs that stand
+# beside each other share the GPU, so that GRPO and more of the supervised start get the same share of the same minutes.
+# MINUTES=6 is what each run of GSM8K trains for, JOBS=5 how many runs of the study of β go at a time; further options go to
+# each call of bench/results.py (--tiny: the whole path on a CPU, but for the study).
+set -euo pipefail
+model=$1 data=$2 out=$3
+shift 3
+here=$(cd "$(dirname "$0")" && pwd)
+PYTHON=${PYTHON:-python3}
+mkdir -p "$out"
+
+results() {  # LOG ARGUMENT...
+  local log="$out/$1.log"
+  shift
+  "$PYTHON" "$here/results.py" "$@" >"$log" 2>&1 || { echo "results: $1 $2 failed: $log" >&2; return 1; }
+}
+
+together() {  # wait for all that were started, and fail where one has
+  local status=0 process
+  for process in $(jobs -p); do wait "$process" || status=1; done
+  return "$status"
+}
+
+given=(--model "$model" --data "$data" --out "$out" "$@")
+echo "results: supervised starts at $SECONDS s"
+results start-gsm8k start gsm8k "${given[@]}" &
+results start-countdown start countdown "${given[@]}" &
+together
+
+echo "results: GSM8K at $SECONDS s"
+beside=(--minutes "${MINUTES:-6}" --beside 2 --set optim.microbatch_tokens=24576 "${given[@]}")
+results gsm8k-0 run gsm8k --seed 0 "${beside[@]}" &
+results gsm8k-1 run gsm8k --seed 1 "${beside[@]}" &
+results more-sft run gsm8k_more_sft --seed 0 "${beside[@]}" &
+together || echo "results: going on with the study" >&2
+
+start=$(find "$out/countdown" -mindepth 2 -maxdepth 2 -name '*.json' | head -n 1)
+echo "results: the study of β at $SECONDS s, from ${start%.json}"
+"$PYTHON" -m keel ablate "$here/../configs/results/kl_beta.yaml" "model.name=${start%.json}" warmstart=null \
+  optim.microbatch_tokens=24576 --jobs "${JOBS:-5}" --out "$out/kl" >"$out/ablate.log" 2>&1
+echo "results: all at $SECONDS s"
