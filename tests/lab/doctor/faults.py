@@ -500,6 +500,17 @@ class Copies(Wrapped):
         return [[group[0]] * len(group) for group in super().generate(requests, sampling, **noise)]
 
 
+class NoTwoAlike(Wrapped):
+    """Draws three times as many and keeps the first ones that differ."""
+
+    def generate(self, requests, sampling, **noise):
+        more = replace(sampling, num_generations=3 * sampling.num_generations)
+        return [
+            ([*{c.tokens: c for c in reversed(group)}.values()][::-1] + list(group))[: sampling.num_generations]
+            for group in super().generate(requests, more, **noise)
+        ]
+
+
 class TrainsTools(Wrapped):
     """Writes a tool's answer into the completion and marks it as sampled."""
 

@@ -112,6 +112,7 @@ FAULTS = {
     "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
     "completions of an earlier step": ("sampler/noise", [engine("Remembers")]),
     "a group of copies": ("sampler/noise", [engine("Copies")]),
+    "a group without copies": ("sampler/noise", [engine("NoTwoAlike")]),
     "a reward that is NaN": ("reward/non-finite", [reward("never_a_number")]),
     "a reward that raises": ("reward/failed", [reward("raises")]),
     "random weights": ("output/random-weights", [f"model.name={HERE}:random_weights"]),

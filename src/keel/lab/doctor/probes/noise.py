@@ -9,11 +9,20 @@ from dataclasses import replace
 from itertools import combinations
 from random import Random
 
+import torch
+
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, batch_draws, draws
-from keel.lab.doctor.probes.evidence import level, log_mean_exp, log_odds_of_copies, more_groups, odds_of_patterns
+from keel.lab.doctor.probes.evidence import (
+    level,
+    log_mean_exp,
+    log_odds_of_copies,
+    log_odds_of_no_copies,
+    more_groups,
+    odds_of_patterns,
+)
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
@@ -23,6 +32,7 @@ _DOUBT = 3.0  # nats: copies by chance once in twenty
 _LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, and few of them must not decide
 _EITHER, _ORDERS = 0.05, 400  # chance above which copies are the same across steps, and orders that tell it
 _ALIGNED = 0.01  # chance above which equal completions of two steps need not be of one number
+_DIFFERING, _FEWEST_GROUPS = 256, 8  # completions and groups whose copies are counted
 _LONE = 100  # completions that are drawn alone
 _SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
 
@@ -156,6 +166,31 @@ def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -
         total += log_odds_of_copies(pairs, [(other == tokens[0], logp[0]) for other in tokens[1:]]) if pairs else 0.0
     patterns = odds_of_patterns(every)
     return log_mean_exp([total, log_mean_exp(patterns)]), max(patterns)
+
+
+def no_copies_findings(setup: ProbeSetup, fitting: SamplingParams, thresholds: Thresholds) -> Iterator[Finding]:
+    """Completions of a group must repeat each other as often as the policy does, and as draws under `fitting` do."""
+    count = max(_FEWEST_GROUPS, _DIFFERING // max(2, setup.sampling.num_generations))
+    problems = setup.run.task.sample(count, seed=setup.config.run.seed, step=NOISE_STEP)
+    groups = setup.collect(problems, step=NOISE_STEP)
+    if not all(all(completion.action) for group in groups for completion in group.completions):
+        return  # what tools and users say in between is drawn by others
+    drawn = draws(setup, groups)  # of the first ones, where they are many
+    sums = torch.zeros(len(drawn.texts), dtype=torch.float64, device=drawn.tokens.device)
+    both = [sums.index_add(0, drawn.row, drawn.logp(params)).tolist() for params in (setup.sampling, fitting)]
+    odds = min(
+        log_odds_of_no_copies([*zip(tokens, rest, strict=False)] for tokens in _tokens(groups))
+        for rest in map(iter, both)
+    )
+    if odds > -math.log(level(thresholds)):
+        yield finding(
+            "sampler/noise",
+            f"completions of {count} groups repeat each other less than the policy repeats itself: by chance once in "
+            f"e^{odds:.3g}",
+            "the engine, or what stands around it, leaves out what it has drawn before: what the policy is sure of "
+            "comes too seldom, its mistakes too often",
+            "keep every completion that is drawn: a group's mean is that of independent draws",
+        )
 
 
 def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:

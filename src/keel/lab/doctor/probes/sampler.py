@@ -25,7 +25,7 @@ from keel.lab.doctor.probes.draws import (
 from keel.lab.doctor.probes.explanations import configured_finding, drawn_finding
 from keel.lab.doctor.probes.gap import largest, reports_close
 from keel.lab.doctor.probes.masks import foreign
-from keel.lab.doctor.probes.noise import NOISE_STEP, copies_explained, lone_draws, noise_findings
+from keel.lab.doctor.probes.noise import NOISE_STEP, copies_explained, lone_draws, no_copies_findings, noise_findings
 from keel.lab.doctor.probes.reported import filtered_findings, reported_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
@@ -76,7 +76,9 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif drawn_otherwise:
-        findings.append(drawn_finding(more, setup, chance, others, odds, thresholds))
+        findings += _no_copies(setup, more, thresholds) or [
+            drawn_finding(more, setup, chance, others, odds, thresholds)
+        ]
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
     lines = (
@@ -94,11 +96,27 @@ def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> b
     """
     if setup.shared.get("repeated steps") or setup.shared.get("greedy"):
         return False
-    fitting = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
-    if copies_explained(setup, replace(setup.sampling, temperature=fitting)):
+    if copies_explained(setup, _fitting(setup, more)):
         return True
     if setup.shared.get("copies in any step"):  # a sampler that is surer repeats itself more often
         return True
+    return _alone_otherwise(setup, thresholds)
+
+
+def _no_copies(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> list[Finding]:
+    """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
+    found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
+    return [] if found and _alone_otherwise(setup, thresholds) else found
+
+
+def _fitting(setup: ProbeSetup, more: Draws) -> SamplingParams:
+    """The run's sampling at the temperature that explains the draws best."""
+    best = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
+    return replace(setup.sampling, temperature=best)
+
+
+def _alone_otherwise(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+    """Whether completions that are drawn alone are not the policy's either."""
     chance, _, odds = _draw_statistics(lone_draws(setup), setup.sampling, setup.policy.eos_ids)
     return chance < thresholds["sampler_draws"] or odds > -math.log(thresholds["sampler_draws"])
 
