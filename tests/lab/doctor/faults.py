@@ -478,6 +478,11 @@ class ZeroLogp(Wrapped):
         return replace(completion, sample_logp=(0.0,) * len(completion.tokens))
 
 
+class FirstLogpZero(Wrapped):
+    def change(self, request, completion, sampling):
+        return replace(completion, sample_logp=(0.0, *completion.sample_logp[1:]))
+
+
 class SameNoise(Wrapped):
     def noise(self, noise):
         return {"seed": 0, "attempt": 0, "step": 0}

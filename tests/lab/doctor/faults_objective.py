@@ -332,8 +332,8 @@ class Stuck(Odd):
         if self.kind == "one":
             problem = self.inner.sample(1, seed=0, step=0)[0]
             return [replace(problem, key=f"{i}/{step}") for i in range(count)]
-        if self.kind == "step":
-            return self.inner.sample(count, seed=seed, step=0)
+        if self.kind in ("step", "steps"):
+            return self.inner.sample(count, seed=seed, step=step // 50 * (self.kind == "steps"))
         return [replace(p, prompt=f"{p.prompt}  ") for p in self.inner.sample(count, seed=seed, step=step)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
@@ -343,6 +343,10 @@ class Stuck(Odd):
 
 def same_every_step() -> Stuck:
     return Stuck("step")
+
+
+def same_for_steps_on_end() -> Stuck:
+    return Stuck("steps")
 
 
 def one_problem() -> Stuck:

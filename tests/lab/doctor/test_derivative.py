@@ -22,7 +22,7 @@ class Bowl(nn.Module):
         return self.a.square().sum() + (self.b.sin() * self.c).sum()
 
 
-def wrong(change: dict[str, float]) -> list[str]:
+def wrong(change: dict[str, float | Tensor]) -> list[str]:
     bowl = Bowl()
     by_hand = {"a": 2 * bowl.a, "b": bowl.b.cos() * bowl.c, "c": bowl.b.sin(), "blind": torch.zeros(4, 5)}
     named = list(bowl.named_parameters())
@@ -45,3 +45,11 @@ def test_one_tensor_with_another_gradient_is_named(name: str, factor: float) -> 
 
 def test_all_of_them_reversed_are_one_finding_first() -> None:
     assert wrong(dict.fromkeys("abc", -1.0)) == ["all weights together", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_part_of_a_tensor_without_its_gradient_is_named(name: str) -> None:
+    """Along the gradient that is left the slope is right."""
+    half = (torch.arange(4) < 2).float()[:, None]
+    assert wrong({name: half}) == ["what has a gradient of 0"]
+    assert wrong({"blind": half}) == []

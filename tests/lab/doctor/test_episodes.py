@@ -211,6 +211,10 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "<bound method Index.get of <tools.Index object at 0x7f22c1d0>>",
         "<Response [200]>",
         "[object Object]",
+        "curl: (6) Could not resolve host: index.example",
+        "sh: python: cannot execute binary file",
+        "Unable to reach the index",
+        "ls: notes: No such file or directory",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -230,6 +234,12 @@ def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
         ("nullable: yes", False),
         ("7", False),
         ("", False),
+        ("The command ran successfully. No output was printed.", True),
+        ("Nothing is larger.", False),
+        ("Code executed successfully. (no output)", True),
+        ("<result>program exited with code 0\n[no stdout]</result>", True),
+        ("Code executed successfully: 7", False),
+        ("No.", False),
     ],
 )
 def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None:
@@ -257,6 +267,8 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "<function> f(x) = 2 x </function>",
         "a generator object at 0x7f22c1d0 gave 7",
         "timeout: 30",
+        "What cannot be seen is not said.",
+        "f: g: 7",
         "410 Gone with the Wind tickets",
         "<html><title>502 words on gateways</title></html>",
         "404",

@@ -73,6 +73,7 @@ FAULTS = {
     "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
     "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
     "the same problems at every step": ("task/repeats", [task("same_every_step"), "run.max_steps=100"]),
+    "the same problems for steps on end": ("task/repeats", [task("same_for_steps_on_end")]),
     "a task of one problem": ("task/repeats", [task("one_problem")]),
     "spaces at the prompt's end": ("prompt/format", [task("spaces_at_the_end")]),
     "a shifted vocabulary": ("model/tokenizer", [f"model.name={HERE}:shifted_vocabulary"]),

@@ -109,6 +109,7 @@ FAULTS = {
     "rounded log-probabilities, with filters": ("sampler/mismatch", ["rollout.top_p=0.95", engine("Rounded")]),
     "a constant on every log-probability": ("sampler/mismatch", [engine("ConstantAdded")]),
     "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
+    "a first log-probability of zero": ("sampler/mismatch", [engine("FirstLogpZero")]),
     "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
     "completions of an earlier step": ("sampler/noise", [engine("Remembers")]),
     "a group of copies": ("sampler/noise", [engine("Copies")]),

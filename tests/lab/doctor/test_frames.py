@@ -6,14 +6,16 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.envs import Task
+from keel.lab.doctor.probes import renumbering
 from keel.lab.doctor.probes.fickle import fickle_findings
-from keel.lab.doctor.probes.frames import frame_findings, frame_of, matters
+from keel.lab.doctor.probes.frames import frame_findings, frame_of, matters, unframed_logp
 from keel.lab.doctor.probes.gold_likelihood import Gold
 from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.renumbering import shifted_findings
@@ -127,6 +129,12 @@ def test_ids_that_are_off_by_one_are_found_and_right_ones_are_not() -> None:
     assert finding.code == "model/tokenizer"
     assert "1 higher" in finding.evidence
     assert [*shifted_findings(setup_of(CHAT_TEMPLATE), thresholds)] == []
+
+
+def test_ids_that_would_help_less_than_another_template_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unframed_logp(setup_of(THOUGHT, irritating="<")) > -0.1 > unframed_logp(setup_of(CHAT_TEMPLATE, off=1))
+    monkeypatch.setattr(renumbering, "unframed_logp", lambda setup: 0.0)
+    assert [*shifted_findings(setup_of(CHAT_TEMPLATE, off=1), load_thresholds())] == []
 
 
 def test_what_is_written_on_both_sides_of_a_message_is_found() -> None:

@@ -15,6 +15,7 @@ from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _spread, probe_collection
 from keel.lab.doctor.probes.gold_rewards import (
     JudgedGold,
+    _any_answer,
     _lacking,
     _nearly_all,
     _paid_whatever,
@@ -119,6 +120,16 @@ def test_problems_on_which_every_text_earns_the_full_reward_are_told_from_gold_t
     assert _paid_whatever(open_[:2], [*full, *sound], 1e-9) == open_[:2]
     assert not _paid_whatever(unpaid[:2], [*none, *sound], 1e-9)
     assert not _paid_whatever(judged(none), none, 1e-9)
+
+
+def test_other_problems_answers_that_earn_in_full_on_nearly_all_problems_are_named() -> None:
+    thresholds = load_thresholds()
+    (found,) = _any_answer(judged(*[(1.0, 0.0, 1.0)] * 16), thresholds)
+    assert (found.code, found.severity) == ("reward/exploit", "warning")
+    assert "on 16 of 16 problems" in found.evidence
+    assert not [*_any_answer(judged(*[(1.0, 0.0, 0.8)] * 16), thresholds)]
+    assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0)] * 8), thresholds)]  # too few
+    assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0), (1.0, 0.0, 0.0)] * 16), thresholds)]  # right by luck
 
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:

@@ -39,6 +39,7 @@ def controlled(text: str, steps: int = 100) -> list[Finding]:
         ("{name: pid, target: 0.05, proportional: 100}", "answers to noise"),
         ("{name: dual, target: 0.05, learning_rate: 50, smoothing: 0}", "answers to noise"),
         ("{name: ziegler, target: 0.5, horizon: 10000000}", "too slow"),
+        ("{name: ziegler, target: 0.5, horizon: 1}", "answers to noise"),
     ],
 )
 def test_controllers_that_do_not_fit_the_run(controller: str, words: str) -> None:

@@ -90,6 +90,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
 
 
 KL = "KL(sampler‖policy)"
+IMPOSSIBLE = 15.0  # nats by which no usual temperature moves a token that was drawn
 AGES = ("staleness/mean", "other/off_policy/mean")
 
 
@@ -186,6 +187,14 @@ def _left_behind(history: History, gap: Series) -> float | None:
 
 def _constant_cause(history: History, *, large: bool) -> tuple[str, str]:
     """The likeliest of the causes that a log cannot tell apart, by the options."""
+    gap = history.get("logp/sampler_gap_max")
+    least = min(gap.tail(RECENT).finite.values, default=0.0) if gap is not None else 0.0
+    if least > IMPOSSIBLE:
+        return "sampler/mismatch", (
+            f"tokens that one side draws are {least:.3g} nats less likely to the other at every step, and more, "
+            "which neither temperature, filters nor rounding does: other tokens, cut or shifted prompts, or layers of "
+            "experts that are chosen otherwise are"
+        )
     top_p, top_k, min_p = (history.figure(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
     if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
         return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"

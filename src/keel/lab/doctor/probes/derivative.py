@@ -25,8 +25,8 @@ def wrong_derivatives(
 ) -> list[tuple[str, float, float]]:
     """Names of tensors along whose gradient `value` has another slope, with that slope and the gradient's.
 
-    The first entry may be all of them together. A tensor whose gradient is too small to be tried is moved along a
-    random direction: a weight that moves the value has a gradient.
+    The first entry may be all of them together. What has a gradient of 0, or a tensor whose gradient is too small to be
+    tried, is moved along a random direction: a weight that moves the value has a gradient.
     """
     generator, began = torch.Generator().manual_seed(0), time.monotonic()
     wrong = []
@@ -39,20 +39,30 @@ def wrong_derivatives(
         found = _wrong_slope(weights, slopes, value, generator)
         if found is not None:
             wrong.append((name, *found))
-    return wrong
+    still = [(gradient == 0).float() for gradient in gradients]
+    found = None if wrong or not _norm(still) else _wrong_slope(every, list(gradients), value, generator, still)
+    return wrong if found is None else [("what has a gradient of 0", *found)]
 
 
 def _wrong_slope(
-    weights: Sequence[nn.Parameter], gradients: Sequence[Tensor], value: Callable[[], float], generator: torch.Generator
+    weights: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    value: Callable[[], float],
+    generator: torch.Generator,
+    among: Sequence[Tensor] | None = None,
 ) -> tuple[float, float] | None:
-    """The measured slope along a direction of unit length and the gradient's, where they are not the same."""
+    """The measured slope along a direction of unit length and the gradient's, where they are not the same.
+
+    Along the gradient, or along a random direction `among` those weights that are marked there.
+    """
     size = _norm([weight.detach() for weight in weights]) or 1.0
     slope, farthest = _norm(gradients), RELATIVE * size
-    if slope * farthest > NOISE:
+    if among is None and slope * farthest > NOISE:
         direction = [gradient.float() / slope for gradient in gradients]
         step = min(STEP / slope, farthest)
     else:
         noise = [torch.randn(w.shape, generator=generator).to(w.device) for w in weights]
+        noise = noise if among is None else [part * mark for part, mark in zip(noise, among, strict=True)]
         length, step = _norm(noise), farthest
         direction = [part / length for part in noise]
         slope = sum(float((g.float() * d).sum()) for g, d in zip(gradients, direction, strict=True))

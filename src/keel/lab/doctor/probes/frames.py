@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,14 +71,12 @@ def frame_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     What a model was taught behind, such as a thought that it always opens or the system prompt of its makers, is no
     surprise to it, even where short answers are likelier without.
     """
-    renderer = build_renderer(setup.config, setup.policy.tokenizer)
-    first = _framed(setup, renderer, CHOOSING)
-    names = [name for name, _ in first[0][0].parts() if _in_all(first, name)] if len(first) == CHOOSING else []
-    own = answer_logp(setup, [gold for _, gold in first]) if names else []
-    shorter = {name: answer_logp(setup, _shortened(first, name)) for name in names}
+    first, shorter = _chosen(setup)
     name = max(shorter, key=lambda name: fmean(shorter[name]), default=None)
-    if name is None or not matters([gold for _, gold in first], own, shorter[name], thresholds):
+    golds = [gold for _, gold in first]
+    if name is None or not matters(golds, answer_logp(setup, golds), shorter[name], thresholds):
         return
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
     rest = [row for row in dict.fromkeys(_framed(setup, renderer, TESTING)) if row not in first]
     if len(rest) < CHOOSING or not _in_all(rest, name):
         return
@@ -104,6 +103,22 @@ def frame_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         "take that out of the template (tokenizer.chat_template), or use the one that the model was published with "
         "(data.chat_template)",
     )
+
+
+def unframed_logp(setup: ProbeSetup) -> float:
+    """The mean log-probability a token of gold answers without the part of the template that they miss least."""
+    _, shorter = _chosen(setup)
+    return max(map(fmean, shorter.values()), default=-math.inf)
+
+
+def _chosen(setup: ProbeSetup) -> tuple[list[tuple[Frame, Gold]], dict[str, list[float]]]:
+    """The problems that choose a part, and what their answers' likelihood is without each of them, found once."""
+    if "frames" not in setup.shared:
+        first = _framed(setup, build_renderer(setup.config, setup.policy.tokenizer), CHOOSING)
+        names = [name for name, _ in first[0][0].parts() if _in_all(first, name)] if len(first) == CHOOSING else []
+        setup.shared["frames"] = first, {name: answer_logp(setup, _shortened(first, name)) for name in names}
+    chosen: tuple[list[tuple[Frame, Gold]], dict[str, list[float]]] = setup.shared["frames"]
+    return chosen
 
 
 def matters(golds: Sequence[Gold], before: Sequence[float], after: Sequence[float], thresholds: Thresholds) -> bool:

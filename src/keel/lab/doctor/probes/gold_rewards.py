@@ -181,7 +181,11 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     unpaid = [float(row in lacking) for row in judged]
     by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
     if not lacking or (by_chance and fmean(unpaid) < 1):
-        yield from [*_one_for_all(setup, judged, thresholds)] or _exploits(setup, judged, thresholds)
+        yield from (
+            [*_one_for_all(setup, judged, thresholds)]
+            or [*_exploits(setup, judged, thresholds)]
+            or _any_answer(judged, thresholds)
+        )
         return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
@@ -427,6 +431,16 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
         _, share, values, attack, payoff = max(rows, key=lambda row: row[:2])
         example = f" ({payoff.text[:60]!r}, {share:.2f} times the gold answer's reward on average)"
         yield _paid(f"the attack {attack.name!r}", attack.family, values, example, thresholds)
+
+
+def _any_answer(judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """Other problems' gold answers, none of them this one's, that all earn what it does, on nearly all problems."""
+    compared = [row for row in judged if row.others and row.gold > row.empty]
+    paid = [
+        float(min(row.others) - row.empty >= thresholds["exploit_share"] * (row.gold - row.empty)) for row in compared
+    ]
+    if compared and _nearly_all(paid, thresholds):
+        yield replace(_paid("the gold answer of any other problem", "wrong", paid, "", thresholds), severity="warning")
 
 
 def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple[Attack, Payoff]]]:

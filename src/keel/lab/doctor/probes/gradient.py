@@ -122,8 +122,8 @@ def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
         name, measured, slope = wrong[0]
         yield finding(
             "scoring/gradient",
-            f"moving {name} along its gradient changes log-probabilities by {measured:.3g} a unit where autograd says "
-            f"{slope:.3g}; {len(wrong)} directions are off",
+            f"moving {name} changes log-probabilities by {measured:.3g} a unit where autograd says {slope:.3g}; "
+            f"{len(wrong)} directions are off",
             "a layer or a hook of the model changes gradients on their way: reverses, scales or cuts them",
             "take hooks on parameters, gradient reversal and detach() out of the model that is trained",
         )

@@ -14,16 +14,18 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import batch_draws, improbable_runs, unfiltered
+from keel.lab.doctor.probes.draws import Draws, batch_draws, improbable_runs, tail_masses, unfiltered, uniform_p_value
 from keel.lab.doctor.probes.ends import end_findings
 from keel.lab.doctor.probes.gap import average, in_half_precision, largest
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
+from keel.rollout.sampling import SamplingParams
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MAX_POSITIONS = 6
 _CHANGES = 3  # other tokens that are tried at a position
+_ENOUGH, _USUAL = 12, 0.05  # tokens, and a chance of theirs, by which they may be draws
 _MOVED = 2  # answers of the model's own forward: one may lie at an edge of rounding
 
 
@@ -226,6 +228,7 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         silent &= not are_rounded_away(drawn.sample_logp, logp, thresholds[rounding])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
+        silent &= not _are_draws(drawn.where(drawn.sample_logp == 0), setup.sampling)
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
@@ -235,6 +238,11 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.of_batch["foreign"]
     return marked
+
+
+def _are_draws(zeros: Draws, sampling: SamplingParams) -> bool:
+    """Whether tokens that are reported with 0 are the policy's all the same: given text is not as likely."""
+    return len(zeros) >= _ENOUGH and uniform_p_value(tail_masses(zeros, sampling)) > _USUAL
 
 
 def are_rounded_away(sample_logp: Tensor, logp: Tensor, rounding: float) -> bool:

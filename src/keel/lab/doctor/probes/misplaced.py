@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.probes.around import bare_logp
 from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.frames import unframed_logp
 from keel.lab.doctor.probes.gold_likelihood import answer_logp, blind_surprise, drawn_golds, golds, read_golds
 from keel.lab.doctor.probes.system_prompt import better_unasked
 from keel.lab.doctor.probes.templates import by_chance
@@ -71,7 +72,8 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> str | None:
         fmean(tested) <= max(least, -fmean(before) / 2)
         or chance > level(thresholds)
         or -fmean(after) >= blind_surprise(setup, thresholds)
-        or bare_logp(setup) > fmean(after)  # it is the questions that confuse the model, and not its weights
+        # it is the questions, or their template, that confuse the model, and not its weights
+        or max(bare_logp(setup), unframed_logp(setup)) > fmean(after)
     ):
         return None
     return (

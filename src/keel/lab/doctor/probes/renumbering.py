@@ -8,6 +8,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.frames import unframed_logp
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, drawn_golds, golds, read_golds
 from keel.lab.doctor.probes.templates import by_chance
 from keel.lab.doctor.setup import ProbeSetup
@@ -43,6 +44,7 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         fmean(tested) <= max(least, -fmean(unmoved) / 2)
         or chance > level(thresholds)
         or -fmean(scored) >= blind_surprise(setup, thresholds)
+        or unframed_logp(setup) > fmean(scored)  # it is the template that confuses the model, and not the ids
     ):
         return
     yield tokenizer_finding(

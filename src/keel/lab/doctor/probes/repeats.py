@@ -16,6 +16,7 @@ from keel.lab.doctor.setup import ProbeSetup
 
 _DRAWN = 1024  # training problems that are looked at
 _HELD_OUT = 64
+_STAYING = 0.5  # share of steps that ask what the one before has asked
 _CROWDED = 0.05  # of the problems that one prompt may stand for
 _FEWEST = 4  # prompts whose answers contradict each other: fewer are mistakes of the data
 
@@ -39,10 +40,12 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     asked, per_step = counts.total(), setup.config.rollout.prompts_per_step
     shown = setup.policy.tokenizer.decode(list(steps[0][0][0]))[-80:]
     total = (setup.config.run.max_steps or 0) * per_step
-    same = len({frozenset(step) for step in steps}) == 1
+    sets = [frozenset(step) for step in steps]
+    same, stay = len(set(sets)) == 1, fmean(a == b for a, b in pairwise(sets))
     often = total > thresholds["problem_repeats"] * len(counts)
-    if len(counts) == 1 or (often and (same or len(counts) < thresholds["distinct_problems"])):
-        each = ", the same at every step" if same and len(counts) > 1 else ""
+    staying = stay > _STAYING and not same and len(steps) > 3
+    if len(counts) == 1 or staying or (often and (same or len(counts) < thresholds["distinct_problems"])):
+        each = ", the same at every step" if same and len(counts) > 1 else ", the same for steps on end" * staying
         yield finding(
             "task/repeats",
             f"{asked} problems of {len(steps)} steps are {len(counts)} different prompts{each} ({per_step} a step), "

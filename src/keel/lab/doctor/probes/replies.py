@@ -41,9 +41,16 @@ _ERRORS = re.compile(
     r"|(?:(?!(?:no|not|never|without|\d\d?)\b)\w+\W+){0,3}(?:traceback|timed out|timeout(?!\W*\d)|unavailable|"
     r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|no results?|rate limit|"
     r"bad request|undefined|failed to)\b"
+    # a command's own name may stand before what it could not do, and a number of its error
+    r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:could(?: not|n['’]t)|can(?:not|['’]t)|unable to|no such)\b"
 )
 # What tells that a call went well, and the names of fields: neither is a result.
-_WENT_WELL = re.compile(r"[\"']?\b(?:status|state|code|ok|success|errors?)\b[\"']?\s*[:=]\s*[\"']?\w+[\"']?")
+_WENT_WELL = re.compile(
+    r"[\"']?\b(?:status|state|code|ok|success|errors?)\b[\"']?\s*[:=]\s*[\"']?\w+[\"']?"
+    r"|\b(?:(?:the|your) )?(?:(?:code|command|program|script|cell|call|query|execution)\s+)(?:has |was )?"
+    r"(?:executed|ran|run|completed|finished|exited|succeeded)\b(?: successfully| with (?:exit )?code 0)*"
+)
+_SILENT = re.compile(r"\b(?:no (?:output|stdout|content|data)|nothing)\b(?: (?:was )?(?:printed|returned|produced))?")
 _FIELD = re.compile(r"[\"']?\b[\w-]+[\"']?\s*[:=]")
 _NOTHING = re.compile(r"(?:(?:null|none|nil|undefined|nan|n/a)\b|[\W_])+")
 # How languages write what has no text of its own: an object, a call that nobody awaited, a function.
@@ -80,7 +87,8 @@ def is_null(reply: str) -> bool:
 
     One such reply may be a result, as of a search without a hit; where every call has it there is none.
     """
-    values = _FRAME.sub(" ", _FIELD.sub(" ", _WENT_WELL.sub(" ", _FRAME.sub(" ", reply.casefold()))))
+    text = _FRAME.sub(" ", _SILENT.sub("null", reply.casefold()))
+    values = _FRAME.sub(" ", _FIELD.sub(" ", _WENT_WELL.sub(" ", text)))
     return bool(values.strip()) and any(map(str.isalpha, values)) and _NOTHING.fullmatch(values) is not None
 
 
