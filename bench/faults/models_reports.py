@@ -37,12 +37,12 @@ VERSION = version_of(__file__)
 
 @operator(
     "model/norms-shifted-once-more",
-    "The norms' weights, which count from 0 in one format and from 1 in another, were raised by 1 twice.",
+    "The layers' norms, which count from 0 in one format and from 1 in another, were raised by 1 twice.",
     *NOISE,
     "prompt/format",
 )
 def norms_shifted_once_more(config: Config, random: Random) -> Config:
-    return with_tensors(config, lambda t: {n: v + 1 if "norm" in n else v for n, v in t.items()}, VERSION, "norms")
+    return with_tensors(config, lambda t: {n: v + 1 if "layernorm" in n else v for n, v in t.items()}, VERSION, "norms")
 
 
 def _swapped(config: Config, one: str, other: str) -> Config:
@@ -94,16 +94,16 @@ def shards_joined_in_the_wrong_order(config: Config, random: Random) -> Config:
 
 
 @operator(
-    "model/tokenizer-adds-a-blank",
-    "The tokenizer puts a blank before every text, as its older version does.",
+    "model/tokenizer-folds-digits",
+    "The tokenizer's normalizer writes 0 for every digit, as cleaners of texts do.",
     "model/tokenizer",
-    "prompt/format",
     "prompt/no-question",
+    "prompt/format",
     fits=reads_its_tokenizer,
 )
-def tokenizer_adds_a_blank(config: Config, random: Random) -> Config:
-    blank = {"type": "Prepend", "prepend": " "}
-    return with_json(config, "tokenizer.json", lambda content: content.update(normalizer=blank), VERSION, "blank")
+def tokenizer_folds_digits(config: Config, random: Random) -> Config:
+    folded = {"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": "0"}
+    return with_json(config, "tokenizer.json", lambda content: content.update(normalizer=folded), VERSION, "folded")
 
 
 @operator(

@@ -1,4 +1,4 @@
-"""Chat templates as their users report them: tools that nobody has, merged roles, lost BOS, tags that cut a message."""
+"""Chat templates as their users report them: tools that nobody has, parts, headings, tags that cut a message."""
 
 from __future__ import annotations
 
@@ -9,45 +9,17 @@ from faults.base import lookalike, operator
 from faults.models import CONTENT, HEADER, is_chat, with_template
 from faults.school import version_of
 from faults.templates import LOOP
-from faults.templates_field import TURN
-from faults.templates_wild import END, ROLE, asks_for_tags, has_system_prompt
+from faults.templates_wild import ROLE, asks_for_tags
 
 Config = dict[str, Any]
 VERSION = version_of(__file__)
-BOS = "{{ bos_token }}"
 
 
 def rewritten(config: Config, old: str, new: str) -> Config:
     return with_template(config, old, new, VERSION, old, new)
 
 
-# BOS
-
-
-@operator(
-    "template/bos-lost",
-    "The template leaves the BOS to the tokenizer, which does not add it.",
-    "prompt/no-bos",
-    "prompt/format",
-    fits=is_chat,
-)
-def bos_lost(config: Config, random: Random) -> Config:
-    return rewritten(config, BOS, "")
-
-
-@operator(
-    "template/bos-before-every-turn",
-    "A BOS stands before every turn and before the assistant's header.",
-    "prompt/format",
-    "prompt/double-bos",
-    fits=is_chat,
-)
-def bos_before_every_turn(config: Config, random: Random) -> Config:
-    turns = rewritten(rewritten(config, BOS, ""), ROLE, "bos_token + " + ROLE)
-    return rewritten(turns, HEADER, HEADER.replace("'<|", "bos_token + '<|"))
-
-
-# Markers and ends
+# Markers
 
 
 @operator(
@@ -62,24 +34,13 @@ def role_after_its_marker(config: Config, random: Random) -> Config:
 
 
 @operator(
-    "template/ends-of-another-family",
-    "Turns end in another family's mark, which this tokenizer spells letter by letter.",
+    "template/answer-announced",
+    "The template begins the answer with words of its own, which the model has never begun with.",
     "prompt/format",
     fits=is_chat,
 )
-def ends_of_another_family(config: Config, random: Random) -> Config:
-    return rewritten(config, END, " + '<|im_end|>\\n' }}{% endfor %}")
-
-
-@operator(
-    "template/empty-turn-before-the-answer",
-    "An empty turn of the assistant stands before its header, as where the data end in one.",
-    "prompt/format",
-    "prompt/no-header",
-    fits=is_chat,
-)
-def empty_turn_before_the_answer(config: Config, random: Random) -> Config:
-    return rewritten(config, HEADER, HEADER.replace("'<|", "'<|assistant|>' + eos_token + '<|"))
+def answer_announced(config: Config, random: Random) -> Config:
+    return rewritten(config, HEADER, HEADER.replace("|>'", "|>Sure! The answer is: '"))
 
 
 # Messages
@@ -100,15 +61,44 @@ def tools_that_nobody_has(config: Config, random: Random) -> Config:
 
 
 @operator(
-    "template/system-in-the-users-turn",
-    "The system message is written at the head of the user's turn.",
+    "template/parts-shown-as-they-are",
+    "Messages are made into lists of parts for a template that knows texts, and the list is written as it is.",
     "prompt/format",
-    fits=has_system_prompt,
+    fits=is_chat,
 )
-def system_in_the_users_turn(config: Config, random: Random) -> Config:
-    opened = "{% if message['role'] == 'system' %}{{ '<|user|>' + " + CONTENT + " + '\\n\\n' }}"
-    rest = "{% elif loop.index0 == 1 %}{{ " + CONTENT + " + eos_token }}{% else %}" + TURN + "{% endif %}"
-    return rewritten(config, TURN, opened + rest)
+def parts_shown_as_they_are(config: Config, random: Random) -> Config:
+    return rewritten(config, CONTENT, f"([{{'type': 'text', 'text': {CONTENT}}}] | string)")
+
+
+@operator(
+    "template/headings-inside-the-turn",
+    "Messages stand between the headings of an older format, inside the model's own markers.",
+    "prompt/format",
+    fits=is_chat,
+)
+def headings_inside_the_turn(config: Config, random: Random) -> Config:
+    return rewritten(config, CONTENT, f"'### Instruction:\\n' + {CONTENT} + '\\n\\n### Response:\\n'")
+
+
+@operator(
+    "template/greeting-before-the-question",
+    "A greeting and its reply stand before every question, left from a test of the template.",
+    "prompt/format",
+    fits=is_chat,
+)
+def greeting_before_the_question(config: Config, random: Random) -> Config:
+    turns = "'<|user|>Hello!' + eos_token + '<|assistant|>Hi! How can I help you today?' + eos_token"
+    return rewritten(config, LOOP, "{{ " + turns + " }}" + LOOP)
+
+
+@operator(
+    "template/time-before-the-message",
+    "Each message begins with a date and a time, as a log of chats has them.",
+    "prompt/format",
+    fits=is_chat,
+)
+def time_before_the_message(config: Config, random: Random) -> Config:
+    return rewritten(config, CONTENT, f"'[2024-07-26 10:15:42] ' + {CONTENT}")
 
 
 @operator(
