@@ -1,4 +1,4 @@
-"""Scorers as their users report them: windows, norms, adapters that stay off, prompts without a gradient."""
+"""Scorers as their users report them: windows, softmaxes, adapters that stay off, prompts without a gradient."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from faults.base import edited, lookalike, option, path_of
 from faults.scorers import given, is_scored_natively, logits_of, picked, right, scorer_fault
-from faults.scorers_passes import _last_hidden, _trains_all, _with_head
+from faults.scorers_passes import _trains_all
 from keel.models.scorer import ScoreRows
 
 # What is attended to
 
 
 def sliding_window(model: nn.Module, rows: ScoreRows, *, temperature: float) -> Tensor:
-    """Each token attends to as many before it as half of the shortest prompt has."""
-    window = max(3, int(rows.prompt_lengths.min()) // 2)
+    """Each token attends to as many before it as a quarter of the shortest prompt has."""
+    window = max(2, int(rows.prompt_lengths.min()) // 4)
     places = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
     behind = places[:, None] - places[None]
     near = (behind >= 0) & (behind < window)
@@ -39,19 +39,16 @@ scorer_fault(
 # Which numbers
 
 
-def normed_twice(model: nn.Module, rows: ScoreRows, *, temperature: float) -> Tensor:
-    """The last hidden states, which are normed already, go through the last norm once more."""
-    whole: Any = model
-    hidden = whole.model.norm(_last_hidden(model, rows))
-    return _with_head(hidden, whole.get_output_embeddings().weight, rows, temperature)
+def softmax_over_the_sequence(model: nn.Module, rows: ScoreRows, *, temperature: float) -> Tensor:
+    """Logits are normalised over the places of a row in place of the vocabulary."""
+    return picked((logits_of(model, rows) / temperature).log_softmax(1), rows)
 
 
 scorer_fault(
-    "scorer/normed-twice",
-    "the head of a fused kernel is put on hidden states that went through the last norm twice",
+    "scorer/softmax-over-the-sequence",
+    "the softmax runs over the places of a row, the wrong dimension, and not over the vocabulary",
     "scoring/mismatch",
-    scorers=[normed_twice],
-    fits=_trains_all,
+    scorers=[softmax_over_the_sequence],
 )
 
 # Which gradient

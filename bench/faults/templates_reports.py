@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from faults.base import lookalike, operator
+from faults.data import reads_chat
 from faults.models import CONTENT, HEADER, is_chat, with_template
 from faults.school import version_of
 from faults.templates import LOOP
@@ -50,7 +51,7 @@ def answer_announced(config: Config, random: Random) -> Config:
     "template/tools-that-nobody-has",
     "The template describes tools and how to call them, although there are none.",
     "prompt/format",
-    fits=is_chat,
+    fits=reads_chat,
 )
 def tools_that_nobody_has(config: Config, random: Random) -> Config:
     text = (
@@ -64,7 +65,7 @@ def tools_that_nobody_has(config: Config, random: Random) -> Config:
     "template/parts-shown-as-they-are",
     "Messages are made into lists of parts for a template that knows texts, and the list is written as it is.",
     "prompt/format",
-    fits=is_chat,
+    fits=reads_chat,
 )
 def parts_shown_as_they_are(config: Config, random: Random) -> Config:
     return rewritten(config, CONTENT, f"([{{'type': 'text', 'text': {CONTENT}}}] | string)")
@@ -74,7 +75,7 @@ def parts_shown_as_they_are(config: Config, random: Random) -> Config:
     "template/headings-inside-the-turn",
     "Messages stand between the headings of an older format, inside the model's own markers.",
     "prompt/format",
-    fits=is_chat,
+    fits=reads_chat,
 )
 def headings_inside_the_turn(config: Config, random: Random) -> Config:
     return rewritten(config, CONTENT, f"'### Instruction:\\n' + {CONTENT} + '\\n\\n### Response:\\n'")
@@ -84,7 +85,7 @@ def headings_inside_the_turn(config: Config, random: Random) -> Config:
     "template/greeting-before-the-question",
     "A greeting and its reply stand before every question, left from a test of the template.",
     "prompt/format",
-    fits=is_chat,
+    fits=reads_chat,
 )
 def greeting_before_the_question(config: Config, random: Random) -> Config:
     turns = "'<|user|>Hello!' + eos_token + '<|assistant|>Hi! How can I help you today?' + eos_token"
@@ -95,7 +96,7 @@ def greeting_before_the_question(config: Config, random: Random) -> Config:
     "template/time-before-the-message",
     "Each message begins with a date and a time, as a log of chats has them.",
     "prompt/format",
-    fits=is_chat,
+    fits=reads_chat,
 )
 def time_before_the_message(config: Config, random: Random) -> Config:
     return rewritten(config, CONTENT, f"'[2024-07-26 10:15:42] ' + {CONTENT}")
