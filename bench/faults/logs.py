@@ -21,6 +21,7 @@ import faults.log_operators
 import faults.log_operators_field
 import faults.log_operators_late
 import faults.log_operators_policy
+import faults.log_operators_reports
 import faults.log_operators_run
 import faults.log_operators_wild  # noqa: F401  (they register their operators)
 from faults.log_names import LOGGED, PART, PARTS_LOGGED, TRAINERS
