@@ -3,7 +3,7 @@
 # MODEL is the model's folder, DATA holds GSM8K's train.jsonl and test.jsonl; about 25 minutes of one H200. Runs that stand
 # beside each other share the GPU, so that GRPO and more of the supervised start get the same share of the same minutes.
 # MINUTES=6 is what each run of GSM8K trains for, JOBS=5 how many runs of the study of β go at a time; further options go to
-# each call of bench/results.py (--tiny: the whole path on a CPU, but for the study).
+# each call of bench/results.py (--tiny: the whole path on a CPU, without the study). It ends with status 1 where a run failed.
 set -euo pipefail
 model=$1 data=$2 out=$3
 shift 3
@@ -34,10 +34,18 @@ beside=(--minutes "${MINUTES:-6}" --beside 2 --set optim.microbatch_tokens=24576
 results gsm8k-0 run gsm8k --seed 0 "${beside[@]}" &
 results gsm8k-1 run gsm8k --seed 1 "${beside[@]}" &
 results more-sft run gsm8k_more_sft --seed 0 "${beside[@]}" &
-together || echo "results: going on with the study" >&2
+status=0
+together || status=1
+case " $* " in *" --tiny "*) exit "$status" ;; esac
 
-start=$(find "$out/countdown" -mindepth 2 -maxdepth 2 -name '*.json' | head -n 1)
+starts=("$out"/countdown/warmstart/*.json)
+if [ "${#starts[@]}" != 1 ] || [ ! -e "${starts[0]}" ]; then
+  echo "results: ${#starts[@]} starts of Countdown in $out/countdown/warmstart, one is needed: give an empty OUT" >&2
+  exit 1
+fi
+start=${starts[0]}
 echo "results: the study of β at $SECONDS s, from ${start%.json}"
 "$PYTHON" -m keel ablate "$here/../configs/results/kl_beta.yaml" "model.name=${start%.json}" warmstart=null \
-  optim.microbatch_tokens=24576 --jobs "${JOBS:-5}" --out "$out/kl" >"$out/ablate.log" 2>&1
-echo "results: all at $SECONDS s"
+  optim.microbatch_tokens=24576 --jobs "${JOBS:-5}" --out "$out/kl" >"$out/ablate.log" 2>&1 || status=1
+echo "results: all at $SECONDS s, status $status"
+exit "$status"

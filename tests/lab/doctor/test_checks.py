@@ -120,7 +120,7 @@ def test_the_figures_and_steps_are_in_the_evidence():
     assert "11.5" in finding.cause  # e^11.5 = 1e5
 
 
-@pytest.mark.parametrize(("gap", "code"), [(5.0, "sampler/temperature"), (30.0, "sampler/mismatch")])
+@pytest.mark.parametrize(("gap", "code"), [(20.0, "sampler/temperature"), (30.0, "sampler/mismatch")])
 def test_a_temperature_does_not_make_a_drawn_token_impossible(gap, code):
     history = FAULTS["sampler/temperature"]
     far = Series.of((step, gap) for step in range(1, 61))

@@ -51,5 +51,18 @@ def test_all_of_them_reversed_are_one_finding_first() -> None:
 def test_a_part_of_a_tensor_without_its_gradient_is_named(name: str) -> None:
     """Along the gradient that is left the slope is right."""
     half = (torch.arange(4) < 2).float()[:, None]
-    assert wrong({name: half}) == ["what has a gradient of 0"]
+    assert wrong({name: half}) == [f"what has no gradient in {name}"]
     assert wrong({"blind": half}) == []
+
+
+@pytest.mark.parametrize("padding", [2, None])
+def test_a_row_that_torch_never_trains_is_no_fault(padding: int | None) -> None:
+    """The end token is often the padding too, and stands in prompts."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(4, 8, padding_idx=padding)
+    nn.init.normal_(embedding.weight)
+    ids = torch.tensor([0, 2, 1, 2])
+    (gradient,) = torch.autograd.grad(embedding(ids).square().sum(), embedding.weight)
+    named, value = [("e.weight", embedding.weight)], lambda: float(embedding(ids).square().sum())
+    assert wrong_derivatives(named, [gradient], value, {"e.weight": 2}) == []
+    assert bool(wrong_derivatives(named, [gradient], value)) == (padding == 2)

@@ -15,7 +15,7 @@ from keel.base.types import Problem
 from keel.envs import Task
 from keel.lab.doctor.probes import renumbering
 from keel.lab.doctor.probes.fickle import fickle_findings
-from keel.lab.doctor.probes.frames import frame_findings, frame_of, matters, unframed_logp
+from keel.lab.doctor.probes.frames import frame_findings, frame_of, matters
 from keel.lab.doctor.probes.gold_likelihood import Gold
 from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.renumbering import shifted_findings
@@ -131,10 +131,32 @@ def test_ids_that_are_off_by_one_are_found_and_right_ones_are_not() -> None:
     assert [*shifted_findings(setup_of(CHAT_TEMPLATE), thresholds)] == []
 
 
-def test_ids_that_would_help_less_than_another_template_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unframed_logp(setup_of(THOUGHT, irritating="<")) > -0.1 > unframed_logp(setup_of(CHAT_TEMPLATE, off=1))
-    monkeypatch.setattr(renumbering, "unframed_logp", lambda setup: 0.0)
-    assert [*shifted_findings(setup_of(CHAT_TEMPLATE, off=1), load_thresholds())] == []
+class Twofold(Knowing):
+    """Reads ids that are one higher as well, and is less sure of them; what irritates it is then another token."""
+
+    blank: int
+
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        out = super().forward(input_ids)
+        for row, tokens in enumerate(input_ids.tolist()):
+            for i in range(len(tokens)) if self.blank + 1 in tokens else ():
+                digits = [self.answers[t - 1] for t in tokens[: i + 1] if t - 1 in self.answers]
+                out.logits[row, i] = 0.0
+                if digits:
+                    out.logits[row, i, digits[-1] + 1] = SURE / 2
+        return out
+
+
+def test_ids_that_help_less_than_another_template_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of(THOUGHT, irritating="<")
+    own = setup.policy.model
+    setup.policy.model = Twofold(own.size, own.answers, own.irritating, own.follows)
+    setup.policy.model.blank = setup.policy.tokenizer.encode(" ", add_special_tokens=False)[0]
+    assert [*shifted_findings(setup, load_thresholds())] == []
+    assert found(setup)[0][0] == "prompt/format"
+    monkeypatch.setattr(renumbering, "unframed_logp", lambda setup: -torch.inf)
+    (finding,) = shifted_findings(setup, load_thresholds())
+    assert "1 higher" in finding.evidence
 
 
 def test_what_is_written_on_both_sides_of_a_message_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,8 @@ def test_other_problems_answers_that_earn_in_full_on_nearly_all_problems_are_nam
     assert "on 16 of 16 problems" in found.evidence
     assert not [*_any_answer(judged(*[(1.0, 0.0, 0.8)] * 16), thresholds)]
     assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0)] * 8), thresholds)]  # too few
+    better = replace(judged((2.0, 0.0, 0.0))[0], others=())  # than all that was compared
+    assert not [*_any_answer([*judged(*[(1.0, 0.0, 1.0)] * 16), better], thresholds)]
     assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0), (1.0, 0.0, 0.0)] * 16), thresholds)]  # right by luck
 
 

@@ -23,8 +23,8 @@ from lab.doctor.schooled import schooled_config
 LIMITS = load_thresholds()
 
 
-def controlled(text: str, steps: int = 100) -> list[Finding]:
-    config = schooled_config(f"kl.controller={text}", f"run.max_steps={steps}")
+def controlled(text: str, steps: int = 100, *more: str) -> list[Finding]:
+    config = schooled_config(f"kl.controller={text}", f"run.max_steps={steps}", *more)
     run = SimpleNamespace(controller=controller_of(config.kl, config.episodes_per_step))
     setup: Any = SimpleNamespace(config=config, run=run)
     return [*steered(setup, {}, LIMITS)] or [*over_the_run(setup, {}, LIMITS)]
@@ -46,6 +46,11 @@ def test_controllers_that_do_not_fit_the_run(controller: str, words: str) -> Non
     (found,) = controlled(controller)
     assert (found.code, found.severity) == ("kl/controller", "warning")
     assert words in found.cause
+
+
+@pytest.mark.parametrize("beta", [1e-4, 3e-4, 1e-3, 0.04])
+def test_a_small_beta_that_a_controller_multiplies_rules_nothing(beta: float) -> None:
+    assert controlled("{name: pid, target: 0.05}", 100, f"kl.beta={beta}") == []
 
 
 @pytest.mark.parametrize(

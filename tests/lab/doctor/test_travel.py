@@ -147,6 +147,11 @@ def test_as_many_problems_as_a_step_asks_for_are_too_few_for_a_long_run_alone() 
     assert probed(*stuck, "run.max_steps=5") == []
 
 
+def test_a_small_pool_that_each_step_exhausts_is_no_batch_that_stays() -> None:
+    pool = ["task={name: arithmetic, skill: max, low: 0, high: 2}", "rollout.prompts_per_step=16", "run.max_steps=5"]
+    assert "task/repeats" not in [finding.code for finding in probed(*pool)]
+
+
 HEALTHY = {
     "plain text": [],
     "another seed": ["run.seed=2"],

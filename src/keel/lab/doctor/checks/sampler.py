@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, unfiltered
 from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
-from keel.lab.doctor.findings import Advice, finding
+from keel.lab.doctor.findings import Advice, Severity, finding
 from keel.lab.doctor.history import LARGEST, History, Series
 
 
@@ -68,12 +68,24 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
             "sync reaches it",
         )
         return
-    code, cause = _constant_cause(history, large=now.mean > size.error)
+    severity: Severity = "error" if now.mean > size.error else "warning"
     since = (
         "the gap is there from the first step, so it is not the weights"
         if first.steps[0] <= 1
         else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
     )
+    if impossible := _impossible(history):
+        yield finding(
+            "sampler/mismatch",
+            evidence,
+            f"{since}: at every one of the last steps a token that one side drew is {impossible:.3g} nats or more less "
+            "likely to the other, which neither temperature nor rounding does: other tokens, prompts that were cut or "
+            "shifted, or experts that are chosen otherwise",
+            "compare the log-probabilities of one completion, token by token, from both",
+            severity=severity,
+        )
+        return
+    code, cause = _constant_cause(history, large=now.mean > size.error)
     yield finding(
         code,
         evidence,
@@ -85,7 +97,7 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
             joined="; ",
         ),
         guess=code == "sampler/temperature",
-        severity="error" if now.mean > size.error else "warning",
+        severity=severity,
     )
 
 
@@ -185,16 +197,15 @@ def _left_behind(history: History, gap: Series) -> float | None:
     return gap.mean / moved if moved > 0 else None
 
 
+def _impossible(history: History) -> float:
+    """The least of the last steps' largest gaps of a token, where no usual temperature makes one; else 0."""
+    gap, heat = history.get("logp/sampler_gap_max"), history.figure("rollout.temperature") or 1.0
+    largest = gap.tail(RECENT).finite.values if gap is not None else ()
+    return least if (least := min(largest, default=0.0)) > IMPOSSIBLE * max(heat, 1 / heat) else 0.0
+
+
 def _constant_cause(history: History, *, large: bool) -> tuple[str, str]:
     """The likeliest of the causes that a log cannot tell apart, by the options."""
-    gap = history.get("logp/sampler_gap_max")
-    least = min(gap.tail(RECENT).finite.values, default=0.0) if gap is not None else 0.0
-    if least > IMPOSSIBLE:
-        return "sampler/mismatch", (
-            f"tokens that one side draws are {least:.3g} nats less likely to the other at every step, and more, "
-            "which neither temperature, filters nor rounding does: other tokens, cut or shifted prompts, or layers of "
-            "experts that are chosen otherwise are"
-        )
     top_p, top_k, min_p = (history.figure(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
     if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
         return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"

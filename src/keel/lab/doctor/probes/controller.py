@@ -19,7 +19,7 @@ FEW_UPDATES = 20  # a tenth of those: a schedule that ends takes longer
 SCHEDULES = ("warmup", "linear", "cosine")  # Keel's own, which end where they were told to
 PER_TOKEN = 0.05  # nats: the usual target of a controller
 WAVE, HALF_WAVE = 1.25, 5  # times the target and below it, as a step's KL scatters, for so many steps each
-MANY_FOLD = 100.0  # times the β it starts from, within half a wave: a scatter of a quarter is no reason for that
+MANY_FOLD, FELT = 100.0, 0.1  # times the β it starts from, by scatter alone, and a β that recipes do not go beyond
 FAR_OVER = 10.0  # times the target, for the whole run
 IDLE = 0.005  # of β: a controller that moves it by less in a whole run does not steer
 MOST_STEPS = 2_000
@@ -154,9 +154,8 @@ def over_the_run(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
         low, high = min(wave[HALF_WAVE:]), max(wave)
         swing = high / low if low > 0 else math.inf if high > 0 else 1.0
         figures |= {"beta_swing": swing, "beta_steered": max(far) / start if start > 0 else math.inf}
-        if swing > thresholds["controller_swing"] and (
-            high > thresholds["beta_strong"] or high > MANY_FOLD * start > 0
-        ):
+        leap = max(FELT, MANY_FOLD * start) if start > 0 else math.inf
+        if swing > thresholds["controller_swing"] and high > min(leap, thresholds["beta_strong"]):
             evidence = (
                 f"{name} takes β from {low:.2g} to {high:.3g} and back while the KL scatters by a quarter about its "
                 f"target of {level:g} (over {thresholds['controller_swing']:g} times)"

@@ -7,13 +7,14 @@ when a weight is moved does not ask autograd.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 STEP = 0.01  # nats that a step should move the log-probability by; rounding of a sum in fp32 is a thousandth of it
 RELATIVE = 0.02  # of a tensor's size, that a step moves it by at most
+RELATIVE_ZEROS = 0.1  # the same along a random direction, in which slopes are small
 NOISE = 1e-3  # nats: a smaller change is not told from rounding
 WRONG = 0.5  # share of the slope that may be off: curvature over such a step is some hundredths of it
 STEADY = 0.1  # share of the slope by which two sizes of the step may differ
@@ -21,12 +22,16 @@ TENSORS, SECONDS = 32, 0.5  # that are looked at, and for how long
 
 
 def wrong_derivatives(
-    named: Sequence[tuple[str, nn.Parameter]], gradients: Sequence[Tensor], value: Callable[[], float]
+    named: Sequence[tuple[str, nn.Parameter]],
+    gradients: Sequence[Tensor],
+    value: Callable[[], float],
+    untrained: Mapping[str, int] = {},
 ) -> list[tuple[str, float, float]]:
     """Names of tensors along whose gradient `value` has another slope, with that slope and the gradient's.
 
-    The first entry may be all of them together. What has a gradient of 0, or a tensor whose gradient is too small to be
-    tried, is moved along a random direction: a weight that moves the value has a gradient.
+    The first entry may be all of them together. A tensor whose gradient is too small to be tried, and what has none
+    within a tensor that has one, is moved along a random direction: a weight that moves the value has a gradient.
+    `untrained` names rows of tensors that have none on purpose.
     """
     generator, began = torch.Generator().manual_seed(0), time.monotonic()
     wrong = []
@@ -34,38 +39,60 @@ def wrong_derivatives(
     single = [([parameter], [gradient], name) for (name, parameter), gradient in zip(named, gradients, strict=True)]
     every = [parameter for _, parameter in named]
     for weights, slopes, name in [(every, list(gradients), "all weights together"), *single[::stride]]:
-        if time.monotonic() - began > SECONDS and name != "all weights together":
+        whole = name == "all weights together"
+        if time.monotonic() - began > SECONDS and not whole:
             break
         found = _wrong_slope(weights, slopes, value, generator)
+        if found is None and not whole:
+            found = _wrong_zeros(weights[0], slopes[0], value, generator, untrained.get(name))
+            name = f"what has no gradient in {name}"
         if found is not None:
             wrong.append((name, *found))
-    still = [(gradient == 0).float() for gradient in gradients]
-    found = None if wrong or not _norm(still) else _wrong_slope(every, list(gradients), value, generator, still)
-    return wrong if found is None else [("what has a gradient of 0", *found)]
+    return wrong
 
 
 def _wrong_slope(
-    weights: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor],
-    value: Callable[[], float],
-    generator: torch.Generator,
-    among: Sequence[Tensor] | None = None,
+    weights: Sequence[nn.Parameter], gradients: Sequence[Tensor], value: Callable[[], float], generator: torch.Generator
 ) -> tuple[float, float] | None:
-    """The measured slope along a direction of unit length and the gradient's, where they are not the same.
-
-    Along the gradient, or along a random direction `among` those weights that are marked there.
-    """
+    """The measured slope along a direction of unit length and the gradient's, where they are not the same."""
     size = _norm([weight.detach() for weight in weights]) or 1.0
     slope, farthest = _norm(gradients), RELATIVE * size
-    if among is None and slope * farthest > NOISE:
+    if slope * farthest > NOISE:
         direction = [gradient.float() / slope for gradient in gradients]
         step = min(STEP / slope, farthest)
     else:
         noise = [torch.randn(w.shape, generator=generator).to(w.device) for w in weights]
-        noise = noise if among is None else [part * mark for part, mark in zip(noise, among, strict=True)]
         length, step = _norm(noise), farthest
         direction = [part / length for part in noise]
         slope = sum(float((g.float() * d).sum()) for g, d in zip(gradients, direction, strict=True))
+    return _another(weights, direction, slope, step, value)
+
+
+def _wrong_zeros(
+    weight: nn.Parameter,
+    gradient: Tensor,
+    value: Callable[[], float],
+    generator: torch.Generator,
+    untrained: int | None,
+) -> tuple[float, float] | None:
+    """The slope among weights whose gradient is 0 although others of their tensor have one."""
+    still = gradient == 0
+    if untrained is not None:
+        still[untrained] = False
+    if not bool(still.any()) or bool(still.all()):
+        return None
+    noise = torch.randn(weight.shape, generator=generator).to(weight.device) * still
+    step = RELATIVE_ZEROS * _norm([weight.detach() * still])
+    return _another([weight], [noise / _norm([noise])], 0.0, step, value) if step else None
+
+
+def _another(
+    weights: Sequence[nn.Parameter],
+    direction: Sequence[Tensor],
+    slope: float,
+    step: float,
+    value: Callable[[], float],
+) -> tuple[float, float] | None:
     measured = _central(weights, direction, step, value)
     if not _differ(measured, slope, step):
         return None

@@ -76,8 +76,7 @@ def frame_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     golds = [gold for _, gold in first]
     if name is None or not matters(golds, answer_logp(setup, golds), shorter[name], thresholds):
         return
-    renderer = build_renderer(setup.config, setup.policy.tokenizer)
-    rest = [row for row in dict.fromkeys(_framed(setup, renderer, TESTING)) if row not in first]
+    rest = _testing(setup, first)
     if len(rest) < CHOOSING or not _in_all(rest, name):
         return
     whole, without = answer_logp(setup, [gold for _, gold in rest]), answer_logp(setup, _shortened(rest, name))
@@ -106,9 +105,14 @@ def frame_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
 
 
 def unframed_logp(setup: ProbeSetup) -> float:
-    """The mean log-probability a token of gold answers without the part of the template that they miss least."""
-    _, shorter = _chosen(setup)
-    return max(map(fmean, shorter.values()), default=-math.inf)
+    """The mean log-probability a token of gold answers without the part of the template that they miss least; −∞ where
+    there is none. Other problems than those tell it that have chosen the part."""
+    first, shorter = _chosen(setup)
+    name = max(shorter, key=lambda name: fmean(shorter[name]), default=None)
+    rest = _testing(setup, first) if name is not None else []
+    if name is None or len(rest) < CHOOSING or not _in_all(rest, name):
+        return -math.inf
+    return fmean(answer_logp(setup, _shortened(rest, name)))
 
 
 def _chosen(setup: ProbeSetup) -> tuple[list[tuple[Frame, Gold]], dict[str, list[float]]]:
@@ -119,6 +123,12 @@ def _chosen(setup: ProbeSetup) -> tuple[list[tuple[Frame, Gold]], dict[str, list
         setup.shared["frames"] = first, {name: answer_logp(setup, _shortened(first, name)) for name in names}
     chosen: tuple[list[tuple[Frame, Gold]], dict[str, list[float]]] = setup.shared["frames"]
     return chosen
+
+
+def _testing(setup: ProbeSetup, first: Sequence[tuple[Frame, Gold]]) -> list[tuple[Frame, Gold]]:
+    """Further problems, each once."""
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    return [row for row in dict.fromkeys(_framed(setup, renderer, TESTING)) if row not in first]
 
 
 def matters(golds: Sequence[Gold], before: Sequence[float], after: Sequence[float], thresholds: Thresholds) -> bool:

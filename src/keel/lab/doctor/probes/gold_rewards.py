@@ -436,11 +436,14 @@ def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thres
 def _any_answer(judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Other problems' gold answers, none of them this one's, that all earn what it does, on nearly all problems."""
     compared = [row for row in judged if row.others and row.gold > row.empty]
+    if len(compared) < len(judged):  # those with nothing to compare were better than others before them
+        return
     paid = [
         float(min(row.others) - row.empty >= thresholds["exploit_share"] * (row.gold - row.empty)) for row in compared
     ]
     if compared and _nearly_all(paid, thresholds):
-        yield replace(_paid("the gold answer of any other problem", "wrong", paid, "", thresholds), severity="warning")
+        found = _paid("the gold answer of any other problem", "wrong", paid, "", thresholds)
+        yield replace(found, severity="warning", advice=f"{found.advice}; nothing, where any of them is right")
 
 
 def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple[Attack, Payoff]]]:

@@ -117,7 +117,8 @@ def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
     with eval_mode(model):
         gradients = torch.autograd.grad(logp(), [p for _, p in named], allow_unused=True)
         whole = [torch.zeros_like(p) if g is None else g for g, (_, p) in zip(gradients, named, strict=True)]
-        wrong = wrong_derivatives(named, whole, lambda: float(logp()))
+        padding = {f"{name}.weight": row for name, row in _padding_rows(model)}
+        wrong = wrong_derivatives(named, whole, lambda: float(logp()), padding)
     if wrong:
         name, measured, slope = wrong[0]
         yield finding(
@@ -127,6 +128,13 @@ def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
             "a layer or a hook of the model changes gradients on their way: reverses, scales or cuts them",
             "take hooks on parameters, gradient reversal and detach() out of the model that is trained",
         )
+
+
+def _padding_rows(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Embeddings' rows that torch never trains, which may be the end token's as well."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            yield name, module.padding_idx
 
 
 def _norm(parts: Sequence[Tensor]) -> float:

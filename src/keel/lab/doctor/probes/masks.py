@@ -228,7 +228,7 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         silent &= not are_rounded_away(drawn.sample_logp, logp, thresholds[rounding])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
-        silent &= not _are_draws(drawn.where(drawn.sample_logp == 0), setup.sampling)
+        silent &= not _are_draws(drawn, silent, setup.sampling)
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
@@ -240,9 +240,18 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     return marked
 
 
-def _are_draws(zeros: Draws, sampling: SamplingParams) -> bool:
-    """Whether tokens that are reported with 0 are the policy's all the same: given text is not as likely."""
-    return len(zeros) >= _ENOUGH and uniform_p_value(tail_masses(zeros, sampling)) > _USUAL
+def _are_draws(drawn: Draws, silent: Tensor, sampling: SamplingParams) -> bool:
+    """Whether tokens that are reported with 0 are the policy's all the same.
+
+    They stand at one and the same place of all completions, and are as likely as draws: a policy that is not sure of
+    them would seldom have drawn given text, and what a tool says is longer than a token.
+    """
+    assert drawn.position is not None
+    places = drawn.position[silent].unique()
+    if len(places) != 1 or not bool((drawn.sample_logp[drawn.position == places[0]] == 0).all()):
+        return False
+    there = drawn.where(drawn.position == places[0])
+    return len(there) >= _ENOUGH and uniform_p_value(tail_masses(there, sampling)) > _USUAL
 
 
 def are_rounded_away(sample_logp: Tensor, logp: Tensor, rounding: float) -> bool:

@@ -14,7 +14,7 @@ import torch
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import Draws, batch_draws, draws
+from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, most_tokens
 from keel.lab.doctor.probes.evidence import (
     level,
     log_mean_exp,
@@ -170,12 +170,15 @@ def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -
 
 def no_copies_findings(setup: ProbeSetup, fitting: SamplingParams, thresholds: Thresholds) -> Iterator[Finding]:
     """Completions of a group must repeat each other as often as the policy does, and as draws under `fitting` do."""
-    count = max(_FEWEST_GROUPS, _DIFFERING // max(2, setup.sampling.num_generations))
+    size, length = setup.sampling.num_generations, max(1.0, setup.completion_length)
+    count = min(max(_FEWEST_GROUPS, _DIFFERING // size), int(most_tokens(setup) / (size * length)))
+    if size < 2 or count < _FEWEST_GROUPS:
+        return  # too few fit to be looked at
     problems = setup.run.task.sample(count, seed=setup.config.run.seed, step=NOISE_STEP)
     groups = setup.collect(problems, step=NOISE_STEP)
     if not all(all(completion.action) for group in groups for completion in group.completions):
         return  # what tools and users say in between is drawn by others
-    drawn = draws(setup, groups)  # of the first ones, where they are many
+    drawn = draws(setup, groups)  # of the first ones, where completions are longer than they were
     sums = torch.zeros(len(drawn.texts), dtype=torch.float64, device=drawn.tokens.device)
     both = [sums.index_add(0, drawn.row, drawn.logp(params)).tolist() for params in (setup.sampling, fitting)]
     odds = min(
@@ -185,8 +188,8 @@ def no_copies_findings(setup: ProbeSetup, fitting: SamplingParams, thresholds: T
     if odds > -math.log(level(thresholds)):
         yield finding(
             "sampler/noise",
-            f"completions of {count} groups repeat each other less than the policy repeats itself: by chance once in "
-            f"e^{odds:.3g}",
+            f"{len(drawn.texts)} completions in groups of {size} repeat each other less than the policy does itself: "
+            f"by chance once in e^{odds:.3g}",
             "the engine, or what stands around it, leaves out what it has drawn before: what the policy is sure of "
             "comes too seldom, its mistakes too often",
             "keep every completion that is drawn: a group's mean is that of independent draws",

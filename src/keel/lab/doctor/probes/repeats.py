@@ -43,7 +43,7 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     sets = [frozenset(step) for step in steps]
     same, stay = len(set(sets)) == 1, fmean(a == b for a, b in pairwise(sets))
     often = total > thresholds["problem_repeats"] * len(counts)
-    staying = stay > _STAYING and not same and len(steps) > 3
+    staying = stay > _STAYING and len(counts) > 1.5 * max(map(len, sets)) and len(steps) > 3
     if len(counts) == 1 or staying or (often and (same or len(counts) < thresholds["distinct_problems"])):
         each = ", the same at every step" if same and len(counts) > 1 else ", the same for steps on end" * staying
         yield finding(

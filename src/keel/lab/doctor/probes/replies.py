@@ -42,7 +42,8 @@ _ERRORS = re.compile(
     r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|no results?|rate limit|"
     r"bad request|undefined|failed to)\b"
     # a command's own name may stand before what it could not do, and a number of its error
-    r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:could(?: not|n['’]t)|can(?:not|['’]t)|unable to|no such)\b"
+    r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
+    r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"
 )
 # What tells that a call went well, and the names of fields: neither is a result.
 _WENT_WELL = re.compile(
