@@ -14,15 +14,9 @@ from keel.envs import build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _spread, probe_collection
-from keel.lab.doctor.probes.gold_rewards import (
-    JudgedGold,
-    _any_answer,
-    _lacking,
-    _nearly_all,
-    _paid_whatever,
-    gold_findings,
-    judged_golds,
-)
+from keel.lab.doctor.probes.exploits import any_answer, nearly_all
+from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
+from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, preflight_of
 from lab.doctor.schooled import schooled_config
@@ -97,10 +91,10 @@ def test_a_copy_of_two_operands_that_is_right_half_of_the_time_is_luck(seed: int
 
 def test_an_attack_must_pay_on_nearly_all_problems_and_on_more_than_luck_explains() -> None:
     thresholds = load_thresholds()
-    assert _nearly_all([1.0] * 16, thresholds)
-    assert _nearly_all([1.0] * 30 + [0.0] * 2, thresholds)
-    assert not _nearly_all([1.0] * 12, thresholds)
-    assert not _nearly_all([1.0] * 50 + [0.0] * 14, thresholds)
+    assert nearly_all([1.0] * 16, thresholds)
+    assert nearly_all([1.0] * 30 + [0.0] * 2, thresholds)
+    assert not nearly_all([1.0] * 12, thresholds)
+    assert not nearly_all([1.0] * 50 + [0.0] * 14, thresholds)
 
 
 def judged(*totals: tuple[float, float, float]) -> list[JudgedGold]:
@@ -125,14 +119,14 @@ def test_problems_on_which_every_text_earns_the_full_reward_are_told_from_gold_t
 
 def test_other_problems_answers_that_earn_in_full_on_nearly_all_problems_are_named() -> None:
     thresholds = load_thresholds()
-    (found,) = _any_answer(judged(*[(1.0, 0.0, 1.0)] * 16), thresholds)
+    (found,) = any_answer(judged(*[(1.0, 0.0, 1.0)] * 16), thresholds)
     assert (found.code, found.severity) == ("reward/exploit", "warning")
     assert "on 16 of 16 problems" in found.evidence
-    assert not [*_any_answer(judged(*[(1.0, 0.0, 0.8)] * 16), thresholds)]
-    assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0)] * 8), thresholds)]  # too few
+    assert not [*any_answer(judged(*[(1.0, 0.0, 0.8)] * 16), thresholds)]
+    assert not [*any_answer(judged(*[(1.0, 0.0, 1.0)] * 8), thresholds)]  # too few
     better = replace(judged((2.0, 0.0, 0.0))[0], others=())  # than all that was compared
-    assert not [*_any_answer([*judged(*[(1.0, 0.0, 1.0)] * 16), better], thresholds)]
-    assert not [*_any_answer(judged(*[(1.0, 0.0, 1.0), (1.0, 0.0, 0.0)] * 16), thresholds)]  # right by luck
+    assert not [*any_answer([*judged(*[(1.0, 0.0, 1.0)] * 16), better], thresholds)]
+    assert not [*any_answer(judged(*[(1.0, 0.0, 1.0), (1.0, 0.0, 0.0)] * 16), thresholds)]  # right by luck
 
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:

@@ -10,7 +10,7 @@ import pytest
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.lab.doctor.probes import writable
-from keel.lab.doctor.probes.gold_rewards import JudgedGold
+from keel.lab.doctor.probes.judged_golds import JudgedGold
 from keel.lab.doctor.probes.writable import kept, unwritable_findings
 
 

@@ -24,7 +24,8 @@ from keel.lab.doctor.probes.evidence import (
 )
 from keel.lab.doctor.probes.fickle import fickle_findings
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
-from keel.lab.doctor.probes.gold_rewards import gold_findings, judged_golds, reward_scale, solved_at
+from keel.lab.doctor.probes.gold_rewards import gold_findings
+from keel.lab.doctor.probes.judged_golds import judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.stops import parsed_without_stop

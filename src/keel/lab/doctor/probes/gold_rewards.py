@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
-from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
-from keel.base.types import Problem
-from keel.envs import Task
 from keel.envs.answers import last_number, last_tag
-from keel.envs.attacks import LESSONS, Attack, Batch, Turns
-from keel.envs.exploits import Payoff, payoffs
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import LOOKS, SAME, chance_above, leave_undecided, level
-from keel.lab.doctor.probes.replies import answers
+from keel.lab.doctor.probes.evidence import SAME, chance_above, level
+from keel.lab.doctor.probes.exploits import exploit_findings
+from keel.lab.doctor.probes.judged_golds import JudgedGold, totals_of
 from keel.lab.doctor.setup import ProbeSetup
 
-MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
-FEWEST = 4
-COMPARED = 6  # problems on which wrong answers are judged too, each with so many of them beside an empty one
-WRONG = 2
-SECONDS = 2.0  # after which no further problem is judged, nor attacked
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
 CHOOSING = 2
-ATTACKS, FEW_ATTACKS = 70, 20  # judgements that the attacks on a problem take, about; where few may be asked for
-MOST_ATTACKED = 16  # problems a look; luck is ruled out on as many
 HOPELESS = 3  # problems on which no other row's answer earns
 TRIFLE = 0.01  # of a reward's size, within which texts earn the same for all that is said of them
 ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
@@ -60,116 +45,6 @@ FORMS = {  # what a reward may want around an answer
 }
 
 
-@dataclass(frozen=True)
-class JudgedGold:
-    """What a problem's gold turns earn, what an empty answer does, and what other problems' gold answers do there."""
-
-    problem: Problem
-    turns: Turns
-    gold: float
-    empty: float
-    others: tuple[float, ...]
-
-    @property
-    def bottom(self) -> float:
-        return min(self.empty, *self.others) if self.others else self.empty
-
-    @property
-    def is_least(self) -> bool:
-        """Whether most wrong answers earn more."""
-        return sum(total > self.gold + SAME for total in self.others) > len(self.others) / 2
-
-    @property
-    def top(self) -> float:
-        return max(self.empty, *self.others) if self.others else self.empty
-
-
-def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
-    """The gold answers of many problems under the configured rewards, the first beside wrong ones of the same form.
-
-    The others are compared with what those earn, and only where they are no better with wrong ones of their own. It
-    ends after three times as many where all of them earn, or none does. Parts are summed, whatever `reward.aggregate`
-    says: what is normalised within a group cannot be compared with what another text would earn.
-
-    None where there are no gold answers, where rewards are dealt out at random, or where the gold turns are not fit to
-    be shown or do not end their episode.
-    """
-    task = setup.run.task
-    if task.unanswered or setup.config.reward.shuffle is not None or setup.failures:
-        return []
-    try:
-        batch = _batch(setup, task)
-    except (KeelError, NotImplementedError):
-        return []
-    rows: list[JudgedGold] = []
-    judgements, began = setup.judgements_left, time.monotonic()
-    compared = min(COMPARED, setup.judgements // 20)
-    for index, (problem, turns) in enumerate(zip(batch.problems, batch.golds, strict=True)):
-        settled = len({_earns(row) for row in rows}) == 1
-        if (index >= FEWEST and time.monotonic() - began > SECONDS) or (index >= 3 * compared and settled):
-            break
-        wrong: list[Turns] = [("",), *batch.neighbours(index)[:WRONG]]
-        totals = totals_of(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
-        if len(totals) == 1 and totals[0] > max(row.top for row in rows[:compared]):
-            totals += [max(row.empty for row in rows[:compared])]
-        elif len(totals) == 1:
-            totals += totals_of(setup, problem, wrong)
-        if all(map(math.isfinite, totals)):
-            rows.append(JudgedGold(problem, turns, totals[0], totals[1], tuple(totals[2:])))
-    setup.shared["seconds a judgement"] = (time.monotonic() - began) / max(judgements - setup.judgements_left, 1)
-    return rows
-
-
-def _earns(row: JudgedGold) -> bool:
-    """Whether a gold answer earns no less than any other that was judged there, and more than some."""
-    rounding = SAME * max(abs(row.gold), abs(row.top))
-    return row.gold >= row.top - rounding and row.gold > row.bottom + rounding
-
-
-def totals_of(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
-    """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
-    judge = copy(setup.built.judge)
-    judge.options = judge.options.model_copy(update={"aggregate": "sum"})
-    asked = episodes[: setup.judgements_left] if judge.remote else episodes
-    rewards = (judge.judge(problem, asked) or ()) if asked else ()
-    failed = {failure.sample for failure in judge.drain()}
-    totals = [-math.inf if i in failed else reward.total for i, reward in enumerate(rewards)]
-    return totals + [-math.inf] * (len(episodes) - len(totals))
-
-
-def _batch(setup: ProbeSetup, task: Task) -> Batch:
-    """Problems with their gold turns: those of the batch, then others, each prompt once."""
-    most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.several_turns else MOST
-    problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
-    seed = setup.config.run.seed
-    for problem in () if len(problems) >= most else task.sample(most, seed=seed, step=1):
-        problems.setdefault(str(problem.prompt), problem)
-    shown = [(p, tuple(task.gold_turns(p))) for p in [*problems.values()][:most] if task.demonstrates(p)]
-    if task.several_turns:
-        shown = [(problem, turns) for problem, turns in shown if _ends(task, problem, turns)]
-    return Batch(tuple(problem for problem, _ in shown), tuple(turns for _, turns in shown))
-
-
-def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
-    """Whether an episode is over after these turns: gold turns of one that is not are only a part of an answer."""
-    return None in answers(task, problem, turns)
-
-
-def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
-    """The range of the rewards that were seen, what a difference is measured by; without gold answers, the largest."""
-    totals = [reward.total for group in setup.groups for reward in group.rewards]
-    if not judged or setup.config.reward.aggregate != "sum":
-        return max(map(abs, totals))
-    totals += [total for row in judged for total in (row.gold, row.empty, *row.others)]
-    return max(totals) - min(totals)
-
-
-def solved_at(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float | None:
-    """What a right answer earns, where gold answers earn more than wrong ones do, in a group as well."""
-    paid = [row.gold for row in judged if row.gold > row.bottom + SAME]
-    return min(paid) if 2 * len(paid) > len(judged) and setup.config.reward.aggregate == "sum" else None
-
-
 def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
     if not judged:
@@ -181,11 +56,7 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     unpaid = [float(row in lacking) for row in judged]
     by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
     if not lacking or (by_chance and fmean(unpaid) < 1):
-        yield from (
-            [*_one_for_all(setup, judged, thresholds)]
-            or [*_exploits(setup, judged, thresholds)]
-            or _any_answer(judged, thresholds)
-        )
+        yield from exploit_findings(setup, judged, thresholds)
         return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
@@ -228,21 +99,6 @@ def _open(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
         "the reward pays in full where it cannot judge: where it cannot read the gold answer, or finds none",
         "pay nothing, or leave the problem out, where the reward cannot read its own answer",
         severity="error" if len(paid) > len(judged) / 2 else None,
-    )
-
-
-def _one_for_all(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """One text that is the gold answer of nearly all problems: saying it always is all there is to learn."""
-    counts = Counter(row.turns for row in judged)
-    (common, count), total = counts.most_common(1)[0], len(judged)
-    if setup.run.task.several_turns or total < 2 * EXPLAINED or count < thresholds["exploit_share"] * total:
-        return
-    yield finding(
-        "reward/exploit",
-        f"{count} of {total} different problems have one and the same gold answer, {common[-1][:60]!r}",
-        "the answers are those of a single row, a constant or a default, so that one text earns whatever is asked",
-        "check the column that the answers are read from; leave most problems with the commonest answer out where the "
-        "data are like that",
     )
 
 
@@ -411,95 +267,3 @@ def _other_row(
         else ""
     )
     return f"on {matches} of {len(lacking)} problems another problem's gold answer{steady} earns more than its own"
-
-
-def _exploits(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """Attacks that earn nearly what a gold answer does, on average and on nearly all problems; the best first."""
-    if setup.built.judge.remote or setup.failures:
-        return
-    silent = [float(row.empty >= row.gold - SAME * max(abs(row.gold), SAME)) for row in judged]
-    if _nearly_all(silent, thresholds):
-        yield _paid("an empty answer", "silence", silent, "", thresholds)
-        return
-    rows = []
-    for entries in _attacked(setup, thresholds).values():
-        values = _as_good(entries, thresholds)
-        earned = fmean(min(payoff.share, 1.0) for _, payoff in entries)
-        if earned >= thresholds["exploit_share"] and _nearly_all(values, thresholds):
-            rows.append((fmean(values), fmean(payoff.share for _, payoff in entries), values, *entries[0]))
-    if rows:
-        _, share, values, attack, payoff = max(rows, key=lambda row: row[:2])
-        example = f" ({payoff.text[:60]!r}, {share:.2f} times the gold answer's reward on average)"
-        yield _paid(f"the attack {attack.name!r}", attack.family, values, example, thresholds)
-
-
-def _any_answer(judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """Other problems' gold answers, none of them this one's, that all earn what it does, on nearly all problems."""
-    compared = [row for row in judged if row.others and row.gold > row.empty]
-    if len(compared) < len(judged):  # those with nothing to compare were better than others before them
-        return
-    paid = [
-        float(min(row.others) - row.empty >= thresholds["exploit_share"] * (row.gold - row.empty)) for row in compared
-    ]
-    if compared and _nearly_all(paid, thresholds):
-        found = _paid("the gold answer of any other problem", "wrong", paid, "", thresholds)
-        yield replace(found, severity="warning", advice=f"{found.advice}; nothing, where any of them is right")
-
-
-def _attacked(setup: ProbeSetup, thresholds: Thresholds) -> dict[str, list[tuple[Attack, Payoff]]]:
-    """What each attack earns, by its name: on one problem all, on further ones those that luck may still explain."""
-    entries: dict[str, list[tuple[Attack, Payoff]]] = {}
-    count = _affordable(setup)
-    if not count:
-        leave_undecided(setup, "reward/exploit", "judging takes too long for attacks on the reward")
-    requests = None if setup.judgements >= 2 * ATTACKS else FEW_ATTACKS
-
-    def open_names() -> set[str]:
-        shares = {name: _as_good(row, thresholds) for name, row in entries.items()}
-        return {name for name, values in shares.items() if _may_pay(values) and not _nearly_all(values, thresholds)}
-
-    def wanted(attack: Attack) -> bool:
-        return not entries or attack.name in open_names()
-
-    for look in range(LOOKS if count else 0):
-        seed = setup.config.run.seed + look
-        for tried in payoffs(setup.run.task, setup.built.judge, count, seed, None, wanted=wanted, requests=requests):
-            for attack, payoff in tried:
-                if payoff.failure is None and not attack.is_gold:
-                    entries.setdefault(attack.name, []).append((attack, payoff))
-            if entries and not open_names():
-                return entries
-    return entries
-
-
-def _may_pay(values: Sequence[float]) -> bool:
-    """Whether an attack may still turn out to pay on nearly all problems: it paid on the first, and failed on few."""
-    misses = len(values) - sum(values)
-    return misses == 0 or (len(values) > 1 and misses <= max(1.0, len(values) / 10))
-
-
-def _as_good(entries: Sequence[tuple[Attack, Payoff]], thresholds: Thresholds) -> list[float]:
-    """Whether an attack earns about what the gold answer does, problem by problem."""
-    return [float(payoff.share >= thresholds["exploit_share"]) for _, payoff in entries]
-
-
-def _affordable(setup: ProbeSetup) -> int:
-    """How many problems are attacked at once: enough to tell from luck; none where the first would take too long."""
-    each = ATTACKS * setup.shared.get("seconds a judgement", 0.0)
-    return MOST_ATTACKED if each < 4 * SECONDS else 0
-
-
-def _nearly_all(values: Sequence[float], thresholds: Thresholds) -> bool:
-    """Whether so many problems pay that luck is ruled out: an answer that is one of two operands is right by half."""
-    by_chance = chance_above(values, thresholds["exploit_luck"]) > level(thresholds)
-    return fmean(values) >= thresholds["exploit_share"] and not by_chance
-
-
-def _paid(what: str, family: str, values: Sequence[float], example: str, thresholds: Thresholds) -> Finding:
-    return finding(
-        "reward/exploit",
-        f"{what}{example} earns {thresholds['exploit_share']:g} of a gold answer's reward or more on "
-        f"{sum(values):.0f} of {len(values)} problems",
-        f"the reward pays for something else than the answer: a policy learns {LESSONS[family].partition(':')[0]}",
-        f"{LESSONS[family].partition(':')[2].strip()}; keel check-task lists what every attack earns",
-    )

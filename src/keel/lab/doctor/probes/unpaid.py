@@ -14,7 +14,7 @@ from keel.envs.answers import last_tag, plain_number
 from keel.eval.statistics import estimate
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level, more_groups
-from keel.lab.doctor.probes.gold_rewards import JudgedGold
+from keel.lab.doctor.probes.judged_golds import JudgedGold
 from keel.lab.doctor.setup import ProbeSetup
 
 FEWEST, FEWEST_PROBLEMS = 8, 16  # right answers that are not paid; problems

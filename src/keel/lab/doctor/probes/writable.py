@@ -10,7 +10,7 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.evidence import SAME, chance_above, level
-from keel.lab.doctor.probes.gold_rewards import JudgedGold, totals_of
+from keel.lab.doctor.probes.judged_golds import JudgedGold, totals_of
 from keel.lab.doctor.setup import ProbeSetup
 
 LEAST = 4  # gold answers below which nothing is said
