@@ -42,12 +42,10 @@ def wrong_derivatives(
         whole = name == "all weights together"
         if time.monotonic() - began > SECONDS and not whole:
             break
-        found = _wrong_slope(weights, slopes, value, generator)
-        if found is None and not whole:
-            found = _wrong_zeros(weights[0], slopes[0], value, generator, untrained.get(name))
-            name = f"what has no gradient in {name}"
-        if found is not None:
+        if (found := _wrong_slope(weights, slopes, value, generator)) is not None:
             wrong.append((name, *found))
+        elif not whole and (found := _wrong_zeros(weights[0], slopes[0], value, generator, untrained.get(name))):
+            wrong.append((f"what has no gradient in {name}", *found))
     return wrong
 
 
