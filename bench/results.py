@@ -6,7 +6,7 @@
     python bench/results.py plot docs/results --out docs/images
     python bench/results.py page docs/results --out docs/results.md
     python bench/results.py run NAME --tiny --minutes 0.1 --out DIR                 # the whole path on a CPU
-    bench/results_all.sh MODEL DATA OUT                                             # every run but those of the race
+    bench/results_gsm8k_kl.sh MODEL DATA OUT                                        # GSM8K's runs, and the study of β
 
 NAME is gsm8k, gsm8k_more_sft or countdown; FOLDER of --data holds GSM8K's train.jsonl and test.jsonl. A run ends when
 its training has taken so many minutes; loading, and evaluations between steps, are not counted. All runs of a job go on

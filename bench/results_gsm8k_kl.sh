@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What docs/results.md tells, but for the race: bench/results_all.sh MODEL DATA OUT [OPTION...]
-# MODEL is the model's folder, DATA holds GSM8K's train.jsonl and test.jsonl. Runs that stand
-# beside each other share the GPU, so that GRPO and more of the supervised start get the same share of the same minutes.
+# GSM8K's runs and the study of β on one GPU: bench/results_gsm8k_kl.sh MODEL DATA OUT [OPTION...]
+# MODEL is the model's folder, DATA holds GSM8K's train.jsonl and test.jsonl. Runs that stand beside each other share the GPU,
+# so that GRPO and more of the supervised start get the same share of the same minutes.
 # MINUTES=6 is what each run of GSM8K trains for, JOBS=5 how many runs of the study of β go at a time; further options go to
 # each call of bench/results.py (--tiny: the whole path on a CPU, without the study). It ends with status 1 where a run failed.
 set -euo pipefail
