@@ -71,7 +71,7 @@ $(VERL_STAMP): $(TEST_STAMP) constraints-verl.txt
 	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(VERL_STAMP)
 
-train: $(STAMP)  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (under 5 minutes); NPROC=2 for two processes
+train: $(STAMP)  ## warm start, GRPO under a KL leash, evaluation and report: configs/default.yaml (some minutes); NPROC=2 for two processes
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
 # What takes longest of tests/ has targets of its own. Of the faults that the doctor must name a sample stays in `make test`.
