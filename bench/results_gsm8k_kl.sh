@@ -46,6 +46,6 @@ fi
 start=${starts[0]}
 echo "results: the study of β at $SECONDS s, from ${start%.json}"
 "$PYTHON" -m keel ablate "$here/../configs/results/kl_beta.yaml" "model.name=${start%.json}" warmstart=null \
-  optim.microbatch_tokens=24576 --jobs "${JOBS:-5}" --out "$out/kl" >"$out/ablate.log" 2>&1 || status=1
+  optim.microbatch_tokens=16384 --jobs "${JOBS:-5}" --out "$out/kl" >"$out/ablate.log" 2>&1 || status=1
 echo "results: all at $SECONDS s, status $status"
 exit "$status"

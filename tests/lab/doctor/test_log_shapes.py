@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keel.base.thresholds import load_thresholds
+from keel.kl.controllers import get_controller
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.checks.base import clear, level
 from keel.lab.doctor.checks.evaluation import coins
@@ -55,6 +56,18 @@ def without_steps(base: History, name: str, *steps: int) -> History:
     was = base.series[name]
     rest = Series.of(pair for pair in zip(was.steps, was.values, strict=True) if pair[0] not in steps)
     return replace(base, series={**base.series, name: rest})
+
+
+def steered(controller: str, steps: int = 80) -> History:
+    """A policy that drifts by as much as its reward lets it, less what β takes off, under one of Keel's controllers."""
+    rule, kl, kls, betas = get_controller(controller)(0.01, target=0.02), 0.0, dict[int, float](), dict[int, float]()
+    state = rule.init()
+    for step in range(1, steps + 1):
+        betas[step], kls[step] = state.beta, kl
+        state = rule.update(state, kl)
+        kl += 0.1 * (0.2 / (1 + 200 * betas[step]) - kl)
+    base = altered(KL, lambda s, w: kls[s], configured(healthy(steps=steps), kl__controller={"target": 0.02}))
+    return altered("kl/beta", lambda s, w: betas[s], base)
 
 
 def falling(high: float, low: float) -> Callable[[int, float], float]:
@@ -136,6 +149,15 @@ FAULTS = {
             altered("kl/beta", lambda s, w: 0.05 * math.exp(1.5 * math.sin(s / 3 - 1.5))),
         ),
     ),
+    "a β that grew for too long": ("kl/controller", steered("dual")),
+    "most of what was learned given back": (
+        "reward/collapse",
+        altered(
+            REWARD,
+            lambda s, w: w - max(0.0, 0.4 * (s - 80) / 159) - 0.16 * min(1.0, max(0.0, (s - 80) / 20)),
+            healthy(steps=160),
+        ),
+    ),
     "ratios that never leave 1": (
         "loss/clip",
         altered("ratio/clip_high_fraction", lambda s, w: 0.0, unclipped(configured(loss__num_iterations=4))),
@@ -205,6 +227,7 @@ HEALTHY = {
         KL, lambda s, w: w + 0.15 * (s > 30), altered(ENTROPY, lambda s, w: w - 0.004 * s)
     ),
     "clipping turned off by 0": flat(configured(optim__max_grad_norm=0)),
+    "a β that PID keeps": steered("pid"),
     "cold, with a spread": configured(rollout__temperature=0.2),
     "hot, and it learns": configured(rollout__temperature=2.0),
     "a log that begins late": replace(
@@ -213,9 +236,6 @@ HEALTHY = {
     "a reward every other step": without_steps(healthy(source="prime-rl", config={}), REWARD, *range(2, 61, 2)),
     "an entropy summed over completions": altered(
         ENTROPY, lambda s, w: 40 * w, flat(healthy(source="table", config={}, vocabulary=None))
-    ),
-    "a KL that goes back with the reward": altered(
-        REWARD, lambda s, w: 0.3 + (0.3 if 10 < s < 25 else 0.0), altered(KL, falling(0.06, 1e-4))
     ),
     "several updates in the first step": logged(
         altered(KL, lambda s, w: 0.002 + w, healthy(source="TRL", config={})), "ratio/clip_fraction", lambda s: 0.01
@@ -230,6 +250,13 @@ HEALTHY = {
 def test_what_only_looks_like_it_is_left_alone(name):
     serious = {finding.code for finding in check_history(HEALTHY[name]).findings if finding.severity != "note"}
     assert not serious & {"kl/not-learning", "kl/at-start", *(code for code, _ in FAULTS.values())}
+
+
+def test_a_kl_that_goes_back_with_the_reward_is_what_was_unlearned() -> None:
+    lost = altered(REWARD, lambda s, w: 0.3 + (0.3 if 10 < s < 25 else 0.0), altered(KL, falling(0.06, 1e-4)))
+    assert {finding.code for finding in check_history(lost).findings if finding.severity != "note"} == {
+        "reward/collapse"
+    }
 
 
 def test_shares_follow_from_what_is_logged_instead():

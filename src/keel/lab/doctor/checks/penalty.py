@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.advice import either, times, unpenalized, weaker
+from keel.lab.doctor.advice import either, setting, times, unpenalized, weaker
 from keel.lab.doctor.checks.base import (
     KL,
     RECENT,
@@ -160,6 +160,34 @@ def steered(history: History, thresholds: Thresholds) -> CheckResults:
             f"{step}) and {lowest:.3g} at least",
             "a controller whose target is out of reach, or whose sign or unit is another one, goes on without end",
             "bounds on β, and a target in the unit in which the KL is measured",
+        )
+    else:
+        yield from _overshot(history, betas, thresholds)
+
+
+def _overshot(history: History, betas: Series, thresholds: Thresholds) -> CheckResults:
+    """A β that rose while the KL was over its target, and holds it far below since: the controller answers too late."""
+    target = history.figure("kl.controller.target")
+    unit = history.option("kl.controller.unit")
+    if target is None or history.kl is None or unit not in (None, "per_token"):
+        return
+    name, series = history.kl
+    first, now, beta = betas.finite.values[0], series.tail(RECENT), betas.tail(RECENT).mean
+    step, peak = series.finite.top()
+    if peak > 2 * target and median(now) < target / 2 and beta > thresholds["controller_swing"] * first > 0:
+        yield finding(
+            "kl/controller",
+            f"{name} was {peak:.3g} at step {step}, over its target of {target:g}, and is {now.mean:.3g} over "
+            f"{now.span}, under half of it, with β at {beta:.3g}, {beta / first:.2g} times what it was at first",
+            "the controller answers too late: β grew until long after the KL had turned, and now holds the policy "
+            "where it cannot learn",
+            either(
+                setting("{}, which answers to the KL of now", {"kl.controller": {"name": "pid", "target": target}})
+                if history.source == "keel" and history.option("kl.controller.name") != "pid"
+                else "a smaller gain of the controller",
+                "a constant β of the size in between",
+            ),
+            severity="warning",
         )
 
 

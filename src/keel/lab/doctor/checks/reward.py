@@ -142,9 +142,12 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
     lost, course = -change.size, trend(rewards)
     far = lost > thresholds["reward_collapse"] * (change.before - floor)
     steady = course is not None and course.size < 0 and clear(course, thresholds)
+    steady = steady and 2 * lost > thresholds["reward_collapse"] * (change.before - floor)
+    risen = change.before - rewards.finite.head(RECENT).mean
+    unlearned = lost > thresholds["reward_unlearned"] * risen > 0
     if (
         clear(change, thresholds)
-        and (far or (steady and 2 * lost > thresholds["reward_collapse"] * (change.before - floor)))
+        and (far or steady or unlearned)
         and lost > thresholds["gap_reward"] * reward_size(history)
         and not any(abs(change.step - step) <= 0.05 * history.steps for step in shift_steps(history, thresholds))
     ):
