@@ -18,7 +18,7 @@ EVERY = {
     "cosine": {"end": 0.0, "steps": 4},
     "step": {"target": 0.05},
     "ziegler": {"episodes_per_step": 512},
-    "dual": {"target": 0.05},
+    "dual": {"target": 0.05, "smoothing": 0.9},
     "pid": {"target": 0.05},
 }
 
@@ -330,6 +330,23 @@ def test_closed_loop_reaches_the_target(name, start):
         if step >= 1400:
             late.append(kl)
     assert 1 / band <= (sum(late) / len(late)) / 0.05 <= band
+
+
+@pytest.mark.parametrize("strength", [50, 200, 800])
+@pytest.mark.parametrize("pace", [0.05, 0.1, 0.3])
+def test_a_lag_before_the_multiplier_keeps_it_out_of_its_band(pace: float, strength: float) -> None:
+    """A policy that drifts to 0.2/(1 + strength·β) nats, at its own pace: how many of 80 steps are near the target."""
+
+    def inside(**options: float) -> int:
+        controller, kl, count = build_controller("dual", 0.01, target=0.02, **options), 0.0, 0
+        state = controller.init()
+        for _ in range(80):
+            beta, state = state.beta, controller.update(state, kl)
+            kl += pace * (0.2 / (1 + strength * beta) - kl)
+            count += 0.02 / 1.5 <= kl <= 0.02 * 1.5
+        return count
+
+    assert inside() > inside(smoothing=0.9)
 
 
 class Own(Options):

@@ -254,7 +254,7 @@ def dual_ascent(
     beta: float,
     target: float,
     learning_rate: float = 0.1,
-    smoothing: float = 0.9,
+    smoothing: float = 0.0,
     log_space: bool = True,
     unit: str = "per_token",
     warmup_steps: int = 0,
@@ -263,7 +263,8 @@ def dual_ascent(
 ) -> RuleController:
     """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or the same on log β with KL/ε − 1.
 
-    The KL is smoothed by an exponential mean first (`smoothing` 0 switches that off).
+    With `smoothing` the KL is an exponential mean of what was measured: a lag, and β, which adds up what it sees
+    anyway, overshoots by it.
     """
     _target(target)
     _positive("learning_rate", learning_rate)

@@ -58,9 +58,14 @@ def without_steps(base: History, name: str, *steps: int) -> History:
     return replace(base, series={**base.series, name: rest})
 
 
-def steered(controller: str, steps: int = 80) -> History:
+def steered(controller: str, steps: int = 80, **options: float) -> History:
     """A policy that drifts by as much as its reward lets it, less what β takes off, under one of Keel's controllers."""
-    rule, kl, kls, betas = get_controller(controller)(0.01, target=0.02), 0.0, dict[int, float](), dict[int, float]()
+    rule, kl, kls, betas = (
+        get_controller(controller)(0.01, target=0.02, **options),
+        0.0,
+        dict[int, float](),
+        dict[int, float](),
+    )
     state = rule.init()
     for step in range(1, steps + 1):
         betas[step], kls[step] = state.beta, kl
@@ -149,7 +154,7 @@ FAULTS = {
             altered("kl/beta", lambda s, w: 0.05 * math.exp(1.5 * math.sin(s / 3 - 1.5))),
         ),
     ),
-    "a β that grew for too long": ("kl/controller", steered("dual")),
+    "a β that grew for too long": ("kl/controller", steered("dual", smoothing=0.9)),
     "most of what was learned given back": (
         "reward/collapse",
         altered(
