@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from keel.base.thresholds import load_thresholds
@@ -15,7 +16,7 @@ from keel.envs.calls import TooManyHungCalls
 from keel.kl.controllers import RuleController
 from keel.lab.doctor import preflight as preflight_module
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.advantage import _amplified_parts
+from keel.lab.doctor.probes.advantage import _amplified, _amplified_parts, amplification
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.misfit import foreign_findings
@@ -64,6 +65,25 @@ def test_parts_that_are_normalised_one_by_one(base: float, unit: float, codes: l
     config = schooled_config("reward.aggregate=normalised_sum")
     setup: Any = SimpleNamespace(config=config, built=built, groups=groups, shared={}, doubt_s=0.0)
     assert [finding.code for finding in _amplified_parts(setup, THRESHOLDS)] == codes
+
+
+@pytest.mark.parametrize(
+    ("base", "unit", "gold", "codes"),
+    [
+        (0.5, 1e-3, 1.0, ["advantage/amplified"]),
+        (0.5, 1e-3, 0.501, ["advantage/amplified"]),
+        (0.0, 1e-3, 1.0, ["advantage/amplified"]),
+        (0.0, 0.01, 0.01, []),
+    ],
+    ids=["noise beside its size", "gold as well", "noise where nothing is right", "a reward in hundredths"],
+)
+def test_a_reward_in_small_units_is_no_noise(base: float, unit: float, gold: float, codes: list[str]) -> None:
+    groups = [SimpleNamespace(rewards=[Reward(base + unit * i / 3) for i in range(4)]) for _ in range(16)]
+    built = SimpleNamespace(judge=SimpleNamespace(remote=False), sampling=SimpleNamespace(num_generations=4))
+    setup: Any = SimpleNamespace(groups=groups, shared={"gold size": gold}, built=built, doubt_s=0.0)
+    spread = torch.tensor([unit * 0.43] * 16, dtype=torch.float64)
+    figures = amplification(spread, spread, "group")
+    assert [finding.code for finding in _amplified(setup, figures, "group", THRESHOLDS)] == codes
 
 
 def test_answers_of_another_column() -> None:

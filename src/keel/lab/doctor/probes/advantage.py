@@ -87,7 +87,9 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
 
 
 def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
-    limit = thresholds["advantage_amplification"]
+    rewards = [abs(reward.total) for group in setup.groups for reward in group.rewards]
+    size = min(1.0, max(*rewards, setup.shared.get("gold size", 1.0)))  # in small units differences are meant
+    limit = thresholds["advantage_amplification"] / size
     if figures["amplification_max"] <= limit:
         return
 
