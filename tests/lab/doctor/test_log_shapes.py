@@ -59,20 +59,21 @@ def without_steps(base: History, name: str, *steps: int) -> History:
 
 
 def steered(controller: str, steps: int = 80, **options: float) -> History:
-    """A policy that drifts by as much as its reward lets it, less what β takes off, under one of Keel's controllers."""
-    rule, kl, kls, betas = (
-        get_controller(controller)(0.01, target=0.02, **options),
-        0.0,
-        dict[int, float](),
-        dict[int, float](),
-    )
-    state = rule.init()
+    """A policy that drifts as far as β lets it, and earns by how far it went, under one of Keel's controllers."""
+    rule, kl = get_controller(controller)(0.01, target=0.02, **options), 0.0
+    kls, betas, state = dict[int, float](), dict[int, float](), rule.init()
     for step in range(1, steps + 1):
         betas[step], kls[step] = state.beta, kl
         state = rule.update(state, kl)
         kl += 0.1 * (0.2 / (1 + 200 * betas[step]) - kl)
-    base = altered(KL, lambda s, w: kls[s], configured(healthy(steps=steps), kl__controller={"target": 0.02}))
-    return altered("kl/beta", lambda s, w: betas[s], base)
+    base = configured(healthy(steps=steps), kl__controller={"name": controller, "target": 0.02, **options})
+    base = altered(REWARD, lambda s, w: 0.3 + 0.8 * math.sqrt(kls[s]) + 0.02 * math.sin(5 * s), base)
+    return altered("kl/beta", lambda s, w: betas[s], altered(KL, lambda s, w: kls[s], base))
+
+
+def overshot(**options: object) -> History:
+    """The run whose controller answers too late, with options changed."""
+    return configured(steered("dual", smoothing=0.9), **options)
 
 
 def falling(high: float, low: float) -> Callable[[int, float], float]:
@@ -159,7 +160,7 @@ FAULTS = {
         "reward/collapse",
         altered(
             REWARD,
-            lambda s, w: w - max(0.0, 0.4 * (s - 80) / 159) - 0.16 * min(1.0, max(0.0, (s - 80) / 20)),
+            lambda s, w: w - max(0.0, 0.4 * (s - 80) / 159) - 0.18 * min(1.0, max(0.0, (s - 80) / 20)),
             healthy(steps=160),
         ),
     ),
@@ -233,6 +234,29 @@ HEALTHY = {
     ),
     "clipping turned off by 0": flat(configured(optim__max_grad_norm=0)),
     "a β that PID keeps": steered("pid"),
+    "a β that the dual keeps": steered("dual"),
+    "a β that grew, and nothing was lost": altered(REWARD, lambda s, w: 0.3 + 0.004 * s, overshot()),
+    "a KL that is back because its reference moved": altered(
+        REWARD, lambda s, w: 0.3 + 0.004 * s, overshot(reference__kind="snapshot", reference__every=20)
+    ),
+    "a lone spike of the KL": altered(
+        KL, lambda s, w: 0.05 if s == 30 else 0.008, configured(kl__controller={"name": "pid", "target": 0.02})
+    ),
+    "a plateau that gives a little back": altered(
+        REWARD,
+        lambda s, w: 0.7 + 0.01 * (30 < s < 80) - 0.08 * max(0.0, (s - 80) / 80) + 0.02 * math.sin(7 * s),
+        healthy(steps=160),
+    ),
+    "harder data after much was learned": altered(
+        REWARD,
+        lambda s, w: 0.3 + 0.3 * min(1.0, s / 70) - 0.18 * max(0.0, (s - 90) / 70) + 0.02 * math.sin(7 * s),
+        healthy(steps=160),
+    ),
+    "a reward in hundredths": logged(
+        logged(altered("reward/within_group_std", lambda s, w: 0.004), "reward/max", lambda s: 0.01),
+        "reward/min",
+        lambda s: 0.0,
+    ),
     "cold, with a spread": configured(rollout__temperature=0.2),
     "hot, and it learns": configured(rollout__temperature=2.0),
     "a log that begins late": replace(

@@ -146,6 +146,13 @@ def fall(series: Series) -> Change | None:
     return Change(float(levels[peak]), float(levels[-1]), int(finite.steps[since]), min(1.0, chance))
 
 
+def rise(series: Series) -> Change | None:
+    """From the first level to the highest one, measured as the way down from it."""
+    finite = series.finite
+    back = fall(Series(tuple(-step for step in reversed(finite.steps)), tuple(reversed(finite.values))))
+    return None if back is None else Change(back.after, back.before, -back.step, back.chance)
+
+
 def jumps(series: Series, chance: float) -> list[Change]:
     """Steps at which the level changes at once and stays, each with at most that chance over all steps of the series.
 

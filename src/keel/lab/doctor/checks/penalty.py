@@ -26,7 +26,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.shapes import median
+from keel.lab.doctor.shapes import fall, median
 from keel.lab.doctor.shapes import trend as trend_of
 
 DR_GRPO = "Dr. GRPO 2503.20783"  # as in keel.kl.facts.PAPERS, which would load torch
@@ -166,21 +166,28 @@ def steered(history: History, thresholds: Thresholds) -> CheckResults:
 
 
 def _overshot(history: History, betas: Series, thresholds: Thresholds) -> CheckResults:
-    """A β that rose while the KL was over its target, and holds it far below since: the controller answers too late."""
-    target = history.figure("kl.controller.target")
-    unit = history.option("kl.controller.unit")
-    if target is None or history.kl is None or unit not in (None, "per_token"):
+    """A β that grew on after the KL had turned, and took the KL below its target and the reward down with it."""
+    target, rewards = history.figure("kl.controller.target"), history.get("reward/mean")
+    by_token = history.option("kl.controller.unit") in (None, "per_token")
+    by_token = by_token and history.option("kl.controller.name") != "ziegler"
+    if target is None or history.kl is None or rewards is None or not by_token or history.moves_reference:
         return
     name, series = history.kl
-    first, now, beta = betas.finite.values[0], series.tail(RECENT), betas.tail(RECENT).mean
-    step, peak = series.finite.top()
-    if peak > 2 * target and median(now) < target / 2 and beta > thresholds["controller_swing"] * first > 0:
+    turned, lost = fall(series), fall(rewards)
+    crossed = next((s for s, v in zip(series.steps, series.values, strict=True) if v > target), None)
+    if turned is None or lost is None or crossed is None or len(series) < thresholds["steps_to_judge"]:
+        return
+    before, (step, largest) = betas.since(crossed).finite.values[:1], betas.top()
+    late = turned.before > 2 * target > 4 * turned.after and step > turned.step and clear(turned, thresholds)
+    grown = bool(before) and largest > thresholds["controller_swing"] * before[0] > 0
+    if late and grown and clear(lost, thresholds) and -lost.size > thresholds["gap_reward"] * reward_size(history):
         yield finding(
             "kl/controller",
-            f"{name} was {peak:.3g} at step {step}, over its target of {target:g}, and is {now.mean:.3g} over "
-            f"{now.span}, under half of it, with β at {beta:.3g}, {beta / first:.2g} times what it was at first",
-            "the controller answers too late: β grew until long after the KL had turned, and now holds the policy "
-            "where it cannot learn",
+            f"{name} was at {turned.before:.3g}, over its target of {target:g}, and is at {turned.after:.3g}, under "
+            f"half of it; β was {before[0]:.3g} when the target was passed and grew to {largest:.3g} by step {step}; "
+            f"meanwhile the reward fell from {lost.before:.3g} to {lost.after:.3g}",
+            "the controller answers too late: β grew on after the KL had turned, and holds the policy nearer to the "
+            "reference than it was meant to be",
             either(
                 setting("{}, which answers to the KL of now", {"kl.controller": {"name": "pid", "target": target}})
                 if history.source == "keel" and history.option("kl.controller.name") != "pid"

@@ -30,7 +30,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.checks.course import shift_steps
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.history import History, Record, finite, step_of
-from keel.lab.doctor.shapes import course, fall, median, trend
+from keel.lab.doctor.shapes import course, fall, median, rise, trend
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -143,8 +143,13 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
     far = lost > thresholds["reward_collapse"] * (change.before - floor)
     steady = course is not None and course.size < 0 and clear(course, thresholds)
     steady = steady and 2 * lost > thresholds["reward_collapse"] * (change.before - floor)
-    risen = change.before - rewards.finite.head(RECENT).mean
-    unlearned = lost > thresholds["reward_unlearned"] * risen > 0
+    risen = rise(rewards)
+    unlearned = (
+        risen is not None
+        and clear(risen, thresholds)
+        and risen.size > thresholds["gap_reward"] * reward_size(history)
+        and lost > thresholds["reward_unlearned"] * risen.size
+    )
     if (
         clear(change, thresholds)
         and (far or steady or unlearned)
@@ -298,7 +303,10 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
     if not typical:
         return  # no group has any spread: reward/constant
     middle = statistics.median(typical)
-    if 1 / middle > thresholds["advantage_amplification"]:
+    ends = [series for name in ("reward/max", "reward/min") if (series := history.get(name)) is not None]
+    known = [abs(value) for series in ends for value in series.finite.values] if len(ends) == 2 else []
+    size = min(1.0, max(known, default=1.0)) or 1.0  # in small units differences are small, and meant
+    if size / middle > thresholds["advantage_amplification"]:
         unsure = history.option("loss") is None
         yield finding(
             code,

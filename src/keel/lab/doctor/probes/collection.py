@@ -56,7 +56,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     }
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
-    setup.shared["gold size"] = max(map(abs, earned), default=1.0)
+    setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
     alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
     unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
     cut = [*_truncated(setup, thresholds)]

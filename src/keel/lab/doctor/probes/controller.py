@@ -167,7 +167,7 @@ def over_the_run(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
                 f"{level:g}"
             )
             cause = "it is far too slow for this run: β is what it was at the start, whatever the KL does"
-        change = {"kl.controller": {"name": "dual", "target": level, "unit": controller.unit}}
+        change = {"kl.controller": {"name": "pid", "target": level, "unit": controller.unit}}
     if evidence:
         yield finding("kl/controller", evidence, cause, propose("set {}", change), severity="warning")
 
