@@ -315,6 +315,25 @@ def test_questions_that_only_look_like_a_code_are_none() -> None:
         assert [*written_out_findings([Problem(f"{n}", text, "1") for n, text in enumerate(texts)])] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("Certainly! Here are the details. ", True),
+        ("Of course, this one is harder:\n", True),
+        ("I\u2019d be happy to help. ", True),
+        ("**Sure!** ", True),
+        ("Here is a passage: ", False),
+        ("Are you sure? ", False),
+        ("Sure winners of the race are ", False),
+        ("Of course fees at a college: ", False),
+        ("Question: ", False),
+    ],
+)
+def test_questions_that_begin_as_replies_are_named(words: str, named: bool) -> None:
+    found = [*written_out_findings([Problem(f"{n}", f"{words}What is {n} + 1?", f"{n + 1}") for n in range(16)])]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * named
+
+
 def test_a_task_of_decoding_asks_for_what_the_code_says() -> None:
     problems = [Problem(f"{n}", base64.b64encode(f"word {n}".encode()).decode(), f"word {n}") for n in range(16)]
     assert [*written_out_findings(problems)] == []

@@ -20,6 +20,12 @@ _ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|nbsp|#\d+|#x[0-9a-fA-F]+);")
 _GARBLED = re.compile("[\\x00\\ufffd]|\u00c3[\u0080-\u00bf]|\u00e2\u20ac")
 # Lower case follows in LaTeX: \\theta, \\neq.
 _ESCAPE = re.compile(r"\\(?:n|t|r|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})(?![a-z])")
+# How an assistant takes a request up: who asks does not begin so, question after question.
+_REPLY = re.compile(
+    r"\W*(?:(?:sure(?: thing)?|certainly|absolutely|of course|no problem|got it)\W*[!.,:]|as an ai\b|"
+    r"(?:i'd|i would|i'll|i will|i am|i'm)(?: be)? (?:happy|glad) to\b)",
+    re.I,
+)
 # A text that is sent as letters and digits. One of 4 letters by accident decodes to text once in twenty times at most.
 CODECS: dict[str, Callable[[str], bytes]] = {
     "hexadecimal digits": bytes.fromhex,
@@ -43,6 +49,7 @@ def written_out_findings(problems: Sequence[Problem]) -> Iterator[Finding]:
         ("a list of messages, written out as a text", _is_messages),
         ("bytes, written out as a text", _is_bytes),
         ("read in another encoding than they were written in", lambda text: _GARBLED.search(text) is not None),
+        ("replies, as an assistant begins them", lambda text: _REPLY.match(text.replace("\u2019", "'")) is not None),
         ("escaped for HTML", lambda text: _ENTITY.search(text) is not None),
         ("escaped as inside a string, on one line", lambda text: "\n" not in text and _ESCAPE.search(text) is not None),
     ):
@@ -52,8 +59,10 @@ def written_out_findings(problems: Sequence[Problem]) -> Iterator[Finding]:
         yield finding(
             "prompt/format",
             f"{count} of {len(asked)} questions are {form}, such as {next(filter(test, asked))[:80]!r}",
-            "rows were printed or escaped where they were saved, and not read back in the same way",
-            "give the prompt column messages or plain text (data.columns): parse what is written out, unescape once",
+            "rows were printed or escaped where they were saved and not read back in the same way, or a model wrote "
+            "them and its words around them were kept",
+            "give the prompt column messages or plain text (data.columns): parse what is written out, unescape once, "
+            "cut what a generator says before it asks",
             severity="warning",
         )
         return
