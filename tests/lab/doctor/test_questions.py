@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import math
+from collections.abc import Callable
+from random import Random
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 from torch import nn
@@ -15,7 +19,7 @@ from keel.lab.doctor.probes import around, templates
 from keel.lab.doctor.probes.around import around_findings
 from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.frames import CHOOSING
-from keel.lab.doctor.probes.leaks import leak_findings
+from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.prompts import Prompt, _leaks
 from keel.lab.doctor.probes.rendering import in_template
@@ -238,6 +242,101 @@ def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str
     found = [*leak_findings(setup_of(CHAT_TEMPLATE), pairs, LIMITS)]
     assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
     assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+
+
+@pytest.mark.parametrize(
+    ("system", "leaks"),
+    [
+        ("{answer}", True),
+        ("Reference {answer}, for the grader", True),
+        ("You may need {answer}: {answer} is what others wrote.", True),
+        ("{other}", False),  # another problem's
+        ("Be brief.", False),
+        ("Answer 0, 7, 14, 21 or any other multiple of 7.", False),
+        ("Passage {n}: the train left at {answer} with {other} on board.", False),  # a text to read
+    ],
+)
+def test_a_system_message_that_says_the_answer_leaks_it(system: str, leaks: bool) -> None:
+    problems = [
+        Problem(
+            f"{n}",
+            [
+                {"role": "system", "content": system.format(answer=7 * n, other=7 * ((n + 5) % 32), n=n)},
+                {"role": "user", "content": f"{n} times 7?"},
+            ],
+            str(7 * n),
+        )
+        for n in range(32)
+    ]
+    found = [*system_leaks(setup_of(CHAT_TEMPLATE), problems, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", "error")] * leaks
+
+
+def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is() -> None:
+    def asked(n: int) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "Answer yes or no."}, {"role": "user", "content": f"Is {n} over 3?"}]
+
+    problems = [Problem(f"{n}", asked(n), "yes" if n > 3 else "no") for n in range(32)]
+    assert [*system_leaks(setup_of(CHAT_TEMPLATE), problems, LIMITS)] == []
+
+
+ENCODINGS: dict[str, Callable[[str], str]] = {
+    "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    "base64 in lines": lambda text: base64.encodebytes(3 * text.encode()).decode(),
+    "base64 of addresses": lambda text: base64.urlsafe_b64encode(text.encode()).decode().rstrip("="),
+    "base32": lambda text: base64.b32encode(text.encode()).decode(),
+    "base85": lambda text: base64.b85encode(text.encode()).decode(),
+    "hexadecimal digits": lambda text: text.encode().hex(),
+    "addresses": quote,
+    "forms": quote_plus,
+}
+
+
+@pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("form", ["What is {} plus one?", "max {} 3=", "¿Cuánto es {} más uno?"])
+def test_questions_in_a_code_are_named(form: str, encode: Callable[[str], str]) -> None:
+    problems = [Problem(f"{n}", encode(form.format(n)), f"{n + 1}") for n in range(32)]
+    found = [*written_out_findings(problems)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "error")]
+
+
+def test_questions_that_only_look_like_a_code_are_none() -> None:
+    words = ["lemon", "apple", "bread", "candle", "doors", "eagle", "fabric", "garden", "horses", "island", "jungle"]
+    random = Random(0)
+    for texts in (
+        words,
+        [f"{n}" for n in range(1000, 1032)],
+        [" ".join(f"{random.randrange(20, 80)}" for _ in range(4)) for _ in range(32)],  # numbers to sort
+        ["".join(random.choices("ACGT", k=24)) for _ in range(32)],
+        [f"{random.getrandbits(64):016x}" for _ in range(32)],
+        [f"https://example.org/a%20page/{n}" for n in range(32)],
+        [f"What is {n}% of 20?" for n in range(32)],
+    ):
+        assert [*written_out_findings([Problem(f"{n}", text, "1") for n, text in enumerate(texts)])] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("Certainly! Here are the details. ", True),
+        ("Of course, this one is harder:\n", True),
+        ("I\u2019d be happy to help. ", True),
+        ("**Sure!** ", True),
+        ("Here is a passage: ", False),
+        ("Are you sure? ", False),
+        ("Sure winners of the race are ", False),
+        ("Of course fees at a college: ", False),
+        ("Question: ", False),
+    ],
+)
+def test_questions_that_begin_as_replies_are_named(words: str, named: bool) -> None:
+    found = [*written_out_findings([Problem(f"{n}", f"{words}What is {n} + 1?", f"{n + 1}") for n in range(16)])]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * named
+
+
+def test_a_task_of_decoding_asks_for_what_the_code_says() -> None:
+    problems = [Problem(f"{n}", base64.b64encode(f"word {n}".encode()).decode(), f"word {n}") for n in range(16)]
+    assert [*written_out_findings(problems)] == []
 
 
 def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:

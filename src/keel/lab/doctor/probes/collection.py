@@ -27,6 +27,7 @@ from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings
 from keel.lab.doctor.probes.judged_golds import judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
+from keel.lab.doctor.probes.other_answers import other_answer_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
@@ -57,7 +58,8 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
-    alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
+    alignment = [*alignment_findings(setup, thresholds)] or [*other_answer_findings(setup, thresholds)]
+    of_gold = [*gold_findings(setup, judged, thresholds)]
     unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
     cut = [*_truncated(setup, thresholds)]
     findings = [

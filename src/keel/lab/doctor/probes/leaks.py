@@ -1,16 +1,17 @@
-"""Answers inside prompts: in a slot that all problems share and that is called the answer, not by chance."""
+"""Answers inside prompts: in a slot that all problems share, under words that call them so or told by a system."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
+from keel.lab.doctor.probes.rendering import messages_of
 from keel.lab.doctor.setup import ProbeSetup
 
 _CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|truth|hint|####|boxed|key\b", re.I)
@@ -18,6 +19,8 @@ _CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|t
 _VAGUE_CUES = re.compile(r"\b(?:final|response|output)\W*(?:(?:is|was)\b\W*)?$", re.I)
 _SLOT = 24  # characters before an answer in which it may be called one
 _TAIL = 6  # of them, as many as all problems must share
+_INSTRUCTING = ("system", "developer")
+_HOLE = "\0"
 
 
 def leak_findings(
@@ -38,6 +41,50 @@ def leak_findings(
         return
     for leak in _in_slots(pairs, _VAGUE_CUES, thresholds, of):
         yield replace(leak, severity="warning", advice=f"{leak.advice}; nothing, if the task is to find or to copy it")
+
+
+def system_leaks(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+    """System messages that say the same to all problems but for each one's own answer, in whatever words.
+
+    A passage to read differs in more than the answer, and other problems' answers leave no such text behind (one-sided
+    exact binomial test). What a user says may be what is asked for.
+    """
+    if setup.run.task.unanswered:
+        return
+    told = [
+        ("\n".join(m["content"] for m in messages_of(problem) if m["role"] in _INSTRUCTING).strip(), problem)
+        for problem in problems
+    ]
+    rows = [(text, answers) for text, problem in told if text and (answers := _answers(setup, problem))]
+    holes = Counter(hole for text, answers in rows for hole in _holed(answers, text))
+    if not holes:
+        return
+    hole, own = holes.most_common(1)[0]
+    if len({text for text, answers in rows if hole in _holed(answers, text)}) < 2:
+        return  # one text for all, which names the answers to choose from
+    others = [hole in _holed(other, text) for text, answers in rows for _, other in rows if not other & answers]
+    rate = (sum(others) + 1) / (len(others) + 2)
+    chance = _at_least(own, len(problems), rate)
+    if own < thresholds["leak_share"] * len(problems) or chance > thresholds["travel_chance"]:
+        return
+    yield finding(
+        "prompt/answer-leak",
+        f"{own} of {len(problems)} system messages are {hole.replace(_HOLE, '…')[:80]!r} with their problem's own "
+        f"answer in it (of others' answers {100 * rate:.0f} %; chance {chance:.1g}), such as {rows[0][0][:80]!r}",
+        "the system message is made of the column that holds the answer, so that copying it earns the reward",
+        "give the column of system messages in data.columns, or leave it out",
+    )
+
+
+def _answers(setup: ProbeSetup, problem: Problem) -> set[str]:
+    """What is compared, and the gold text."""
+    return {answer_of(setup, problem), (gold_or_none(setup.run.task, problem) or [""])[-1].strip()} - {""}
+
+
+def _holed(answers: Collection[str], text: str) -> set[str]:
+    """A text with a hole where one of the answers stands as a word of its own."""
+    places = (rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\w)" for answer in answers)
+    return {holed for place in places if (holed := re.sub(place, _HOLE, text)) != text}
 
 
 def _in_slots(

@@ -13,7 +13,7 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.around import around_findings
 from keel.lab.doctor.probes.frames import frame_findings
 from keel.lab.doctor.probes.gold_likelihood import blind_surprise, bos_gain
-from keel.lab.doctor.probes.leaks import leak_findings
+from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.rendering import (
     in_template,
@@ -51,10 +51,13 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Read prompts back from their tokens; compare them with problems, with each other and with held-out ones."""
     prompts = _prompts(setup)
     lost = [*_lost(setup, prompts)]
+    written_out = [*written_out_findings([prompt.problem for prompt in prompts])]
+    if written_out:
+        setup.shared["another template"] = "questions that are not plain text"
     findings = [
         *lost,
         *(() if lost else verbatim_findings(setup)),
-        *written_out_findings([prompt.problem for prompt in prompts]),
+        *written_out,
         *_headless(setup, prompts),
         *_bos(setup, prompts, thresholds),
         *(
@@ -78,7 +81,11 @@ def _leaks(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds)
     """In the messages as they are given, since tokens may not give spaces back; else in what a template adds."""
     given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
     read = [(prompt.problem, prompt.text) for prompt in prompts]
-    return [*leak_findings(setup, given, thresholds)] or [*leak_findings(setup, read, thresholds)]
+    return (
+        [*system_leaks(setup, [prompt.problem for prompt in prompts], thresholds)]
+        or [*leak_findings(setup, given, thresholds)]
+        or [*leak_findings(setup, read, thresholds)]
+    )
 
 
 def _prompts(setup: ProbeSetup) -> list[Prompt]:
