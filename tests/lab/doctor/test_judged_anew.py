@@ -19,8 +19,9 @@ from keel.lab.doctor.probes.advantage import _amplified_parts
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.misfit import foreign_findings
-from keel.lab.doctor.probes.model import _round_trip, unread
+from keel.lab.doctor.probes.model import _round_trip, run_together, unread
 from keel.lab.doctor.setup import build_setup
+from keel.models.tiny import character_tokenizer
 from lab.doctor.schooled import schooled_config
 
 THRESHOLDS = load_thresholds()
@@ -94,7 +95,7 @@ def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> N
         def gold(self, problem: Problem) -> str:
             return str(problem.answer)
 
-    texts = ["how many", "7 units", "how", "many"]
+    texts = ["how many", "7 units", "how", "many", "howmany"]
     tokenizer = SimpleNamespace(
         encode=lambda text, **_: [texts.index(text)],
         decode=lambda ids, **_: " ".join(back if texts[i] == "7 units" else texts[i] for i in ids),
@@ -110,6 +111,42 @@ def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> N
     )
     (finding,) = _round_trip(setup, THRESHOLDS)
     assert (finding.code, finding.severity) == ("model/tokenizer", severity)
+
+
+def blanks(kind: str) -> Any:
+    """A tokenizer of characters that does something to blanks."""
+    from tokenizers import Regex, normalizers
+
+    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789?"
+    tokenizer: Any = character_tokenizer(alphabet if kind == "has none" else alphabet + " \n")
+    core = tokenizer.backend_tokenizer
+    if kind in ("takes them away", "has none"):
+        core.normalizer = normalizers.Replace(Regex(r"\s"), "")
+    elif kind == "takes words together":
+        core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
+    elif kind == "one for many":
+        core.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("takes them away", True),
+        ("takes words together", True),
+        ("keeps them", False),
+        ("one for many", False),
+        ("has none", False),  # nothing in such a vocabulary was ever parted
+    ],
+)
+def test_words_that_run_together_on_their_way_into_tokens(kind: str, named: bool) -> None:
+    evidence = run_together(blanks(kind), ["min 4 1?", "how  many\nare 7 and 8?", "alone"])
+    assert (evidence is not None) == named
+    assert evidence is None or "'min41?'" in evidence
+
+
+def test_single_words_tell_nothing_of_blanks() -> None:
+    assert run_together(blanks("takes them away"), ["alone", "4+1?"]) is None
 
 
 def test_an_evaluation_of_noise() -> None:

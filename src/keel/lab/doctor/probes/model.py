@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
+from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
 _RELABELLINGS = 200
 _TEXTS = 8
+_BLANKS = (" ", "\u0120", "\u2581")  # as it is, and as byte-level and sentence-piece vocabularies write it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
 
@@ -114,6 +117,9 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
         return
+    if together := run_together(tokenizer, texts):
+        yield tokenizer_finding(together)
+        return
     options = setup.config.reward
     if task.unanswered or task.several_turns or options.aggregate != "sum" or options.shuffle is not None:
         return
@@ -137,9 +143,30 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         yield replace(found, severity="warning") if spaces else found
 
 
-def _back(tokenizer: object, text: str) -> str:
-    ids = tokenizer.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
-    return str(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[attr-defined]
+def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
+    """Evidence that words lose what parts them: texts have the tokens that they have without blanks.
+
+    A vocabulary without a blank may do so by design; one that has it was made for texts with blanks.
+    """
+    parted = [text for text in dict.fromkeys(texts) if len(text.split()) > 1]
+    if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, squeezed(text)) for text in parted):
+        return None
+    special = set(tokenizer.all_special_ids)
+    blank = next((t for t, i in tokenizer.get_vocab().items() if t[:1] in _BLANKS and i not in special), None)
+    if blank is None:
+        return None
+    return (
+        f"{len(parted)} texts have the tokens that they have without blanks, although the vocabulary has some for them, "
+        f"such as {blank!r}: {parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
+    )
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _back(tokenizer: Any, text: str) -> str:
+    return str(tokenizer.decode(_ids(tokenizer, text), skip_special_tokens=True))
 
 
 def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
