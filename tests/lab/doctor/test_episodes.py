@@ -218,6 +218,7 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "usage: find [-h] [--most N] QUERY\nfind: the following arguments are required: QUERY\n",
         "Usage: notes add [OPTIONS] TEXT\nTry 'notes add --help' for help.",
         "<result>\nUsage: cp <from> <to>\n</result>",
+        "usage:find[-h][--most N]QUERY",
         "find: missing operand",
         "Missing required parameter: query",
         "Missing 1 required positional argument: 'query'",

@@ -15,6 +15,7 @@ from keel.envs.calls import TooManyHungCalls
 from keel.kl.controllers import RuleController
 from keel.lab.doctor import preflight as preflight_module
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes import model
 from keel.lab.doctor.probes.advantage import _amplified_parts
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.evaluation import probe_evaluation
@@ -28,10 +29,10 @@ THRESHOLDS = load_thresholds()
 
 
 def test_weights_of_a_kind_that_the_model_has_are_missed() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
+    layered = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
     layers = ["layers.2.weight", "layers.0.bias"]
     others = ["score.weight", "layers.0.rotary.inv_freq", "head.bias"]
-    assert unread(model, [*layers, *others]) == layers
+    assert unread(layered, [*layers, *others]) == layers
 
 
 def steered(controller: RuleController) -> list[str]:
@@ -117,10 +118,9 @@ def blanks(kind: str) -> Any:
     """A tokenizer of characters that does something to blanks."""
     from tokenizers import Regex, normalizers
 
-    alphabet = "abcdefghijklmnopqrstuvwxyz0123456789?"
-    tokenizer: Any = character_tokenizer(alphabet if kind == "has none" else alphabet + " \n")
+    tokenizer: Any = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789? \n")
     core = tokenizer.backend_tokenizer
-    if kind in ("takes them away", "has none"):
+    if kind == "takes them away":
         core.normalizer = normalizers.Replace(Regex(r"\s"), "")
     elif kind == "takes words together":
         core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
@@ -136,13 +136,36 @@ def blanks(kind: str) -> Any:
         ("takes words together", True),
         ("keeps them", False),
         ("one for many", False),
-        ("has none", False),  # nothing in such a vocabulary was ever parted
     ],
 )
 def test_words_that_run_together_on_their_way_into_tokens(kind: str, named: bool) -> None:
     evidence = run_together(blanks(kind), ["min 4 1?", "how  many\nare 7 and 8?", "alone"])
     assert (evidence is not None) == named
     assert evidence is None or "'min41?'" in evidence
+
+
+@pytest.mark.parametrize(
+    ("texts", "entropy", "written"),
+    [
+        (["is 7", "it 8"], 0.1, True),
+        (["is 7", "it8"], 0.1, True),
+        (["is7", "it8"], 0.1, False),  # trained on texts that were run together
+        (["is 7", "it 8"], 5.0, False),  # noise holds blanks too
+    ],
+)
+def test_a_model_that_was_trained_on_blanks_writes_them(
+    monkeypatch: pytest.MonkeyPatch, texts: list[str], entropy: float, written: bool
+) -> None:
+    tokenizer = blanks("keeps them")
+    completions = [SimpleNamespace(tokens=tuple(tokenizer.encode(text, add_special_tokens=False))) for text in texts]
+    setup: Any = SimpleNamespace(
+        groups=[SimpleNamespace(completions=completions)] * 16,
+        policy=SimpleNamespace(tokenizer=tokenizer),
+        vocabulary=len(tokenizer),
+    )
+    monkeypatch.setattr(model, "golds", lambda setup: [None])
+    monkeypatch.setattr(model, "read_golds", lambda setup: SimpleNamespace(entropy=entropy))
+    assert model.writes_blanks(setup, THRESHOLDS) == written
 
 
 def test_single_words_tell_nothing_of_blanks() -> None:

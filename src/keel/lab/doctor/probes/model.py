@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.evidence import chance_above, level
 from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
@@ -117,7 +118,7 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
         return
-    if together := run_together(tokenizer, texts):
+    if (together := run_together(tokenizer, texts)) and writes_blanks(setup, thresholds):
         yield tokenizer_finding(together)
         return
     options = setup.config.reward
@@ -144,21 +145,24 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
 
 
 def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Evidence that words lose what parts them: texts have the tokens that they have without blanks.
-
-    A vocabulary without a blank may do so by design; one that has it was made for texts with blanks.
-    """
+    """Evidence that words lose what parts them: texts have the tokens that they have without blanks."""
     parted = [text for text in dict.fromkeys(texts) if len(text.split()) > 1]
     if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, squeezed(text)) for text in parted):
         return None
-    special = set(tokenizer.all_special_ids)
-    blank = next((t for t, i in tokenizer.get_vocab().items() if t[:1] in _BLANKS and i not in special), None)
-    if blank is None:
-        return None
     return (
-        f"{len(parted)} texts have the tokens that they have without blanks, although the vocabulary has some for them, "
-        f"such as {blank!r}: {parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
+        f"{len(parted)} texts have the tokens that they have without blanks, although the model writes blanks: "
+        f"{parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
     )
+
+
+def writes_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+    """Whether completions hold blanks beyond chance, and not by noise: a model that was trained without writes none."""
+    tokenizer = setup.policy.tokenizer
+    blanks = {i for token, i in tokenizer.get_vocab().items() if token[:1] in _BLANKS} - set(tokenizer.all_special_ids)
+    held = [fmean(not blanks.isdisjoint(c.tokens) for c in group.completions) for group in setup.groups]
+    if chance_above(held, thresholds["blanks_written"]) > level(thresholds) or not golds(setup):
+        return False
+    return read_golds(setup).entropy <= thresholds["entropy_uniform_share"] * math.log(setup.vocabulary)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

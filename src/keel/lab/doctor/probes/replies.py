@@ -46,7 +46,7 @@ _ERRORS = re.compile(
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"
     # how programs and services tell that they were called in a wrong way
-    r"|usage:\s+[\w./-]*[a-z][\w./-]*(?:\s+[\w./-]+)?\s+(?:[\[<{]\S|--?[a-z])"
+    r"|usage:\s*[\w./-]*[a-z][\w./-]*(?:\s+[\w./-]+)?(?:\s*[\[<{]\S|\s+--?[a-z])"  # tokens may lose spaces
     rf"|(?:[\w./-]+:\s+)*(?:the following\s+)?(?:\w+\W+){{0,2}}{_ARGUMENT}\s+(?:\W?\w+\W?\s+)?(?:is|are)\s+"
     r"(?:required|missing)\s*(?:[:;,.!]|$)"
     rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
