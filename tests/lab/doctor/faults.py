@@ -43,6 +43,18 @@ def _on_row(rows: ScoreRows, values: Tensor) -> Tensor:
     return line
 
 
+def temperature_with_a_gradient_only(model, rows, *, temperature):
+    return scored(model, rows, temperature if torch.is_grad_enabled() else 1.0)
+
+
+def doubled_without_a_gradient(model, rows, *, temperature):
+    return scored(model, rows, temperature) * (1.0 if torch.is_grad_enabled() else 2.0)
+
+
+def one_place_late_without_a_gradient(model, rows, *, temperature):
+    return (right if torch.is_grad_enabled() else one_place_late)(model, rows, temperature=temperature)
+
+
 def loss_mask_as_attention(model, rows, *, temperature):
     return scored(model, rows, temperature, attention_mask=_on_row(rows, rows.action_mask))
 

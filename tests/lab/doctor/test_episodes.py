@@ -215,6 +215,15 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "sh: python: cannot execute binary file",
         "Unable to reach the index",
         "ls: notes: No such file or directory",
+        "usage: find [-h] [--most N] QUERY\nfind: the following arguments are required: QUERY\n",
+        "Usage: notes add [OPTIONS] TEXT\nTry 'notes add --help' for help.",
+        "<result>\nUsage: cp <from> <to>\n</result>",
+        "usage:find[-h][--most N]QUERY",
+        "find: missing operand",
+        "Missing required parameter: query",
+        "Missing 1 required positional argument: 'query'",
+        "The parameter 'query' is missing.",
+        "Field `pair` is required",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -276,6 +285,12 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "410 Gone with the Wind tickets",
         "<html><title>502 words on gateways</title></html>",
         "404",
+        "usage: 35 % of the disk",
+        "Usage: in the 19th century <i>rarely</i>",
+        "Usage: 3 [low]",
+        "The field is required reading",
+        "The property is missing from the register since 1800",
+        "Missing fields of wheat",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

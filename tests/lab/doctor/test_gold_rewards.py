@@ -13,7 +13,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs import build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.probes.alignment import association
-from keel.lab.doctor.probes.collection import _spread, probe_collection
+from keel.lab.doctor.probes.collection import _spread, abyss_findings, probe_collection
 from keel.lab.doctor.probes.exploits import any_answer, nearly_all
 from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
@@ -208,3 +208,21 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
     for_all = [JudgedGold(problem, ("1",), gold=1.0, empty=1.0, others=(1.0, 1.0))] * 4
     assert _paid_whatever(against, [-1.0, 0.0], 1e-9) == []
     assert _paid_whatever(for_all, [0.0, 1.0], 1e-9) == for_all
+
+
+@pytest.mark.parametrize(
+    ("gold", "empty", "aggregate", "named"),
+    [
+        (1.0, [-200.0] * 4, "sum", True),
+        (10.0, [-1e6, -2000.0, -1e30, -1001.0], "sum", True),
+        (1.0, [-50.0] * 4, "sum", False),  # costly, and not beyond what rounding leaves of the rest
+        (1.0, [-200.0, -200.0, -1.0, -200.0], "sum", False),  # of some problems alone
+        (0.0, [-200.0] * 4, "sum", False),  # a distance has no best to compare with
+        (1.0, [-200.0] * 4, "normalised_sum", False),
+    ],
+)
+def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float], aggregate: str, named: bool) -> None:
+    judged = [JudgedGold(Problem("a", ""), ("7",), gold, value, ()) for value in empty]
+    setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
+    found = [*abyss_findings(setup, judged, load_thresholds())]
+    assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named

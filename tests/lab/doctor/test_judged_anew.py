@@ -16,22 +16,24 @@ from keel.envs.calls import TooManyHungCalls
 from keel.kl.controllers import RuleController
 from keel.lab.doctor import preflight as preflight_module
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes import model
 from keel.lab.doctor.probes.advantage import _amplified, _amplified_parts, amplification
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.misfit import foreign_findings
-from keel.lab.doctor.probes.model import _round_trip, unread
+from keel.lab.doctor.probes.model import _round_trip, run_together, unread
 from keel.lab.doctor.setup import build_setup
+from keel.models.tiny import character_tokenizer
 from lab.doctor.schooled import schooled_config
 
 THRESHOLDS = load_thresholds()
 
 
 def test_weights_of_a_kind_that_the_model_has_are_missed() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
+    layered = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
     layers = ["layers.2.weight", "layers.0.bias"]
     others = ["score.weight", "layers.0.rotary.inv_freq", "head.bias"]
-    assert unread(model, [*layers, *others]) == layers
+    assert unread(layered, [*layers, *others]) == layers
 
 
 def steered(controller: RuleController) -> list[str]:
@@ -114,7 +116,7 @@ def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> N
         def gold(self, problem: Problem) -> str:
             return str(problem.answer)
 
-    texts = ["how many", "7 units", "how", "many"]
+    texts = ["how many", "7 units", "how", "many", "howmany"]
     tokenizer = SimpleNamespace(
         encode=lambda text, **_: [texts.index(text)],
         decode=lambda ids, **_: " ".join(back if texts[i] == "7 units" else texts[i] for i in ids),
@@ -130,6 +132,64 @@ def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> N
     )
     (finding,) = _round_trip(setup, THRESHOLDS)
     assert (finding.code, finding.severity) == ("model/tokenizer", severity)
+
+
+def blanks(kind: str) -> Any:
+    """A tokenizer of characters that does something to blanks."""
+    from tokenizers import Regex, normalizers
+
+    tokenizer: Any = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789? \n")
+    core = tokenizer.backend_tokenizer
+    if kind == "takes them away":
+        core.normalizer = normalizers.Replace(Regex(r"\s"), "")
+    elif kind == "takes words together":
+        core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
+    elif kind == "one for many":
+        core.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("takes them away", True),
+        ("takes words together", True),
+        ("keeps them", False),
+        ("one for many", False),
+    ],
+)
+def test_words_that_run_together_on_their_way_into_tokens(kind: str, named: bool) -> None:
+    evidence = run_together(blanks(kind), ["min 4 1?", "how  many\nare 7 and 8?", "alone"])
+    assert (evidence is not None) == named
+    assert evidence is None or "'min41?'" in evidence
+
+
+@pytest.mark.parametrize(
+    ("texts", "entropy", "written"),
+    [
+        (["is 7", "it 8"], 0.1, True),
+        (["is 7", "it8"], 0.1, True),
+        (["is7", "it8"], 0.1, False),  # trained on texts that were run together
+        (["is 7", "it 8"], 5.0, False),  # noise holds blanks too
+    ],
+)
+def test_a_model_that_was_trained_on_blanks_writes_them(
+    monkeypatch: pytest.MonkeyPatch, texts: list[str], entropy: float, written: bool
+) -> None:
+    tokenizer = blanks("keeps them")
+    completions = [SimpleNamespace(tokens=tuple(tokenizer.encode(text, add_special_tokens=False))) for text in texts]
+    setup: Any = SimpleNamespace(
+        groups=[SimpleNamespace(completions=completions)] * 16,
+        policy=SimpleNamespace(tokenizer=tokenizer),
+        vocabulary=len(tokenizer),
+    )
+    monkeypatch.setattr(model, "golds", lambda setup: [None])
+    monkeypatch.setattr(model, "read_golds", lambda setup: SimpleNamespace(entropy=entropy))
+    assert model.writes_blanks(setup, THRESHOLDS) == written
+
+
+def test_single_words_tell_nothing_of_blanks() -> None:
+    assert run_together(blanks("takes them away"), ["alone", "4+1?"]) is None
 
 
 def test_an_evaluation_of_noise() -> None:

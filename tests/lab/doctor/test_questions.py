@@ -21,7 +21,7 @@ from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.frames import CHOOSING
 from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
-from keel.lab.doctor.probes.prompts import Prompt, _leaks
+from keel.lab.doctor.probes.prompts import Prompt, _leaks, _lost
 from keel.lab.doctor.probes.rendering import in_template
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
 from keel.lab.doctor.probes.templates import plain_findings
@@ -225,6 +225,32 @@ def test_an_answer_is_found_where_tokens_give_no_spaces_back(said: str, codes: l
         text = "".join(message["content"].replace(" ", "") for message in messages)
         prompts.append(Prompt(Problem(f"{n}", messages, str(7 * n)), (n,), text))
     assert [finding.code for finding in _leaks(setup, prompts, LIMITS)] == codes
+
+
+def of_texts(rewrite: Any, limit: int = 100) -> list[Prompt]:
+    """Prompts of a token a character between two marks, of short and long questions."""
+    questions = [f"min {n}{' 1 1 1' * (n % 3)}" for n in range(10, 42)]
+    texts = [f"<q>{rewrite(question)}<a>" for question in questions]
+    return [
+        Prompt(Problem(question, question), tuple(map(ord, text[:limit])), text[:limit])
+        for question, text in zip(questions, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "limit", "code"),
+    [
+        (str, 14, "prompt/truncated"),
+        (str.upper, 14, "prompt/truncated"),
+        (lambda text: quote(text) if len(text) > 12 else text, 100, "prompt/no-question"),
+        (lambda text: text.encode().hex() if len(text) > 12 else text, 100, "prompt/no-question"),
+        (lambda text: "min" if len(text) > 12 else text, 100, "prompt/no-question"),
+    ],
+    ids=["cut", "cut, in other letters", "as an address", "as bytes", "left out"],
+)
+def test_a_question_in_another_encoding_is_not_cut(rewrite: Any, limit: int, code: str) -> None:
+    (finding,) = _lost(setup_of(CHAT_TEMPLATE), of_texts(rewrite, limit))
+    assert finding.code == code
 
 
 @pytest.mark.parametrize(

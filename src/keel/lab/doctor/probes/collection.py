@@ -25,7 +25,7 @@ from keel.lab.doctor.probes.evidence import (
 from keel.lab.doctor.probes.fickle import fickle_findings
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings
-from keel.lab.doctor.probes.judged_golds import judged_golds, reward_scale, solved_at
+from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.other_answers import other_answer_findings
 from keel.lab.doctor.probes.result import ProbeResult
@@ -70,7 +70,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *alignment,
         *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
         *of_gold,
-        *_cliff(setup, earned, thresholds),
+        *([*_cliff(setup, earned, thresholds)] or abyss_findings(setup, judged, thresholds)),
         *(cut or (() if of_gold or unpaid else unwritable_findings(setup, judged, thresholds))),
         *episode_findings(setup, thresholds),
         *_unparseable(setup, thresholds),
@@ -161,6 +161,25 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
         "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
         "reward.warmup_steps eases it in",
         severity=None if deep or wide(groups, rare=False) else "warning",
+    )
+
+
+def abyss_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """No completion lies there, and yet an empty one would earn what dwarfs all that a right answer can."""
+    if not judged or setup.config.reward.aggregate != "sum":
+        return
+    empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
+    if best <= 0 or -empty <= thresholds["reward_cliff_depth"] * best:
+        return
+    count = sum(len(group.rewards) for group in setup.groups)
+    yield finding(
+        "reward/cliff",
+        f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, and "
+        f"no completion of {count} as little",
+        "failing costs far more than success earns: the first completion that cannot be read rules the update, and "
+        "differences among the rest are lost beside it",
+        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps",
+        severity="warning",
     )
 
 

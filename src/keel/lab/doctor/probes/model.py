@@ -7,22 +7,26 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.evidence import chance_above, level
 from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
+from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
 _RELABELLINGS = 200
 _TEXTS = 8
+_BLANKS = (" ", "\u0120", "\u2581")  # as it is, and as byte-level and sentence-piece vocabularies write it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
 
@@ -114,6 +118,9 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
         return
+    if (together := run_together(tokenizer, texts)) and writes_blanks(setup, thresholds):
+        yield tokenizer_finding(together)
+        return
     options = setup.config.reward
     if task.unanswered or task.several_turns or options.aggregate != "sum" or options.shuffle is not None:
         return
@@ -137,9 +144,33 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         yield replace(found, severity="warning") if spaces else found
 
 
-def _back(tokenizer: object, text: str) -> str:
-    ids = tokenizer.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
-    return str(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[attr-defined]
+def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
+    """Evidence that words lose what parts them: texts have the tokens that they have without blanks."""
+    parted = [text for text in dict.fromkeys(texts) if len(text.split()) > 1]
+    if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, squeezed(text)) for text in parted):
+        return None
+    return (
+        f"{len(parted)} texts have the tokens that they have without blanks, although the model writes blanks: "
+        f"{parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
+    )
+
+
+def writes_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+    """Whether completions hold blanks beyond chance, and not by noise: a model that was trained without writes none."""
+    tokenizer = setup.policy.tokenizer
+    blanks = {i for token, i in tokenizer.get_vocab().items() if token[:1] in _BLANKS} - set(tokenizer.all_special_ids)
+    held = [fmean(not blanks.isdisjoint(c.tokens) for c in group.completions) for group in setup.groups]
+    if chance_above(held, thresholds["blanks_written"]) > level(thresholds) or not golds(setup):
+        return False
+    return read_golds(setup).entropy <= thresholds["entropy_uniform_share"] * math.log(setup.vocabulary)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _back(tokenizer: Any, text: str) -> str:
+    return str(tokenizer.decode(_ids(tokenizer, text), skip_special_tokens=True))
 
 
 def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -139,10 +141,16 @@ def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str
 
 
 def _cut_by_tokenizer(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str]]) -> Finding | None:
-    """The same where a limit does it: all that lose text have one length, and it is the longest."""
+    """The same where a limit does it: all that lose text have one length, and it is the longest.
+
+    A cut adds nothing: what is left has no character more than a shorter prompt has beside its problem's text.
+    """
     longest = max(len(prompt.tokens) for prompt in whole)
-    complete = [len(prompt.tokens) for prompt in whole if prompt not in [entry[0] for entry in lost]]
-    if {len(prompt.tokens) for prompt, _, _ in lost} != {longest} or not complete or max(complete) > longest:
+    short = [prompt for prompt in whole if prompt not in [entry[0] for entry in lost]]
+    if {len(prompt.tokens) for prompt, _, _ in lost} != {longest} or not any(map(_is_verbatim, short)):
+        return None
+    frame = reduce(or_, (_beside_the_problem(prompt) for prompt in short if _is_verbatim(prompt)))
+    if any(_beside_the_problem(prompt) - frame for prompt, _, _ in lost):
         return None
     return finding(
         "prompt/truncated",
@@ -151,6 +159,20 @@ def _cut_by_tokenizer(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str,
         "switch the tokenizer's truncation off; data.max_prompt_length and data.truncation limit prompts",
         severity="error",
     )
+
+
+def _contents(prompt: Prompt) -> list[str]:
+    return [squeezed(message["content"]).casefold() for message in messages_of(prompt.problem)]
+
+
+def _is_verbatim(prompt: Prompt) -> bool:
+    """Whether all messages stand in a prompt in one piece, whatever became of spaces and case."""
+    return all(content in squeezed(prompt.text).casefold() for content in _contents(prompt))
+
+
+def _beside_the_problem(prompt: Prompt) -> Counter[str]:
+    """The characters of a prompt that are not its problem's, nor half of one at a cut."""
+    return Counter(squeezed(prompt.text).casefold()) - Counter("".join(_contents(prompt))) - Counter("\ufffd")
 
 
 def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:

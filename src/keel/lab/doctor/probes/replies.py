@@ -34,6 +34,7 @@ _STATUSES = re.compile(
     rf"(?:(?:http\S*\W+)?(?:{'|'.join(map(str, _PHRASES))})\W+(?:\w+\W+)?(?:{'|'.join(_PHRASES.values())})|{_FAILED})"
     r"(?! ?[\w'’-])"  # not the first words of a sentence
 )
+_ARGUMENT = "(?:argument|parameter|operand|option|field|property)s?"
 # At the start of a reply. A count is a result, as of a linter; so is a field for errors that holds none.
 _ERRORS = re.compile(
     r"(?:(?:an?|the|internal|server|unknown|unexpected|fatal)\s+)*\w*(?:error|exception|failure)s?\b"
@@ -44,6 +45,12 @@ _ERRORS = re.compile(
     # a command's own name may stand before what it could not do, and a number of its error
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"
+    # how programs and services tell that they were called in a wrong way
+    r"|usage:\s*[\w./-]*[a-z][\w./-]*(?:\s+[\w./-]+)?(?:\s*[\[<{]\S|\s+--?[a-z])"  # tokens may lose spaces
+    rf"|(?:[\w./-]+:\s+)*(?:the following\s+)?(?:\w+\W+){{0,2}}{_ARGUMENT}\s+(?:\W?\w+\W?\s+)?(?:is|are)\s+"
+    r"(?:required|missing)\s*(?:[:;,.!]|$)"
+    rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
+    r"(?:[:;,.!'\"`(<]|$)"
 )
 # What tells that a call went well, and the names of fields: neither is a result.
 _WENT_WELL = re.compile(

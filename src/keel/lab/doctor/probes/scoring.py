@@ -75,6 +75,8 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     if not gap.broken(gap.scored):
         gap = _on_other_text(setup, thresholds)
         figures["gap_other_text"] = gap.worst(gap.scored)
+    if not gap.broken(gap.scored) and (found := _without_gradient(setup, thresholds)):
+        return ProbeResult("scoring", found, figures, lines)
     if not gap.broken(gap.scored) and setup.run.amp_dtype is not None and setup.policy.dtype == torch.float32:
         found = tuple(_in_full_precision(setup, thresholds))
         if found:
@@ -84,6 +86,15 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         found = found or tuple(_of_changed_weights(setup, forward_logp, thresholds))
         return ProbeResult("scoring", found, figures, lines, unchecked)
     return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
+
+
+def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Finding, ...]:
+    """Passes that need no gradient, as of `old_logp` and of the reference, score as those that train do."""
+    with torch.no_grad():
+        gap = _on_other_text(setup, thresholds)
+        rescore = torch.no_grad()(gap.rescore)
+        found = tuple(_explained(replace(gap, rescore=rescore))) if gap.broken(gap.scored) else ()
+    return tuple(replace(f, evidence=f"without a gradient, and not with one, {f.evidence}") for f in found)
 
 
 def _of_gradient(
