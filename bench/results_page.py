@@ -55,9 +55,9 @@ LIMITS = {
     "kl": "80 steps from one start, seven runs at a time on one GPU; 95 % t-intervals over seeds. Accuracy is greedy, "
     "on 500 held-out problems; old skills are the mean of adding, multiplying, naming the largest of several numbers "
     "and capitals, asked as the start was taught them; KL in nats per token, over the whole vocabulary, on held-out "
-    "problems after training. The controllers aim at 0.02 from a β of 0.01, the dual with smoothing 0.9; in the band is "
-    "a KL between two thirds and one and a half times of that. One model of 135M parameters and one task: no more is "
-    "shown.",
+    "problems after training. The controllers aim at 0.02 from a β of 0.01, the dual with smoothing 0.9; in the band "
+    "is a KL between two thirds and one and a half times of that. One model of 135M parameters and one task: no more "
+    "is shown.",
 }
 
 

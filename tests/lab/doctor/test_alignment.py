@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keel.lab.doctor.probes.alignment import against, association, far_rows, normal_deviations, rearranged, shifts
+from keel.lab.doctor.probes.alignment import _deviations, against, association, far_rows, rearranged, shifts
 
 AFTER = [*range(1, 16), None]
 
@@ -19,15 +19,15 @@ def test_one_likelihood_that_dwarfs_the_others_is_one_rank():
     for _ in range(1500):
         noise, scale = (torch.randn(2, 16, 16, generator=draw, dtype=torch.float64) for _ in range(2))
         heavy = noise[0] / (scale.square().sum(0) / 2).sqrt()
-        alarms += association(heavy, AFTER[:16]) > normal_deviations(0.01)
+        alarms += association(heavy, AFTER[:16]) > _deviations(0.01)
     assert alarms <= 32  # 15 of 1500 by the level; over 32 once in 20,000
 
 
 def test_a_shift_of_few_rows_is_beyond_the_level_of_a_preflight():
     draw = torch.Generator().manual_seed(1)
     likelihood = torch.randn(12, 12, generator=draw, dtype=torch.float64) + 6 * torch.eye(12).roll(1, dims=1)
-    assert association(likelihood, [*range(1, 12), 0]) > normal_deviations(1e-3 / 40 / 14)
-    assert association(likelihood, range(12)) < normal_deviations(0.05)
+    assert association(likelihood, [*range(1, 12), 0]) > _deviations(1e-3 / 40 / 14)
+    assert association(likelihood, range(12)) < _deviations(0.05)
 
 
 @pytest.mark.parametrize("paired", [16, 12])
@@ -63,7 +63,7 @@ def test_rows_hold_the_counterparts_of_each_rearrangement(which: str, total: int
     scores = {name: association(likelihood, p) for name, p in rearranged(chosen, min(rows), max(rows)).items()}
     best = max(scores, key=scores.__getitem__)
     assert best.startswith(which.partition(" theirs")[0])
-    assert scores[best] > normal_deviations(1e-3 / 52 / 4 / len(scores)) or total == 40
+    assert scores[best] > _deviations(1e-3 / 52 / 4 / len(scores)) or total == 40
     assert len(set(chosen)) == len(chosen) <= 72
 
 

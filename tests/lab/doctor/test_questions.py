@@ -271,18 +271,19 @@ def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str
 
 
 @pytest.mark.parametrize(
-    ("system", "leaks"),
+    ("system", "severity"),
     [
-        ("{answer}", True),
-        ("Reference {answer}, for the grader", True),
-        ("You may need {answer}: {answer} is what others wrote.", True),
-        ("{other}", False),  # another problem's
-        ("Be brief.", False),
-        ("Answer 0, 7, 14, 21 or any other multiple of 7.", False),
-        ("Passage {n}: the train left at {answer} with {other} on board.", False),  # a text to read
+        ("{answer}", "error"),
+        ("The answer: {answer}", "error"),
+        ("Reference {answer}, for the grader", "warning"),
+        ("Use the word {answer} in your reply.", "warning"),  # what is to be done
+        ("{other}", None),  # another problem's
+        ("Be brief.", None),
+        ("Answer 0, 7, 14, 21 or any other multiple of 7.", None),
+        ("Passage {n}: the train left at {answer} with {other} on board.", None),  # a text to read
     ],
 )
-def test_a_system_message_that_says_the_answer_leaks_it(system: str, leaks: bool) -> None:
+def test_a_system_message_that_says_the_answer_leaks_it(system: str, severity: str | None) -> None:
     problems = [
         Problem(
             f"{n}",
@@ -295,7 +296,8 @@ def test_a_system_message_that_says_the_answer_leaks_it(system: str, leaks: bool
         for n in range(32)
     ]
     found = [*system_leaks(setup_of(CHAT_TEMPLATE), problems, LIMITS)]
-    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", "error")] * leaks
+    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
+    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
 
 
 def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is() -> None:
@@ -323,7 +325,7 @@ ENCODINGS: dict[str, Callable[[str], str]] = {
 def test_questions_in_a_code_are_named(form: str, encode: Callable[[str], str]) -> None:
     problems = [Problem(f"{n}", encode(form.format(n)), f"{n + 1}") for n in range(32)]
     found = [*written_out_findings(problems)]
-    assert [(f.code, f.severity) for f in found] == [("prompt/format", "error")]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")]
 
 
 def test_questions_that_only_look_like_a_code_are_none() -> None:
@@ -337,31 +339,31 @@ def test_questions_that_only_look_like_a_code_are_none() -> None:
         [f"{random.getrandbits(64):016x}" for _ in range(32)],
         [f"https://example.org/a%20page/{n}" for n in range(32)],
         [f"What is {n}% of 20?" for n in range(32)],
+        ["\n".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["\t".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["\u3000".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["".join(f"{random.randrange(0x61, 0x7B):02x}" for _ in range(8)) for _ in range(32)],
+        [f"/wiki/{n}%20page%20of%20it" for n in range(32)],
+        [f"www.example.org/a%20b%20c/{n}" for n in range(32)],
+        [f"search?q=red%20shoes%20here&id={n}" for n in range(32)],
+        [f"增长10%20个{n}" for n in range(32)],
     ):
         assert [*written_out_findings([Problem(f"{n}", text, "1") for n, text in enumerate(texts)])] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("Certainly! Here are the details. ", True),
-        ("Of course, this one is harder:\n", True),
-        ("I\u2019d be happy to help. ", True),
-        ("**Sure!** ", True),
-        ("Here is a passage: ", False),
-        ("Are you sure? ", False),
-        ("Sure winners of the race are ", False),
-        ("Of course fees at a college: ", False),
-        ("Question: ", False),
-    ],
-)
-def test_questions_that_begin_as_replies_are_named(words: str, named: bool) -> None:
-    found = [*written_out_findings([Problem(f"{n}", f"{words}What is {n} + 1?", f"{n + 1}") for n in range(16)])]
-    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * named
+@pytest.mark.parametrize("answer", ["some word {}", "SOME WORD {}", "The text is: some word {}"])
+def test_a_task_of_decoding_asks_for_what_the_code_says(answer: str) -> None:
+    coded = [base64.b64encode(f"some word {n}".encode()).decode() for n in range(16)]
+    assert [*written_out_findings([Problem(f"{n}", text, answer.format(n)) for n, text in enumerate(coded)])] == []
 
 
-def test_a_task_of_decoding_asks_for_what_the_code_says() -> None:
-    problems = [Problem(f"{n}", base64.b64encode(f"word {n}".encode()).decode(), f"word {n}") for n in range(16)]
+def test_a_message_that_says_what_to_do_with_a_code_speaks_for_it() -> None:
+    decode = {"role": "system", "content": "Decode the text and answer the question in it."}
+    coded = [base64.b64encode(f"What is {n} plus one?".encode()).decode() for n in range(16)]
+    problems = [
+        Problem(f"{n}", [decode, {"role": "user", "content": text}], f"{n + 1}") for n, text in enumerate(coded)
+    ]
     assert [*written_out_findings(problems)] == []
 
 

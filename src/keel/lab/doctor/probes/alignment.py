@@ -17,7 +17,6 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import leave_undecided, level
-from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -56,7 +55,7 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     try:
         trained = _fit(setup, draw, thresholds)
         if trained is None:
-            yield from _unrelated(setup, distinct(draw(step=0), MOST_PROMPTS), thresholds)
+            yield from _unrelated(setup, _distinct(draw(step=0), MOST_PROMPTS), thresholds)
         elif trained.which != OWN:
             yield _moved(trained, "data/misaligned", "")
         else:
@@ -69,14 +68,14 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
 
 def _fit(setup: ProbeSetup, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> Fit | None:
     """The arrangement of the answers that fits their prompts, as they come in a batch or by rows of the data."""
-    problems = distinct(draw(step=0))
-    few = likelihoods(setup, problems[:FIRST], _golds(setup, problems[:FIRST]))
-    if len(few) >= FEWEST and (own := association(few, range(len(few)))) > normal_deviations(0.01):
+    problems = _distinct(draw(step=0))
+    few = _likelihoods(setup, problems[:FIRST], _golds(setup, problems[:FIRST]))
+    if len(few) >= FEWEST and (own := association(few, range(len(few)))) > _deviations(0.01):
         return Fit(OWN, own, own, len(few))
     in_batch = _best(setup, problems, lambda count: shifts(range(count), "in a batch"), thresholds)
     if in_batch is not None:
         return in_batch
-    rows = rows_by_number(draw)
+    rows = _rows(draw)
     if len(rows) < FEWEST:
         return None
     chosen = far_rows(rows)
@@ -95,16 +94,16 @@ def _best(
     thresholds: Thresholds,
 ) -> Fit | None:
     """The arrangement that fits best, where it is no chance over both sides and both orders."""
-    likelihood = likelihoods(setup, problems, _golds(setup, problems))
+    likelihood = _likelihoods(setup, problems, _golds(setup, problems))
     count = len(likelihood)
     if count < FEWEST:
         return None
     own = association(likelihood, range(count))
-    if own > normal_deviations(0.05):
+    if own > _deviations(0.05):
         return Fit(OWN, own, own, count)
     scores = {which: association(likelihood, partners) for which, partners in arrangements(count).items()}
     which = max(scores, key=scores.__getitem__)
-    by_chance = scores[which] <= normal_deviations(level(thresholds) / (4 * len(scores)))
+    by_chance = scores[which] <= _deviations(level(thresholds) / (4 * len(scores)))
     return None if by_chance else Fit(which, scores[which], own, count)
 
 
@@ -149,7 +148,7 @@ def far_rows(rows: Collection[int]) -> list[int]:
     return list(dict.fromkeys(n for trio in trios for n in trio if n in rows))
 
 
-def rows_by_number(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
+def _rows(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
     """All problems of one source by the number that their keys end with, as many as the time allows."""
     sources: dict[str, dict[int, Problem]] = {}
     began, step, fresh = time.monotonic(), 0, True
@@ -176,7 +175,7 @@ def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thres
     texts = sorted(set(golds))
     if not 2 < len(texts) <= MOST_ANSWERS or len(problems) < MOST:
         return
-    likelihood = likelihoods(setup, problems, texts)
+    likelihood = _likelihoods(setup, problems, texts)
     own = torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]])
     if len(likelihood) < MOST:
         return
@@ -184,7 +183,7 @@ def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thres
     if mass < thresholds["answers_mass"] or opinion < thresholds["answers_opinion"]:
         return
     deviations = float(support.mean() / (support.std() / len(support) ** 0.5).clamp_min(1e-12))
-    if -deviations < normal_deviations(level(thresholds)):
+    if -deviations < _deviations(level(thresholds)):
         return
     yield finding(
         "data/misaligned",
@@ -224,7 +223,7 @@ def _moved(fit: Fit, code: str, side: str) -> Finding:
     )
 
 
-def distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
+def _distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
     """Problems as they come in a batch, each once."""
     first: dict[str, Problem] = {}
     for problem in pool:
@@ -232,7 +231,7 @@ def distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
     return list(first.values())[:most]
 
 
-def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
+def _likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
     """`[n, answers]`: the log-probability of each after each prompt, of as many problems as the time allows.
 
     Where there is an answer a prompt, fewer prompts leave fewer answers.
@@ -243,10 +242,6 @@ def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[
     if len(problems) < FEWEST or not all(answers):
         return torch.zeros(0, 0)
     context = setup.policy.context_length or math.inf
-    if all(len(answer) == 1 for answer in answers):
-        return _of_one_token(
-            setup, [renderer.prompt(problem) for problem in problems], [a for (a,) in answers], context
-        )
     rows: list[Tensor] = []
     count, began = len(problems), time.monotonic()
     for problem in problems:
@@ -255,14 +250,14 @@ def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[
         prompt = renderer.prompt(problem)
         if len(prompt) + max(map(len, answers)) > context:
             return torch.zeros(0, 0)
-        different = list(dict.fromkeys(answers[:count]))
+        distinct = list(dict.fromkeys(answers[:count]))
         completions = tuple(
-            Completion(a, (True,) * len(a), (0.0,) * len(a), (0.0,) * len(a), "", "eos") for a in different
+            Completion(a, (True,) * len(a), (0.0,) * len(a), (0.0,) * len(a), "", "eos") for a in distinct
         )
         scored: dict[tuple[int, ...], float] = {}
         for i, logits in setup.each_logits([Group(problem, prompt, completions)]):
-            tokens = torch.tensor(different[i], device=logits.device)[:, None]
-            scored[different[i]] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
+            tokens = torch.tensor(distinct[i], device=logits.device)[:, None]
+            scored[distinct[i]] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
         rows.append(torch.tensor([scored[answer] for answer in answers[:count]], dtype=torch.float64))
         each = (time.monotonic() - began) / len(rows)  # a row: fewer rows are shorter ones too
         if each * count > SECONDS:
@@ -271,21 +266,6 @@ def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[
                 leave_undecided(setup, "data/misaligned", f"{FEWEST} answers after {FEWEST} prompts take too long")
                 return torch.zeros(0, 0)
     return torch.stack([row[:count] for row in rows[:count]])
-
-
-def _of_one_token(
-    setup: ProbeSetup, prompts: Sequence[tuple[int, ...]], answers: Sequence[int], context: float
-) -> Tensor:
-    """The same of answers of one token: a pass over a prompt tells all of them."""
-    if max(map(len, prompts)) + 1 > context:
-        return torch.zeros(0, 0)
-    rows: list[Tensor] = []
-    began = time.monotonic()
-    for part in (prompts[i : i + FIRST] for i in range(0, len(prompts), FIRST)):
-        if time.monotonic() - began > SECONDS:
-            break
-        rows += (logits[-1].log_softmax(-1)[list(answers)].double().cpu() for logits in row_logits(setup, part))
-    return torch.stack([row[: len(rows)] for row in rows])
 
 
 def association(likelihood: Tensor, partners: Partners) -> float:
@@ -308,7 +288,7 @@ def association(likelihood: Tensor, partners: Partners) -> float:
     return paired / variance**0.5 if variance > 0 else 0.0
 
 
-def normal_deviations(chance: float) -> float:
+def _deviations(chance: float) -> float:
     """Standard deviations that a normal variable exceeds with this chance."""
     from scipy.special import ndtri
 

@@ -27,7 +27,6 @@ from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
-from keel.lab.doctor.probes.other_answers import other_answer_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
@@ -58,8 +57,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
-    alignment = [*alignment_findings(setup, thresholds)] or [*other_answer_findings(setup, thresholds)]
-    of_gold = [*gold_findings(setup, judged, thresholds)]
+    alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
     unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
     cut = [*_truncated(setup, thresholds)]
     findings = [
@@ -169,16 +167,20 @@ def abyss_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: 
     if not judged or setup.config.reward.aggregate != "sum":
         return
     empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
-    if best <= 0 or -empty <= thresholds["reward_cliff_depth"] * best:
+    totals = [reward.total for group in setup.groups for reward in group.rewards]
+    span = best - min((total for row in judged for total in row.others), default=best)
+    if best <= SAME * abs(empty) or -empty <= thresholds["reward_cliff_depth"] * max(best, span):
         return
-    count = sum(len(group.rewards) for group in setup.groups)
+    if min(totals, default=0.0) <= empty:
+        return
     yield finding(
         "reward/cliff",
         f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, and "
-        f"no completion of {count} as little",
+        f"no completion of {len(totals)} as little",
         "failing costs far more than success earns: the first completion that cannot be read rules the update, and "
         "differences among the rest are lost beside it",
-        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps",
+        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; nothing, if no completion "
+        "can be empty",
         severity="warning",
     )
 

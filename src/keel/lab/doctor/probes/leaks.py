@@ -67,12 +67,15 @@ def system_leaks(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thr
     chance = _at_least(own, len(problems), rate)
     if own < thresholds["leak_share"] * len(problems) or chance > thresholds["travel_chance"]:
         return
+    bare = not hole.strip(f"{_HOLE} .") or _CUES.search(hole)
     yield finding(
         "prompt/answer-leak",
         f"{own} of {len(problems)} system messages are {hole.replace(_HOLE, '…')[:80]!r} with their problem's own "
-        f"answer in it (of others' answers {100 * rate:.0f} %; chance {chance:.1g}), such as {rows[0][0][:80]!r}",
+        f"answer in it (of others' answers {100 * rate:.0f} %; chance {chance:.1g})",
         "the system message is made of the column that holds the answer, so that copying it earns the reward",
-        "give the column of system messages in data.columns, or leave it out",
+        "give the column of system messages in data.columns, or leave it out"
+        + ("" if bare else "; nothing, if the task is to say what it says"),
+        severity=None if bare else "warning",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     prompts = _prompts(setup)
     lost = [*_lost(setup, prompts)]
     written_out = [*written_out_findings([prompt.problem for prompt in prompts])]
-    if written_out:
+    if any("are encoded" in found.evidence for found in written_out):
         setup.shared["another template"] = "questions that are not plain text"
     findings = [
         *lost,
@@ -161,18 +162,23 @@ def _cut_by_tokenizer(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str,
     )
 
 
+def _plain(text: str) -> str:
+    """Whatever becomes of spaces, case and forms of a character."""
+    return unicodedata.normalize("NFKC", squeezed(text)).casefold()
+
+
 def _contents(prompt: Prompt) -> list[str]:
-    return [squeezed(message["content"]).casefold() for message in messages_of(prompt.problem)]
+    return [_plain(str(message["content"] or "")) for message in messages_of(prompt.problem)]
 
 
 def _is_verbatim(prompt: Prompt) -> bool:
     """Whether all messages stand in a prompt in one piece, whatever became of spaces and case."""
-    return all(content in squeezed(prompt.text).casefold() for content in _contents(prompt))
+    return all(content in _plain(prompt.text) for content in _contents(prompt))
 
 
 def _beside_the_problem(prompt: Prompt) -> Counter[str]:
     """The characters of a prompt that are not its problem's, nor half of one at a cut."""
-    return Counter(squeezed(prompt.text).casefold()) - Counter("".join(_contents(prompt))) - Counter("\ufffd")
+    return Counter(_plain(prompt.text)) - Counter("".join(_contents(prompt))) - Counter("\ufffd")
 
 
 def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:

@@ -46,9 +46,10 @@ _ERRORS = re.compile(
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"
     # how programs and services tell that they were called in a wrong way
-    r"|usage:\s*[\w./-]*[a-z][\w./-]*(?:\s+[\w./-]+)?(?:\s*[\[<{]\S|\s+--?[a-z])"  # tokens may lose spaces
+    r"|usage:\s*[\w./-]{0,40}[a-z][\w./-]{0,40}(?:\s+[\w./-]{1,80})?(?:\s*[\[<{]\S|\s+--?[a-z])[^\n]*\s*"
+    r"(?:</\S*\s*)?(?:$|[^\n]*(?:error:|required|missing|--help)[^\n]*\s*$)"  # a synopsis alone, or with what was wrong
     rf"|(?:[\w./-]+:\s+)*(?:the following\s+)?(?:\w+\W+){{0,2}}{_ARGUMENT}\s+(?:\W?\w+\W?\s+)?(?:is|are)\s+"
-    r"(?:required|missing)\s*(?:[:;,.!]|$)"
+    r"(?:required|missing)\s*(?:[:;,]|[.!]?\s*$)"
     rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
     r"(?:[:;,.!'\"`(<]|$)"
 )

@@ -92,7 +92,7 @@ def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Findin
     """Passes that need no gradient, as of `old_logp` and of the reference, score as those that train do."""
     with torch.no_grad():
         gap = _on_other_text(setup, thresholds)
-        rescore = torch.no_grad()(gap.rescore)
+        rescore = torch.no_grad()(gap.rescore)  # explanations switch gradients on
         found = tuple(_explained(replace(gap, rescore=rescore))) if gap.broken(gap.scored) else ()
     return tuple(replace(f, evidence=f"without a gradient, and not with one, {f.evidence}") for f in found)
 
