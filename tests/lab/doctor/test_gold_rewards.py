@@ -226,3 +226,21 @@ def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float]
     setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
     found = [*abyss_findings(setup, judged, load_thresholds())]
     assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named
+
+
+@pytest.mark.parametrize(
+    ("gold", "other", "empty", "lowest", "named"),
+    [
+        (1.0, 0.0, -200.0, 0.0, True),
+        (1.0, 0.0, -200.0, -200.0, False),  # a completion lies there, which is the cliff's own matter
+        (0.01, -3.0, -5.0, 0.0, False),  # wrong answers cost about as much
+        (1.2e-7, -0.5, -1.0, 0.0, False),  # a best of nothing but rounding
+    ],
+)
+def test_a_fall_is_deep_beside_what_answers_differ_by(
+    gold: float, other: float, empty: float, lowest: float, named: bool
+) -> None:
+    judged = [JudgedGold(Problem("a", ""), ("7",), gold, empty, (other, other))] * 4
+    groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
+    setup = SimpleNamespace(groups=groups, config=schooled_config())
+    assert bool([*abyss_findings(setup, judged, load_thresholds())]) == named
