@@ -30,6 +30,7 @@ STUDY_FILES = {
     "frontier.png": f"{STUDY}-frontier.png",
 }
 BY_HAND = ("summary.txt", "notes.txt")
+NOT_RUN = "<!-- not run: START is a model of one's own -->"  # for those who run what a page shows
 HEAD = """# Results on a real model
 
 SmolLM2-135M-Instruct, dequantised from 4 bits (`scripts/get_smollm2.py`), on one H200: fp32 weights, bf16 passes.
@@ -338,7 +339,7 @@ def _study(points: Mapping[str, Row], folder: Path) -> str:
     parts += [_markdown(["point", *columns], lines), LIMITS["kl"], f"{'; '.join([healthy, *named])}: {files}."]
     parts += ["[kl_beta.yaml](../configs/results/kl_beta.yaml), START that of `results.py start countdown`:"]
     command = "keel ablate configs/results/kl_beta.yaml model.name=START warmstart=null optim.microbatch_tokens=16384"
-    return "\n\n".join([f"## {TITLES[STUDY]}", *parts, f"```bash\n{command} --jobs 7 --out DIR\n```"]) + "\n"
+    return "\n\n".join([f"## {TITLES[STUDY]}", *parts, f"{NOT_RUN}\n```bash\n{command} --jobs 7 --out DIR\n```"]) + "\n"
 
 
 def _mean(value: Estimate, times: float, digits: int, unit: str = "") -> str:

@@ -202,7 +202,7 @@ def test_a_controller_that_is_not_keels_is_found_out(rows, queue):
 
 # ------------------------------------------------------------------------------------------- checkpoints
 
-DUAL = ("+keel.kl.beta=0.1", "+keel.kl.controller={name: dual, target: 0.05}")
+DUAL = ("+keel.kl.beta=0.1", "+keel.kl.controller={name: dual, target: 0.05, smoothing: 0.9}")
 
 
 def resumed(rows, folder, *overrides):

@@ -112,7 +112,8 @@ def test_a_second_run_of_one_trainer_begins_anew(tmp_path):
 def test_a_resumed_run_is_the_run(tmp_path, adapter):
     """β of a controller with a memory, and a reference that has moved, are in TRL's checkpoint: it goes on in a new
     trainer, and in the one that was there already."""
-    kl = KLOptions(beta=0.1, controller={"name": "dual", "target": 0.001, "learning_rate": 0.5})
+    dual = {"name": "dual", "target": 0.001, "learning_rate": 0.5, "smoothing": 0.9}
+    kl = KLOptions(beta=0.1, controller=dual)
     rate = 1.0 if adapter else 0.05
 
     def run(out, **changes):
