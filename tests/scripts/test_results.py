@@ -145,7 +145,7 @@ def test_the_page_tells_of_what_was_run_and_nothing_else(tmp_path: Path) -> None
     results_page.table([runs], out)
     results_page.page([out], tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "| Keel, GRPO | 0 | 1.0 | 0 | 10 | 10.0 % [8.0, 12.0] |" in text
+    assert "| Keel, GRPO | 0 | 1.0 | 0 | 10 | healthy | 10.0 % [8.0, 12.0] |" in text
     assert "healthy" in text
     for absent in ("Countdown", "Time to accuracy", "TRL", "KL term"):
         assert absent not in text
@@ -184,9 +184,8 @@ def test_a_page_of_two_jobs_and_the_study(tmp_path: Path) -> None:
     finished(runs / "gsm8k", "keel", (0.1, 0.2))
     finished(runs / "countdown", "keel", (0.1, 0.2), name="countdown")
     summary = read_json(runs / "countdown" / "summary.json")
-    (runs / "countdown" / "summary.json").write_text(
-        encode({**summary, "end": {**summary["end"], "greedy_3_numbers": 0.4}})
-    )
+    summary["start"]["greedy_3_numbers"], summary["end"]["greedy_3_numbers"] = 0.2, 0.4
+    (runs / "countdown" / "summary.json").write_text(encode(summary))
     study = tmp_path / "study"
     (study / "points" / "00-beta=0-seed0").mkdir(parents=True)
     (study / "points" / "00-beta=0-seed0" / "findings.json").write_text(
@@ -202,7 +201,8 @@ def test_a_page_of_two_jobs_and_the_study(tmp_path: Path) -> None:
     results_page.page([out], tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert text.count("of 3 numbers") == 1
-    assert "| 40.0 % |" in text
+    assert "| the start |  |  |  |  |  | 10.0 % [8.0, 12.0] | 20.0 % | 5.0 % | 30.0 % [20.0, 40.0] |  |" in text
+    assert "| 10.0 % [8.0, 12.0] | 40.0 % | 5.0 % |" in text
     margin = 100 * 0.1 * 12.7062047364  # t of one degree of freedom times the standard error, 0.1 by hand
     assert f"| beta=0 | 2 | 40.0 % ± {margin:.1f} | 0.0200 | 70.0 % | 100.0 % |" in text
     assert "| the start |  | 25.0 % | 0 | 75.0 % |  |" in text
