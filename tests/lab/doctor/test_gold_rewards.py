@@ -13,7 +13,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs import build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.probes.alignment import association
-from keel.lab.doctor.probes.collection import _spread, abyss_findings, probe_collection
+from keel.lab.doctor.probes.collection import _spread, empty_cliff_findings, probe_collection
 from keel.lab.doctor.probes.exploits import any_answer, nearly_all
 from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
@@ -224,7 +224,7 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
 def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float], aggregate: str, named: bool) -> None:
     judged = [JudgedGold(Problem("a", ""), ("7",), gold, value, ()) for value in empty]
     setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
-    found = [*abyss_findings(setup, judged, load_thresholds())]
+    found = [*empty_cliff_findings(setup, judged, load_thresholds())]
     assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named
 
 
@@ -243,4 +243,4 @@ def test_a_fall_is_deep_beside_what_answers_differ_by(
     judged = [JudgedGold(Problem("a", ""), ("7",), gold, empty, (other, other))] * 4
     groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
     setup = SimpleNamespace(groups=groups, config=schooled_config())
-    assert bool([*abyss_findings(setup, judged, load_thresholds())]) == named
+    assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named

@@ -68,7 +68,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *alignment,
         *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
         *of_gold,
-        *([*_cliff(setup, earned, thresholds)] or abyss_findings(setup, judged, thresholds)),
+        *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
         *(cut or (() if of_gold or unpaid else unwritable_findings(setup, judged, thresholds))),
         *episode_findings(setup, thresholds),
         *_unparseable(setup, thresholds),
@@ -162,7 +162,7 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
     )
 
 
-def abyss_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def empty_cliff_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """No completion lies there, and yet an empty one would earn what dwarfs all that a right answer can."""
     if not judged or setup.config.reward.aggregate != "sum":
         return
