@@ -56,16 +56,6 @@ class LikesAToken(BansAToken):
     bias = 2.0
 
 
-class InEightBits(Copied):
-    """Holds its matrices as 8-bit integers."""
-
-    reports = "own"
-
-    def rounded(self, tensor: Tensor) -> Tensor:
-        unit = tensor.abs().amax() / 127 if tensor.dim() == 2 else None
-        return tensor if unit is None else (tensor / unit).round() * unit
-
-
 class ForgetsPositions(Copied):
     """Every token after the eighth of the text is at position 7."""
 
@@ -88,16 +78,33 @@ class OtherWeights(Copied):
         return tensor + 0.25 * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
-class Replaces(Copied):
-    """Now and then writes another token than the one it drew."""
+class OtherAttention(Copied):
+    """Half of what its attention would give out, at every sync."""
 
-    def change_group(self, request, group, sampling):
-        out = []
-        for number, completion in enumerate(group):
-            tokens = list(completion.tokens)
-            if number % 3 == 0:
-                tokens[0] = self.token
-            out.append(replace(completion, tokens=tuple(tokens)))
-        return self.rescored(self.model, request, out, sampling.temperature)
+    reports = "own"
 
-    token = tiny_tokenizer().encode("x")[-1]
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        weights = policy.state_dict()
+        self.copy.load_state_dict({name: 0.5 * w if "o_proj" in name else w for name, w in weights.items()})
+
+
+class SmallChangesLost(Copied):
+    """Takes only those changes of a weight that are large beside it."""
+
+    reports = "own"
+
+    def sync(self, policy: nn.Module, version: int | None = None) -> None:
+        new, held = policy.state_dict(), self.copy.state_dict()
+        far = {name: (new[name] - w).abs() > 0.02 * w.abs().amax() for name, w in held.items()}
+        self.copy.load_state_dict({name: torch.where(far[name], new[name], w) for name, w in held.items()})
+
+
+class EveryOtherColder(Wrapped):
+    """Every other request at another temperature, in draws and reports."""
+
+    def generate(self, requests, sampling, **noise):
+        both = [
+            self.native.generate(requests, replace(sampling, temperature=t * sampling.temperature), **noise)
+            for t in (1.0, 0.6)
+        ]
+        return [both[number % 2][number] for number in range(len(requests))]

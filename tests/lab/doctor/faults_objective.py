@@ -263,6 +263,10 @@ def half_reversed_k3(d: Tensor) -> Tensor:
     return 0.5 * (torch.expm1(-d) + d)
 
 
+def nothing_when_near(d: Tensor) -> Tensor:
+    return torch.where(d.abs() < 0.3, torch.zeros_like(d), torch.expm1(d) - d)
+
+
 # References
 
 

@@ -10,6 +10,7 @@ import torch
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
+    chance_of,
     filters,
     improbable_runs,
     tail_masses,
@@ -51,6 +52,25 @@ def test_other_ways_of_drawing_do_not(params: SamplingParams) -> None:
     sample = drawn(2.0, params)
     assert uniform_p_value(tail_masses(sample, PLAIN)) < 1e-6
     assert uniform_p_value(tail_masses(sample, params)) > 1e-3
+
+
+def test_first_tokens_that_are_not_drawn_show_among_many_that_are() -> None:
+    sample = drawn(2.0, n=4000)
+    sample = replace(sample, position=torch.arange(4000) % 20)
+    assert chance_of(sample, PLAIN) > 1e-3
+    first = sample.position == 0
+    greedy = replace(sample, tokens=torch.where(first, sample.logits.argmax(-1), sample.tokens))
+    assert uniform_p_value(tail_masses(greedy, PLAIN)) > 1e-6
+    assert chance_of(greedy, PLAIN) < 1e-6
+
+
+def test_a_policy_that_is_mostly_sure_is_judged_where_it_is_not() -> None:
+    unsure, sure = drawn(1.0, replace(PLAIN, temperature=0.6), n=150), drawn(60.0, n=4000, seed=1)
+    names = ("logits", "tokens", "sample_logp", "row")
+    both = Draws(*(torch.cat((getattr(unsure, name), getattr(sure, name))) for name in names))
+    assert uniform_p_value(tail_masses(both, PLAIN)) > 1e-3
+    assert chance_of(both, PLAIN) < 1e-6
+    assert chance_of(sure, PLAIN) > 1e-3
 
 
 def test_the_temperature_is_found_again() -> None:

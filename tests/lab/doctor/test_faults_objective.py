@@ -65,6 +65,7 @@ FAULTS = {
     "a scorer that ignores the last token": ("scoring/shifted", [f"model.scorer={HERE}:last_token_ignored"]),
     "a hidden last prompt token": ("mask/attention", [f"model.scorer={HERE}:last_prompt_token_hidden"]),
     "half of k3": ("kl/scale", [BIASED, f"kl.estimator={HERE}:half_k3"]),
+    "a penalty that begins far away": ("kl/no-gradient", [BIASED, f"kl.estimator={HERE}:nothing_when_near"]),
     "half of a reversed k3": ("kl/reversed", [BIASED, f"kl.estimator={HERE}:half_reversed_k3"]),
     "a reference that follows at once": ("reference/follows", [f"reference.kind={HERE}:following"]),
     "an average that follows at once": ("reference/follows", ["reference={kind: ema, every: 1, alpha: 0.99}"]),

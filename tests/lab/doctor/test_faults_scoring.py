@@ -39,6 +39,10 @@ def engine(name: str) -> str:
     return f"rollout.engine={HERE}:{name}"
 
 
+def drawing(name: str) -> str:
+    return f"rollout.engine=lab.doctor.faults_draws:{name}"
+
+
 def reward(name: str) -> str:
     return f"rewards=[{{name: '{HERE}:{name}'}}]"
 
@@ -113,6 +117,13 @@ FAULTS = {
     "a constant on every log-probability": ("sampler/mismatch", [engine("ConstantAdded")]),
     "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
     "a first log-probability of zero": ("sampler/mismatch", [engine("FirstLogpZero")]),
+    "a token that is banned": ("sampler/filter", [drawing("BansAToken")]),
+    "a token that is favoured": ("sampler/filter", [drawing("LikesAToken")]),
+    "positions that stand still": ("sampler/mismatch", [drawing("ForgetsPositions")]),
+    "other weights, reported as the policy's": ("sampler/mismatch", [drawing("OtherWeights")]),
+    "attention at half its size": ("sampler/mismatch", [drawing("OtherAttention")]),
+    "a temperature in every other request": ("sampler/temperature", [drawing("EveryOtherColder")]),
+    "small changes that are not synced": ("sampler/stale", [drawing("SmallChangesLost")]),
     "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
     "completions of an earlier step": ("sampler/noise", [engine("Remembers")]),
     "a group of copies": ("sampler/noise", [engine("Copies")]),

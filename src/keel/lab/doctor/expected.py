@@ -51,15 +51,16 @@ def measure_term(
     *,
     off_policy: bool = False,
     named: float = 0.05,
+    target: float = TARGET_KL,
 ) -> MeasuredGradient:
-    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about `TARGET_KL`.
+    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about the target.
 
     For each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if
     that is less than the share `named`.
     """
     reference = reference.double()
     direction = policy.double() - reference
-    factor = spread_factor(reference, direction)
+    factor = spread_factor(reference, direction, target)
     logits, ref_logp = reference + factor * direction, reference.log_softmax(-1)
     gradient, value = term_gradient(logits, ref_logp, kl, pairing)
     targets = target_gradients(logits, ref_logp)
@@ -81,8 +82,8 @@ def measure_term(
     return MeasuredGradient(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
 
 
-def spread_factor(reference: Tensor, direction: Tensor) -> float:
-    """The factor of a displacement of logits at which the mean KL is `TARGET_KL`, by bisection; 1 if there is none."""
+def spread_factor(reference: Tensor, direction: Tensor, target: float = TARGET_KL) -> float:
+    """The factor of a displacement of logits at which the mean KL is the target, by bisection; 1 if there is none."""
 
     ref_logp = reference.log_softmax(-1)
 
@@ -92,11 +93,11 @@ def spread_factor(reference: Tensor, direction: Tensor) -> float:
     if not bool(direction.any()):
         return 1.0
     low, high = 0.0, 1.0
-    while apart(high) < TARGET_KL and high < 2.0**20:
+    while apart(high) < target and high < 2.0**20:
         low, high = high, 2.0 * high
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if apart(middle) < TARGET_KL else (low, middle)
+        low, high = (middle, high) if apart(middle) < target else (low, middle)
     return low
 
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding
-from keel.lab.doctor.probes.continued import Continued, continued, doubt_of, gap_of, other_prompt, other_prompt_finding
+from keel.lab.doctor.probes.continued import (
+    Continued,
+    added,
+    continued,
+    doubt_of,
+    gap_of,
+    other_prompt,
+    other_prompt_finding,
+    rounded,
+)
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -24,11 +33,24 @@ def beyond_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
 
 
 def _of_later_turns(setup: ProbeSetup, thresholds: Thresholds) -> Finding | None:
-    """Turns after the first: each has a text of its own before it, with what the environment said."""
+    """Turns after the first: each has a text of its own before it, with what the environment said.
+
+    What no prompt explains is named where reports are off by far more than any rounding, and the first turns are right.
+    """
     problems = {group.problem.key: group.problem for group in setup.groups}
     later = [turn for turn in setup.turns if turn.request.start > 0 and turn.request.key in problems][:_LATER]
     groups = [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in later]
-    return _named(setup, groups, "turns after the first", thresholds)
+    named = _named(setup, groups, "turns after the first", thresholds)
+    if named is not None or setup.shared.get("first turns off"):
+        return named
+    turns = continued(setup, groups, [(turn.completion, i) for i, turn in enumerate(later)])
+    gap = gap_of(setup, turns.draws(setup, turns.prompts())) if turns.turns else 0.0
+    if gap <= thresholds["foreign_gap"]:
+        return None
+    return other_prompt_finding(
+        f"in turns after the first the engine's log-probabilities are off by {gap:.3g} nats on average, while those of "
+        "the first are right; none of the prompts that were tried is it"
+    )
 
 
 def _of_strange_texts(setup: ProbeSetup, thresholds: Thresholds) -> Finding | None:
@@ -39,25 +61,14 @@ def _of_strange_texts(setup: ProbeSetup, thresholds: Thresholds) -> Finding | No
 
 
 def _named(setup: ProbeSetup, groups: Sequence[Group], where: str, thresholds: Thresholds) -> Finding | None:
-    """The prompts that explain what was written where the given ones do not.
-
-    What no hypothesis explains is named only where reports are off by far more than any rounding, and the first turns
-    are right.
-    """
+    """The prompts that explain what was written where the given ones do not."""
     pairs = [(completion, i) for i, group in enumerate(groups) for completion in group.completions]
     turns: Continued = continued(setup, groups, pairs)
     if not turns.turns:
         return None
     scored = turns.draws(setup, turns.prompts())
-    if doubt_of(setup, scored, thresholds) != "large":
+    doubt = doubt_of(setup, scored, thresholds)
+    if not doubt or (doubt == "small" and rounded(setup, turns, scored, thresholds)):
         return None
-    finding = other_prompt(setup, turns, scored, thresholds, brief=False)
-    if finding is not None:
-        return replace(finding, evidence=f"in {where}: {finding.evidence}")
-    gap = gap_of(setup, scored)
-    if gap <= thresholds["foreign_gap"] or setup.shared.get("first turns off"):
-        return None
-    return other_prompt_finding(
-        f"in {where} the engine's log-probabilities are off by {gap:.3g} nats on average, while those of the first "
-        "turns are right; none of the prompts that were tried is it"
-    )
+    finding = other_prompt(setup, turns, scored, thresholds, brief=False) or added(setup, turns, scored, thresholds)
+    return None if finding is None else replace(finding, evidence=f"in {where}: {finding.evidence}")

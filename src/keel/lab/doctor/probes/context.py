@@ -1,95 +1,76 @@
 """Whether an engine has more before its tokens than the prompt that it is given, whatever that may be.
 
-Two experiments without a guess at the text. After a prompt of one token nothing but the weights decides what comes
-first: one key has the whole attention at any position, in any cache. With weights whose attention gives nothing out the
-last token alone decides, at any place. Who is off in the first and right in the second has the right weights,
-temperature and reports, and another text.
+An experiment without a guess at the text. After one token, said once or many times, attention has the same value to
+give whatever its weights, cache and positions are, and so has every layer after it: the next token's distribution is
+the same. Who reports another one after the many than after the one has something else before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from statistics import fmean
 
-import torch
-
+from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
-from keel.lab.doctor.probes.draws import Draws, unfiltered
-from keel.lab.doctor.probes.gap import average, closed, largest
+from keel.lab.doctor.probes.draws import Draws, chance_of, draws, unfiltered
+from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.setup import ProbeSetup
-from keel.lab.doctor.weights import backup
 from keel.rollout.request import Request
 
-Prompts = Sequence[tuple[int, ...]]
-Score = Callable[[Prompts, list[tuple[Completion, int]]], Draws]  # turns and the numbers of their prompts
+Prompt = tuple[int, ...]
+Score = Callable[[Sequence[tuple[Completion, Prompt]]], Draws]  # turns and the prompts that they continue
 
-_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 _STEP = 3_000_017  # noise of its own
-_SINGLE, _SAMPLES, _LENGTH = 8, 4, 8  # prompts of one token, completions a prompt, tokens of each
+_TOKENS, _SAMPLES, _TIMES = 12, 16, 9  # tokens that are said, completions a prompt, and how often one is said
+_LEAST = 3  # tokens after which the two have a continuation in common
+_MOVED = 10.0  # times what the policy's own log-probabilities differ by
 
 
 def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Thresholds) -> str | None:
     """Evidence that it has, where what it reports is off by `gap` nats on average; None where something else is."""
-    limit = closed(setup, gap)
-    prompts = [group.prompt_tokens for group in setup.groups]
-    single = [(token,) for token in sorted({token for prompt in prompts for token in prompt})[:_SINGLE]]
-    begun = _continue(setup, single, 1)
-    first = _off(setup, score(single, begun)) if begun else torch.nan
-    if not first > max(10 * limit, thresholds["scoring_gap"]):
+    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    (once, alone), (again, _), (often, many) = (_reports(setup, times, score, limit) for times in (1, -1, _TIMES))
+    common = once.keys() & often.keys() & again.keys()
+    if len({said for said, _ in common}) < _LEAST:
         return None
-    engine, model = setup.run.engine, setup.policy.model
-    try:
-        with without_attention(setup):
-            engine.sync(model, 3)
-            turns = _continue(setup, prompts, _LENGTH)
-            drawn, shorter = score(prompts, turns), score([prompt[len(prompt) // 2 :] for prompt in prompts], turns)
-            plain = unfiltered(setup.sampling)
-            blind = largest(drawn.logp(plain) - shorter.logp(plain)) <= thresholds["scoring_gap"]
-            left = _off(setup, drawn)
-    finally:
-        engine.sync(model, 4)
-    if not blind or not left <= limit:
+    moved, own = (fmean(abs(once[key][i] - often[key][i]) for key in common) for i in (0, 1))
+    repeated = fmean(abs(once[key][0] - again[key][0]) for key in common)
+    if not moved > max(limit, _MOVED * own, _MOVED * repeated):
         return None
+    if min(chance_of(alone, setup.sampling), chance_of(many, setup.sampling)) > thresholds["sampler_doubt"]:
+        return None  # what is drawn after them is the policy's: only the reports are something else
     return (
-        f"the engine's log-probabilities are off by {gap:.3g} nats on average, by {first:.3g} after prompts of one "
-        f"token, and by {left:.1g} with weights whose attention gives nothing out: the other weights and the reports "
-        "are right; more stands before the tokens than the prompt, unless attention's own weights or cache are others"
+        f"the engine's log-probabilities are off by {gap:.3g} nats on average; of the same next token they differ by "
+        f"{moved:.3g} nats between prompts of one token and of that token {_TIMES} times, and the policy's by "
+        f"{own:.1g}: more stands before the tokens than the prompt"
     )
 
 
-def _continue(setup: ProbeSetup, prompts: Prompts, length: int) -> list[tuple[Completion, int]]:
-    requests = [Request(f"context {i}", tuple(prompt), max_new=length) for i, prompt in enumerate(prompts)]
+def _reports(
+    setup: ProbeSetup, times: int, score: Score, limit: float
+) -> tuple[dict[tuple[int, int], tuple[float, float]], Draws]:
+    """What is reported of a next token after one that is said so often, and what the policy's forward says of it.
+
+    Fewer than none: the same in another order. A token that gets another number each time it is drawn is left out: that
+    is no matter of the prompt.
+    """
+    said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_TOKENS]
+    ordered = said[::-1] if times < 0 else said
+    requests = [Request(f"context {times} {token}", (token,) * abs(times), max_new=1) for token in ordered]
     sampling = replace(setup.sampling, num_generations=_SAMPLES)
-    turns = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_STEP)
-    setup.run.engine.release()
-    return [(completion, i) for i, completions in enumerate(turns) for completion in completions if completion.tokens]
-
-
-def _off(setup: ProbeSetup, drawn: Draws) -> float:
-    reported = drawn.where(~drawn.sample_logp.isnan())
-    return average(reported.sample_logp - reported.logp(unfiltered(setup.sampling))) if len(reported) else torch.nan
-
-
-@contextmanager
-def without_attention(setup: ProbeSetup) -> Iterator[None]:
-    """The policy with nothing coming out of its attention; afterwards every weight has the very bits it had."""
-    outputs = [parameter for name, parameter in setup.policy.model.named_parameters() if _is_output(name)]
-    originals = backup(outputs)
-    try:
-        with torch.no_grad():
-            for parameter in outputs:
-                parameter.zero_()
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, before in zip(outputs, originals, strict=True):
-                parameter.copy_(before)
-
-
-def _is_output(name: str) -> bool:
-    """Whether a weight, or an adapter's, is of the last map of an attention layer."""
-    parts = name.split(".")
-    attention = [i for i, part in enumerate(parts) if "attn" in part or "attention" in part]
-    return bool(attention) and any(part in _OUTPUTS for part in parts[attention[0] + 1 :])
+    turns: list[list[Completion]] = []
+    with suppress(KeelError):  # an engine may refuse what it made of a prompt of one token
+        turns = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_STEP)
+        setup.run.engine.release()
+    drawn = [(turn, request.tokens) for request, row in zip(requests, turns, strict=False) for turn in row]
+    pairs = [(turn, prompt) for turn, prompt in drawn if turn.action == (True,)]
+    scored = score(pairs) if pairs else draws(setup, [])
+    own = scored.logp(unfiltered(setup.sampling)).tolist()
+    told: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for (turn, prompt), reported, policy in zip(pairs, scored.sample_logp.tolist(), own, strict=True):
+        told.setdefault((prompt[0], turn.tokens[0]), []).append((reported, policy))
+    steady = {key: rows[0] for key, rows in told.items() if all(abs(row[0] - rows[0][0]) <= limit for row in rows)}
+    return steady, scored

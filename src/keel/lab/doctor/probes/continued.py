@@ -114,12 +114,12 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     if not doubt:
         return
     scored = turns.draws(setup, turns.prompts()) if scored is None else scored
-    if doubt == "small" and not _rounded(setup, turns, scored, thresholds):
+    if doubt == "small" and not rounded(setup, turns, scored, thresholds):
         doubt = "large"
     named = _swapped(setup, turns, scored, thresholds) if doubt == "large" else None
     named = named or other_prompt(setup, turns, scored, thresholds, brief=doubt == "small")
     if named is None and doubt == "large":
-        named = _added(setup, turns, scored, thresholds)
+        named = added(setup, turns, scored, thresholds)
     setup.shared["first turns off"] = doubt == "large"
     setup.shared["other prompt"] = named is not None
     if named is not None:
@@ -146,7 +146,7 @@ def gap_of(setup: ProbeSetup, drawn: Draws) -> float:
     return average(_gaps(setup, drawn))
 
 
-def _rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
+def rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
     """Whether the reports are off as 16 bits round: all a little, no token by much more than others.
 
     Weights of 16 bits are compared with what fp32 makes of them; an engine with the trainer's kernels rounds alike.
@@ -162,15 +162,15 @@ def _rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thr
     return rounding_explains(gap, rounding[reported], thresholds)
 
 
-def _added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
-    """Text that no hypothesis has: told by what an engine does after one token, and without attention."""
+def added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
+    """Text that no hypothesis has: told by what an engine does after one token, said once and many times."""
     reported = scored.where(~scored.sample_logp.isnan())
     if not len(reported):
         return None
 
-    def score(prompts: Sequence[tuple[int, ...]], pairs: Sequence[tuple[Completion, int]]) -> Draws:
-        again = Continued(turns.groups, [turn for turn, _ in pairs], [i for _, i in pairs])
-        return again.draws(setup, [prompts[i] for i in again.group])
+    def score(pairs: Sequence[tuple[Completion, tuple[int, ...]]]) -> Draws:
+        again = Continued(turns.groups, [turn for turn, _ in pairs], [0] * len(pairs))
+        return again.draws(setup, [prompt for _, prompt in pairs])
 
     gap = average(reported.sample_logp - reported.logp(unfiltered(setup.sampling)))
     evidence = added_text(setup, gap, score, thresholds)

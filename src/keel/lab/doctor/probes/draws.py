@@ -26,6 +26,7 @@ _MAX_TOKENS = 4000
 _MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
 FEW = 20  # tokens that tell whether draws are sound
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+_UNSURE = 0.25  # of the largest entropy, where a policy is not sure
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def batch_draws(setup: ProbeSetup) -> Draws:
 
 def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
-    groups = _first(groups, most_tokens(setup))
+    groups = first_tokens(groups, most_tokens(setup))
     completions = [c for group in groups for c in group.completions]
     chosen: list[tuple[int, Tensor, Tensor]] = []
     for b, logits in setup.each_logits(groups):
@@ -98,20 +99,21 @@ def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
         for b, positions, _ in chosen
         for t in positions
     ]
+    each = [logits for _, _, logits in chosen]
     before, after = (torch.tensor([d[i] for d in drawn], dtype=torch.float64, device=device) for i in (1, 2))
     return Draws(
-        logits=torch.cat([logits for _, _, logits in chosen]),
+        logits=torch.cat([torch.empty(0, setup.vocabulary, dtype=torch.float64, device=device), *each]),
         tokens=torch.tensor([token for token, *_ in drawn], dtype=torch.long, device=device),
         sample_logp=before,
         filtered_logp=after,
         row=torch.tensor([b for *_, b in drawn], dtype=torch.long, device=device),
-        position=torch.cat([positions for _, positions, _ in chosen]).to(device),
+        position=torch.cat([torch.empty(0, dtype=torch.long), *(places for _, places, _ in chosen)]).to(device),
         texts=tuple((*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)),
         prompts=tuple(map(len, prompts)),
     )
 
 
-def _first(groups: Sequence[Group], limit: int) -> list[Group]:
+def first_tokens(groups: Sequence[Group], limit: int) -> list[Group]:
     """The first completions with about `limit` tokens, at least one: short ones alone would be no fair draws."""
     chosen, count = [], 0
     for group in groups:
@@ -177,6 +179,20 @@ def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
     same = torch.where((logp - drawn_logp).abs() <= 1e-9, p, 0.0).sum(-1)
     coin = torch.rand(len(drawn), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(p.device)
     return torch.where(torch.isfinite(drawn_logp.squeeze(-1)), below + coin * same, 0.0)
+
+
+def chance_of(drawn: Draws, params: SamplingParams) -> float:
+    """The chance of the draws under these parameters: of all and of first tokens, and where the policy is least sure.
+
+    Each part is chosen by what stands before its tokens alone, so that these are draws like all others.
+    """
+    masses, logp = tail_masses(drawn, params), drawn.logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp.clamp_min(-1e3)).sum(-1)
+    chances = [1.0]
+    for part in (torch.ones_like(drawn.tokens) > 0, *([] if drawn.position is None else [drawn.position == 0])):
+        unsure = part & (entropy > _UNSURE * entropy[part].max()) if bool(part.any()) else part
+        chances += [uniform_p_value(masses[chosen]) for chosen in (part, unsure) if bool(chosen.any())]
+    return min(1.0, len(chances) * min(chances))
 
 
 def uniform_p_value(masses: Tensor) -> float:

@@ -19,6 +19,7 @@ from keel.lab.doctor.probes.draws import (
     FEW,
     Draws,
     best_temperature,
+    chance_of,
     filters,
     tail_masses,
     tightest,
@@ -47,7 +48,7 @@ class Explanation:
 
     @cached_property
     def chance(self) -> float:
-        return uniform_p_value(tail_masses(self.drawn, self.params))
+        return chance_of(self.drawn, self.params)
 
     def explains(self, thresholds: Thresholds, ends: Iterable[int]) -> bool:
         """Whether the tokens let it stand, and so leave nothing for another way to draw."""

@@ -14,6 +14,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.probes.draws import best_temperature
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.weights import backup
 from keel.models.head import evaluating
 
 ROUNDING = 1e-4  # nats: mean differences below it are two orders of the same fp32 sums
@@ -59,16 +60,6 @@ def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> boo
     if in_half_precision(setup):
         return average(differences) <= thresholds["scoring_gap_half"]
     return largest(differences) <= thresholds["scoring_gap"]
-
-
-def reports_close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
-    """The same of an engine's reports: where only training's passes run in 16 bits, as near as those round."""
-    if not in_half_precision(setup) or setup.policy.dtype != torch.float32:
-        return close(setup, differences, thresholds)
-    if "rounding" not in setup.shared:
-        setup.shared["rounding"] = average((bf16_scores(setup) - setup.forward_logp())[setup.mask])
-    rounded = max(thresholds["scoring_gap"], thresholds["precision_times"] * setup.shared["rounding"])
-    return average(differences) <= min(thresholds["scoring_gap_half"], rounded)
 
 
 def in_half_precision(setup: ProbeSetup) -> bool:
@@ -224,15 +215,16 @@ def _integers(weights: Tensor, largest: int, scale: Tensor) -> Tensor:
     return (weights / unit).round() * unit
 
 
-def quantized_scores(setup: ProbeSetup, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """The model's own forward `[B, T]` with matrices that a narrower type holds; they come back as they were."""
+@contextmanager
+def quantized(setup: ProbeSetup, rounded: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The policy with matrices that a narrower type holds; afterwards they are what they were."""
     matrices = [p for p in setup.policy.model.parameters() if p.dim() == 2 and p.is_floating_point()]
-    originals = [p.detach().clone() for p in matrices]
+    originals = backup(matrices)
     try:
         with torch.no_grad():
             for matrix in matrices:
                 matrix.copy_(rounded(matrix))
-        return setup.forward_logp()
+        yield
     finally:
         with torch.no_grad():
             for matrix, before in zip(matrices, originals, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ SHARES = (0.01, 0.1, 0.5)
 NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state
 SEEN_KL = 0.1  # nats per token
+NEAR_KL = 1e-4  # where a run begins
 
 
 def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -48,9 +50,11 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     values = sampled_values(policy, reference, kl)
     named = thresholds["kl_gradient_named"]
     few = slice(None, None, max(1, len(policy) * setup.vocabulary // MEASURED_ELEMENTS))
-    measured = measure_term(
-        policy[few], reference[few], kl, setup.run.pairing, off_policy=config.off_policy, named=named
-    )
+    measure = partial(measure_term, policy[few], reference[few], kl, setup.run.pairing, named=named)
+    measured = measure(off_policy=config.off_policy)
+    if is_import_path(config.kl.estimator):  # one's own formula may do nothing as near as training stays
+        near = measure(off_policy=config.off_policy, target=NEAR_KL)
+        measured = near if near.size < thresholds["kl_gradient_zero"] else measured
     used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     expected = _expected(setup)
@@ -103,7 +107,8 @@ def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresho
         away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
         yield finding(
             "kl/no-gradient",
-            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}",
+            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size} (at "
+            f"{measured.kl:.2g} nats per token)",
             f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
             "holds nothing" + (", and on older samples it pushes away" if away else ""),
             _proven_pairing(setup),

@@ -14,6 +14,7 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.alternatives import alternatives, applied, fitted
 from keel.lab.doctor.probes.draws import Draws, batch_draws, improbable_runs, tail_masses, unfiltered, uniform_p_value
 from keel.lab.doctor.probes.ends import end_findings
 from keel.lab.doctor.probes.gap import average, in_half_precision, largest
@@ -68,23 +69,21 @@ def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
 
 
 def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer."""
+    """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer.
+
+    A model that does not mind some of its prompt is asked once more under noise.
+    """
     groups = [group for group in setup.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
     if not groups:
         return
     group = max(groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
-    positions = [*_spread(range(last)), *([last] if _longest(group) > 1 else [])]
-    scored, before = _answering(setup, group, thresholds), setup.logp(setup.pack([group]))
-    hidden = {}
-    for position in positions:
-        where = scored & _after_the_first(group).to(scored.device) if position == last else scored
-        changed = [
-            replace(group, prompt_tokens=tokens) for tokens in _with_others(setup, group.prompt_tokens, position)
-        ]
-        answer = _blind_answer(setup, group, before, changed, where, thresholds)
-        if answer is not None and answer < math.inf:
-            hidden[position] = answer
+    answers = _answers(setup, group, [*_spread(range(last)), *([last] if _longest(group) > 1 else [])], thresholds)
+    undecided = [position for position, answer in answers.items() if answer is None]
+    if undecided:
+        with setup.perturbed(STRONG_NOISE, seed=3):
+            answers |= _answers(setup, group, undecided, thresholds)
+    hidden = {position: answer for position, answer in answers.items() if answer is not None and answer < math.inf}
     if not hidden:
         return
     yield finding(
@@ -96,6 +95,21 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
         "the loss alone",
     )
+
+
+def _answers(
+    setup: ProbeSetup, group: Group, positions: Sequence[int], thresholds: Thresholds
+) -> dict[int, float | None]:
+    """`_blind_answer` of the prompt's tokens at these positions."""
+    scored, before = _answering(setup, group, thresholds), setup.logp(setup.pack([group]))
+    answers = {}
+    for position in positions:
+        last = position == len(group.prompt_tokens) - 1
+        where = scored & _after_the_first(group).to(scored.device) if last else scored
+        others = _with_others(setup, group.prompt_tokens, position)
+        changed = [replace(group, prompt_tokens=tokens) for tokens in others]
+        answers[position] = _blind_answer(setup, group, before, changed, where, thresholds)
+    return answers
 
 
 def _after_the_first(group: Group) -> Tensor:
@@ -230,6 +244,8 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
         silent &= not _are_draws(drawn, silent, setup.sampling)
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
+        if bool(runs.any()) and _shaped(setup, drawn, thresholds):
+            runs = torch.zeros_like(runs)
         claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
         # what a sampler says it drew, each token with a chance of its own, is another policy's
@@ -238,6 +254,16 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
         setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
     marked: Tensor = setup.of_batch["foreign"]
     return marked
+
+
+def _shaped(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> bool:
+    """Whether no token is improbable under another way to draw, as under blocked n-grams or a least length."""
+    plain = unfiltered(setup.sampling)
+    likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
+    if odds <= -math.log(thresholds["foreign_chance"]):
+        return False
+    ways = (applied(drawn, fitted(drawn, other, plain), plain) for other in likely[:1])
+    return any(not bool(improbable_runs(way, plain, thresholds["foreign_chance"]).any()) for way in ways)
 
 
 def _are_draws(drawn: Draws, silent: Tensor, sampling: SamplingParams) -> bool:

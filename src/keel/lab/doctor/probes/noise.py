@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -33,7 +32,7 @@ _LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, a
 _EITHER, _ORDERS = 0.05, 400  # chance above which copies are the same across steps, and orders that tell it
 _ALIGNED = 0.01  # chance above which equal completions of two steps need not be of one number
 _DIFFERING, _FEWEST_GROUPS = 256, 8  # completions and groups whose copies are counted
-_LONE = 100  # completions that are drawn alone
+_LONE = 24  # steps whose completions are drawn alone
 _SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
 
 
@@ -67,7 +66,7 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         drawn = draws(setup, groups)
         greedy = bool((drawn.tokens == drawn.logits.argmax(-1)).all())
         setup.shared["greedy"], setup.shared["copied groups"] = greedy, groups
-        setup.shared["copies in any step"] = not greedy and _chance_of_copies(setup, groups) > _EITHER
+        setup.shared["copies in any step"] = _chance_of_copies(setup, groups) > _EITHER
         yield finding(
             "sampler/noise",
             f"completions of {len(groups)} groups are copies of each other: by the policy's own chance of repeating "
@@ -107,15 +106,9 @@ def chance_aligned(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]
 
 
 def lone_draws(setup: ProbeSetup) -> Draws:
-    """Completions that are drawn alone, one a step: there is no other one to be like."""
-    alone = replace(setup.sampling, num_generations=1)
-    problems = setup.run.task.sample(_LONE, seed=setup.config.run.seed, step=NOISE_STEP)
-    groups = [
-        group
-        for number, problem in enumerate(problems)
-        for group in setup.collect([problem], step=NOISE_STEP + 100 + number, sampling=alone)
-    ]
-    return draws(setup, groups)
+    """Completions that are drawn alone, one of each text a step: there is no other one to be like."""
+    steps = range(STRANGE_STEPS[1] + 1, STRANGE_STEPS[1] + 1 + _LONE)
+    return draws(setup, [group for step in steps for group in strange_turns(setup, step, step, samples=1)])
 
 
 def _chance_of_copies(setup: ProbeSetup, groups: Sequence[Group]) -> float:
@@ -146,7 +139,8 @@ def _equal_within(pooled: Iterable[tuple[int, Sequence[Hashable]]]) -> int:
 def repeated_steps(setup: ProbeSetup, groups: Sequence[Group], other: Sequence[Group]) -> float:
     """Evidence in nats that a step repeats the completions of another, sample by sample."""
     total = 0.0
-    for first, second, logp in zip(groups, other, _logp(setup, groups, setup.sampling), strict=True):
+    scored = _logp(setup, groups, setup.sampling) if groups else []
+    for first, second, logp in zip(groups, other, scored, strict=True):
         pairs = [
             (a.tokens == b.tokens, value)
             for a, b, value in zip(first.completions, second.completions, logp, strict=True)
@@ -194,6 +188,17 @@ def no_copies_findings(setup: ProbeSetup, fitting: SamplingParams, thresholds: T
             "comes too seldom, its mistakes too often",
             "keep every completion that is drawn: a group's mean is that of independent draws",
         )
+
+
+def among_others_finding(tokens: int, chance: float) -> Finding:
+    """That completions are drawn otherwise beside others of their prompt than alone."""
+    return finding(
+        "sampler/noise",
+        f"{tokens} tokens of completions that were drawn alone are the policy's with chance {chance:.2g}, those of "
+        "groups are not: completions of a prompt depend on each other",
+        "the engine, or what stands around it, chooses among what it has drawn, or draws some by others",
+        "keep every completion that is drawn, each with noise of its own: a group's mean is that of independent draws",
+    )
 
 
 def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:

@@ -18,6 +18,10 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 _CUTS: dict[str, tuple[str, Callable[[Tokens, int], Tokens]]] = {
     "first": ("prompts without their first {} tokens", lambda tokens, n: tokens[n:]),
     "last": ("prompts without their last {} tokens", lambda tokens, n: tokens[:-n]),
+    "middle": (
+        "prompts without {} tokens in their middle",
+        lambda tokens, n: (*tokens[: max(0, len(tokens) - n) // 2], *tokens[max(0, len(tokens) - n) // 2 + n :]),
+    ),
     "to end": ("prompts cut to their last {} tokens", lambda tokens, n: tokens[-n:]),
     "to start": ("prompts cut to their first {} tokens", lambda tokens, n: tokens[:n]),
 }

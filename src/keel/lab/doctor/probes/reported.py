@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import FEW, Draws, best_temperature, filters, unfiltered
+from keel.lab.doctor.probes.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.lab.doctor.probes.gap import (
-    bf16_scores,
+    average,
     close,
     closed,
     in_half_precision,
     largest,
-    quantized_scores,
+    quantized,
     rounded_weights,
     rounding_explains,
     without_first,
@@ -30,66 +33,108 @@ _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
-def reported_finding(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> Finding:
-    """Recompute the reported log-probabilities under each hypothesis; the first that closes the gap is the cause."""
+@dataclass(frozen=True)
+class Reports:
+    """What the engine reported of tokens of these groups, those that `keep` `[N]` says, beside the policy's own."""
+
+    setup: ProbeSetup
+    groups: Sequence[Group]
+    drawn: Draws
+    keep: Tensor
+
+    @classmethod
+    def of(cls, setup: ProbeSetup, groups: Sequence[Group], keep: Tensor | None = None) -> Reports:
+        every = batch_draws(setup) if groups is setup.groups else draws(setup, groups)
+        told = ~every.sample_logp.isnan() if keep is None else keep & ~every.sample_logp.isnan()
+        return cls(setup, groups, every.where(told), told)
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return self.drawn.sample_logp - self.drawn.logp(unfiltered(self.setup.sampling))
+
+    @property
+    def size(self) -> float:
+        return average(self.gap)
+
+    def scored(self, groups: Sequence[Group] | None = None) -> Tensor:
+        """The policy's log-probabilities `[N]` of the same tokens with its weights as they are now."""
+        again = draws(self.setup, self.groups if groups is None else groups).where(self.keep)
+        return again.logp(unfiltered(self.setup.sampling))
+
+    @cached_property
+    def rounding(self) -> Tensor:
+        """What bfloat16 makes of them `[N]`, against the policy's own."""
+        with torch.autocast(self.setup.policy.device.type, dtype=torch.bfloat16):
+            return self.scored() - self.drawn.logp(unfiltered(self.setup.sampling))
+
+    def close(self, thresholds: Thresholds, gap: Tensor | None = None) -> bool:
+        """Whether the gap, or this one, is rounding: where only training's passes run in 16 bits, as near as those."""
+        differences = self.gap if gap is None else gap
+        if not in_half_precision(self.setup) or self.setup.policy.dtype != torch.float32:
+            return close(self.setup, differences, thresholds)
+        rounded = max(thresholds["scoring_gap"], thresholds["precision_times"] * average(self.rounding))
+        return average(differences) <= min(thresholds["scoring_gap_half"], rounded)
+
+
+def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
+    """Recompute the reported log-probabilities under each hypothesis; the one that closes the gap best is the cause."""
+    setup, reported, gap = reports.setup, reports.drawn, reports.gap
     plain = unfiltered(setup.sampling)
-    size = (
-        f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({float(gap.abs().mean()):.3g} mean)"
-    )
-    limit = closed(setup, float(gap.abs().mean()))
+    size = f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({reports.size:.3g} mean)"
+    limit = closed(setup, reports.size)
 
     def residual(params: SamplingParams) -> float:
-        return float((reported.sample_logp - reported.logp(params)).abs().nan_to_num(torch.inf).mean())
+        return average(reported.sample_logp - reported.logp(params))
 
-    for temperature in (1.0, best_temperature(plain, residual)):
-        if residual(replace(plain, temperature=temperature)) <= limit:
-            return finding(
-                "sampler/temperature",
-                f"{size}; it closes at temperature {temperature:.3g}, rollout.temperature is {plain.temperature:g}",
-                "the engine reports log-probabilities that are not at the sampling temperature",
-                "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
-                "logprobs_mode=processed_logprobs)",
-            )
-    for name, params in filters(setup.sampling):
-        if residual(params) <= limit:
-            return finding(
-                "sampler/filter",
-                f"{size}; the gap closes under {name}",
-                "the engine reports log-probabilities after filtering, the trainer computes them before",
-                either(
-                    "let sample_logp be the unfiltered one",
-                    setting("set {}", whole_distribution(setup.config.to_dict())),
-                    joined=", and ",
-                ),
-            )
-    if len(reported) == len(setup.mask[setup.mask]) and _after_shorter(setup, reported, limit):
+    warm = replace(plain, temperature=best_temperature(plain, residual))
+    ways = [("", replace(plain, temperature=1.0)), ("", warm), *filters(setup.sampling)]
+    left = {name or f"temperature {params.temperature:.3g}": (residual(params), bool(name)) for name, params in ways}
+    name, (least, is_filter) = min(left.items(), key=lambda entry: entry[1][0])
+    if least <= limit and not is_filter:
+        return finding(
+            "sampler/temperature",
+            f"{size}; it closes at {name}, rollout.temperature is {plain.temperature:g}",
+            "the engine reports log-probabilities that are not at the sampling temperature",
+            "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
+            "logprobs_mode=processed_logprobs)",
+        )
+    if least <= limit:
+        return finding(
+            "sampler/filter",
+            f"{size}; the gap closes under {name}",
+            "the engine reports log-probabilities after filtering, the trainer computes them before",
+            either(
+                "let sample_logp be the unfiltered one",
+                setting("set {}", whole_distribution(setup.config.to_dict())),
+                joined=", and ",
+            ),
+        )
+    if average(reported.sample_logp - reports.scored(without_first(reports.groups))) <= limit:
         return finding(
             "sampler/mismatch",
             f"{size}; the gap closes when each prompt loses its first token",
             "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
             "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
         )
-    rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask]
-    rounding = float(rounded.abs().mean())
-    alike = rounding_explains(gap, rounded, thresholds) if len(gap) == len(rounded) else None
-    if alike or (alike is None and float(gap.abs().mean()) <= thresholds["precision_times"] * rounding):
+    if rounding_explains(gap, reports.rounding, thresholds):
         kl = float((gap.exp() - 1 - gap).mean())
         worth = kl > thresholds["sampler_kl_warning"]
         return finding(
             "sampler/precision",
-            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {rounding:.3g} on average",
+            f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {average(reports.rounding):.3g} "
+            "on average",
             "sampler and trainer run the same weights in different precision or kernels",
             "run the engine in the trainer's type, or keep loss.mismatch on",
             severity="warning" if worth else "note",
         )
-    held_in = _held_in(setup, reported, gap) if len(gap) == len(rounded) else None
+    held_in = _held_in(reports)
     if held_in is not None:
         return finding(
             "sampler/precision",
             f"{size}; {held_in}",
             "the engine holds the weights in a narrower type than the trainer",
             "let the engine hold the trainer's type (no quantization), or keep loss.mismatch on",
-            severity="error" if float(gap.abs().mean()) > thresholds["precision_error"] else "warning",
+            severity="error" if reports.size > thresholds["precision_error"] else "warning",
         )
     return finding(
         "sampler/mismatch",
@@ -119,17 +164,16 @@ def filtered_findings(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -
     ]
 
 
-def _held_in(setup: ProbeSetup, reported: Draws, gap: Tensor) -> str | None:
+def _held_in(reports: Reports) -> str | None:
     """The type of weights that takes most of the gap away, as text."""
-    size = float(gap.abs().mean())
     left = {}
     for name, rounded in rounded_weights().items():
-        scored = quantized_scores(setup, rounded)[setup.mask].double()
-        left[name] = float((reported.sample_logp - scored).abs().mean())
+        with quantized(reports.setup, rounded):
+            left[name] = average(reports.drawn.sample_logp - reports.scored())
     best = min(left, key=left.__getitem__)
-    if left[best] > _EXPLAINED_SHARE * size:
+    if left[best] > _EXPLAINED_SHARE * reports.size:
         return None
-    return f"weights held in {best} leave {left[best]:.2g} of {size:.2g} nats"
+    return f"weights held in {best} leave {left[best]:.2g} of {reports.size:.2g} nats"
 
 
 def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
@@ -174,9 +218,3 @@ def _pattern(reported: Draws, plain: SamplingParams) -> str:
         if bool(same.any()) and float((reported.sample_logp - neighbour)[same].abs().mean()) <= 1e-3:
             return f"; they are those of the {where} token"
     return ""
-
-
-def _after_shorter(setup: ProbeSetup, reported: Draws, limit: float) -> bool:
-    """Whether what was reported is the policy's after prompts without their first token."""
-    shorter = setup.forward_logp(without_first(setup.groups))[setup.mask].double()
-    return float((reported.sample_logp - shorter).abs().mean()) <= limit

@@ -16,46 +16,55 @@ from keel.lab.doctor.probes.draws import (
     Draws,
     batch_draws,
     best_temperature,
+    chance_of,
     draws,
+    first_tokens,
     most_tokens,
-    tail_masses,
-    unfiltered,
-    uniform_p_value,
 )
 from keel.lab.doctor.probes.explanations import configured_finding, drawn_finding
-from keel.lab.doctor.probes.gap import largest, reports_close
+from keel.lab.doctor.probes.gap import largest
 from keel.lab.doctor.probes.masks import foreign
-from keel.lab.doctor.probes.noise import NOISE_STEP, copies_explained, lone_draws, no_copies_findings, noise_findings
-from keel.lab.doctor.probes.reported import filtered_findings, reported_finding
+from keel.lab.doctor.probes.noise import (
+    NOISE_STEP,
+    among_others_finding,
+    copies_explained,
+    lone_draws,
+    no_copies_findings,
+    noise_findings,
+)
+from keel.lab.doctor.probes.reported import Reports, filtered_findings, reported_finding
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
 _TARGET_TOKENS = 1500  # tokens
 _TIMES = 3  # as many where the first ones leave a doubt
 _FURTHER = range(6, 6 + 6 * _TIMES)
+_STRANGE = 2  # times that random texts are continued
 
 
 def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
-    drawn = batch_draws(setup).where(~foreign(setup, thresholds))
-    reported = drawn.where(~drawn.sample_logp.isnan())
-    plain = unfiltered(setup.sampling)
+    own = ~foreign(setup, thresholds)
+    drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
     figures: dict[str, float] = {}
     findings: list[Finding] = []
     unchecked: list[str] = []
-    if not len(reported):
+    if not len(reports.drawn):
         unchecked.append("sampler/*: the engine reports no log-probabilities")
     else:
-        gap = reported.sample_logp - reported.logp(plain)
-        figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        if not reports_close(setup, gap, thresholds):
-            findings.append(reported_finding(setup, reported, gap, thresholds))
-            setup.shared["reported"] = findings[-1].code
+        gap = reports.gap
+        figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
+        findings += _reported(setup, reports, thresholds)
+        setup.shared["reported"] = findings[-1].code if findings else ""
     if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
         findings += filtered_findings(setup, drawn, thresholds)  # else what makes sample_logp wrong is in both
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
+    if setup.shared["repeated steps"]:
+        unchecked.append("sampler/filter: steps that repeat each other tell nothing of their distribution")
+        return ProbeResult("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
     more = _sample_more(setup, thresholds)
     ends = setup.policy.eos_ids
     chance, others, odds = _draw_statistics(more, setup.sampling, ends)
@@ -81,11 +90,32 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         ]
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
+    setup.shared["sampler off"] = any(finding.code == "sampler/mismatch" for finding in findings)
     lines = (
-        f"sampler: {len(reported)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the policy's; "
-        f"{len(more)} drawn tokens are the policy's with chance {chance:.2g}",
+        f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
+        f"policy's; {len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
     return ProbeResult("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
+
+
+def _reported(setup: ProbeSetup, reports: Reports, thresholds: Thresholds) -> list[Finding]:
+    """What is wrong with what is reported of the batch; where it is near enough there, of what follows random texts.
+
+    A policy that is sure of its own completions gives them the same log-probabilities whatever went wrong before them.
+    """
+    found = [] if reports.close(thresholds) else [reported_finding(reports, thresholds)]
+    strange = strange_turns(setup, STRANGE_STEPS[0])
+    if any(finding.severity == "error" for finding in found) or not strange:
+        return found
+    after = Reports.of(setup, strange)
+    if not len(after.drawn) or after.close(thresholds):
+        return found
+    further = reported_finding(after, thresholds)
+    if further.severity != "error":
+        return found
+    mild = after.size <= thresholds["scoring_gap_half"]
+    evidence = f"after random texts {further.evidence}"
+    return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
 
 
 def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> bool:
@@ -94,7 +124,7 @@ def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> b
     At a temperature that fits all draws the copies are no more than there should be, or completions are drawn otherwise
     when nothing can be copied.
     """
-    if setup.shared.get("repeated steps") or setup.shared.get("greedy"):
+    if setup.shared.get("greedy"):
         return False
     if copies_explained(setup, _fitting(setup, more)):
         return True
@@ -104,9 +134,18 @@ def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> b
 
 
 def _no_copies(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> list[Finding]:
-    """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
+    """That completions of a group are made to differ, unless they are drawn otherwise alone, too.
+
+    They repeat each other too seldom, or are the policy's where there is no other one, and not as those of groups are.
+    """
     found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
-    return [] if found and _alone_otherwise(setup, thresholds) else found
+    lone = lone_draws(setup)
+    alone, fitted = (chance_of(lone, params) for params in (setup.sampling, _fitting(setup, more)))
+    if found:
+        return [] if _alone_otherwise(setup, thresholds) else found
+    if alone < thresholds["sampler_doubt"] or fitted > thresholds["sampler_draws"]:
+        return []
+    return [among_others_finding(len(lone), alone)]
 
 
 def _fitting(setup: ProbeSetup, more: Draws) -> SamplingParams:
@@ -130,7 +169,7 @@ def _draw_statistics(
     more: Draws, sampling: SamplingParams, ends: Iterable[int]
 ) -> tuple[float, list[Alternative], float]:
     """The chance of these draws under the policy; other ways to draw, and the evidence for any of them in nats."""
-    chance = uniform_p_value(tail_masses(more, sampling))
+    chance = chance_of(more, sampling)
     if sampling.filtered:  # beyond the configured filters; a token that they rule out is the chance's matter
         inside = more.logp(sampling).isfinite()
         more, sampling = replace(more, logits=more.distribution(sampling)).where(inside), SamplingParams()
@@ -140,8 +179,14 @@ def _draw_statistics(
 
 
 def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
-    """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones."""
+    """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones.
+
+    Half of what is looked at may be written after random texts: there a policy is sure of nothing, and ways to draw
+    that agree where it is sure differ.
+    """
     groups: list[Group] = []
+    steps = range(STRANGE_STEPS[0], STRANGE_STEPS[0] + (_STRANGE if rounds.start == 0 else _STRANGE * _TIMES))
+    strange = [group for step in steps for group in strange_turns(setup, step + 100 * rounds.start, step)]
     excluded = foreign(setup, thresholds)
     first = min(_TARGET_TOKENS, most_tokens(setup))
     target = min(first * (1 if rounds.start == 0 else _TIMES), most_tokens(setup))
@@ -156,4 +201,5 @@ def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = rang
         total = sum(sum(c.action) for group in groups for c in group.completions)
         if total >= target:
             break
+    groups = [*first_tokens(strange, most_tokens(setup) // 2), *groups]
     return draws(setup, groups).without(batch_draws(setup).tokens[excluded].tolist())  # what looks like foreign text

@@ -7,9 +7,11 @@ draws are alike without being copies. After random tokens nothing is certain, an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
+from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.request import Request
@@ -29,40 +31,46 @@ def ordinary_tokens(setup: ProbeSetup) -> list[int]:
     return [token for token in range(min(setup.vocabulary, len(tokenizer))) if token not in special]
 
 
-def strange_turns(setup: ProbeSetup, step: int) -> list[Group]:
-    """What the engine writes after strange texts with the noise of a step; each is asked for once."""
-    known: dict[int, list[Group]] = setup.shared.setdefault("strange turns", {})
-    if step not in known:
-        prompts = strange_prompts(setup)
-        requests = [Request(f"strange {i}", prompt, max_new=_LENGTH) for i, prompt in enumerate(prompts)]
-        sampling = replace(setup.sampling, num_generations=_SAMPLES, stop=())
+def strange_turns(setup: ProbeSetup, step: int, texts: int = 0, samples: int = _SAMPLES) -> list[Group]:
+    """What the engine writes after the strange texts of a number with the noise of a step; each is asked for once.
+
+    Nothing where it can write nothing after them.
+    """
+    known: dict[tuple[int, int, int], list[Group]] = setup.shared.setdefault("strange turns", {})
+    key = step, texts, samples
+    if key not in known:
+        requests = [
+            Request(f"strange {texts} {i}", prompt, max_new=_LENGTH)
+            for i, prompt in enumerate(strange_prompts(setup, texts))
+        ]
+        sampling = replace(setup.sampling, num_generations=samples, stop=())
         answers: list[list[Completion]] = []
-        if requests:
+        with suppress(KeelError):  # an engine may refuse what it made of a text of three tokens
             answers = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=step)
             setup.run.engine.release()
-        problems = [Problem(r.key, str(setup.policy.tokenizer.decode(list(r.tokens)))) for r in requests]
-        known[step] = [
-            Group(problem, prompt, tuple(group))
-            for problem, prompt, group in zip(problems, prompts, answers, strict=True)
+        decode = setup.policy.tokenizer.decode
+        known[key] = [
+            Group(Problem(request.key, str(decode(list(request.tokens)))), request.tokens, tuple(group))
+            for request, group in zip(requests, answers, strict=False)
         ]
-    return known[step]
+    return known[key]
 
 
-def strange_prompts(setup: ProbeSetup) -> list[Tokens]:
+def strange_prompts(setup: ProbeSetup, texts: int = 0) -> list[Tokens]:
     """Random texts of a few tokens and as long as the run's prompts, behind the BOS that those begin with."""
     prompts = [group.prompt_tokens for group in setup.groups]
     bos = setup.policy.tokenizer.bos_token_id
     head = (bos,) if bos is not None and all(prompt[0] == bos for prompt in prompts) else ()
-    return [(*head, *text) for length in (*_SHORT, max(map(len, prompts))) for text in _texts(setup, length)]
+    return [(*head, *text) for length in (*_SHORT, max(map(len, prompts))) for text in _texts(setup, length, texts)]
 
 
-def _texts(setup: ProbeSetup, length: int) -> Iterator[Tokens]:
+def _texts(setup: ProbeSetup, length: int, number: int) -> Iterator[Tokens]:
     """Texts of about `length` tokens, white space and capitals among them, that come back when encoded again.
 
     An engine that takes text gets the same tokens then: only one that changes it does not.
     """
     tokenizer, ordinary = setup.policy.tokenizer, ordinary_tokens(setup)
-    draw = Random(f"{setup.config.run.seed} {length}")
+    draw = Random(f"{setup.config.run.seed} {length} {number}")
 
     def encoded(text: str) -> Tokens:
         return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))

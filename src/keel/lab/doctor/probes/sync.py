@@ -9,9 +9,15 @@ from torch import Tensor
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, unfiltered
-from keel.lab.doctor.probes.gap import average, reports_close
+from keel.lab.doctor.probes.gap import ROUNDING, average
+from keel.lab.doctor.probes.reported import Reports
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
+
+_SMALL = 0.01  # of a weight's RMS: what an update changes
+_MISSED = 0.3  # of such a change that an engine which has the new weights does not miss
+_SEEN = 10.0  # times what the engine is off by before: a change that its type rounds away tells nothing
 
 
 def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -26,6 +32,8 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         finding = _finding(setup, new, old, thresholds)
     finally:
         engine.sync(model, 2)
+    if finding is None:
+        finding = _left_out(setup)
     findings = [] if finding is None else [finding]
     if setup.shared.get("repeated steps"):  # what was asked before is answered as before, by whatever weights
         return ProbeResult("weight sync", unchecked=("sampler/stale: the engine repeats itself (see sampler/noise)",))
@@ -44,6 +52,30 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     return ProbeResult("weight sync", tuple(findings), figures, (line, *proof))
 
 
+def _left_out(setup: ProbeSetup) -> Finding | None:
+    """The same with a change as small as an update's, after random texts: what is near what it was must travel, too."""
+    engine, model, step = setup.run.engine, setup.policy.model, STRANGE_STEPS[1]
+    before = draws(setup, strange_turns(setup, step))
+    try:
+        with setup.perturbed(_SMALL, seed=5):
+            engine.sync(model, 3)
+            groups = strange_turns(setup, step + 1)
+            new = draws(setup, groups)
+        old = draws(setup, groups)
+    finally:
+        engine.sync(model, 4)
+    if not len(new) or not len(before):
+        return None
+    plain = unfiltered(setup.sampling)
+    apart, fresh = average(new.logp(plain) - old.logp(plain)), _gap(setup, new)
+    if apart < _SEEN * max(_gap(setup, before), ROUNDING) or fresh < _MISSED * apart:
+        return None
+    return _stale(
+        f"after a change of all trainable weights by {_SMALL:.0%} of their size, which moves log-probabilities by "
+        f"{apart:.3g} nats, and a sync the engine's are {fresh:.3g} nats from the new weights'"
+    )
+
+
 def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:
     apart = float((new.logp(unfiltered(setup.sampling)) - old.logp(unfiltered(setup.sampling))).abs().mean())
     if apart < 1e-3:  # rounding: no alarm hangs on it
@@ -53,7 +85,8 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     lora = " (LoRA included: only the adapter was changed)" if setup.policy.lora is not None else ""
     # what is wrong at unchanged weights is wrong at any, and more so at noisy ones: that tells nothing of a sync
     unchanged = batch_draws(setup)
-    sound = reports_close(setup, _differences(setup, unchanged), thresholds)
+    sound = Reports.of(setup, setup.groups).close(thresholds, _differences(setup, unchanged))
+    sound = sound and not setup.shared.get("sampler off")
     if stale < thresholds["sync_stale_share"] * fresh and (sound or drawn < decisive):
         return _stale(
             f"after a change of all trainable weights and a sync{lora} the engine's log-probabilities are {stale:.3g} "
