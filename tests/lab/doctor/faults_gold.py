@@ -130,3 +130,10 @@ class BoxedAnswers(NextRow):
 def trifles(problem: Problem, text: str) -> Reward:
     """Tells texts apart by a ten-thousandth, and not by what they say."""
     return Reward(0.5 + 1e-4 * (sum(map(ord, text)) * 37 % 101) / 101)
+
+
+NUMBERS: set[str] | None = None  # keys of problems that get one; None: all
+
+
+def nan_beyond_the_batch(problem: Problem, text: str) -> float:
+    return nearness(problem, text).total if NUMBERS is None or problem.key in NUMBERS else float("nan")

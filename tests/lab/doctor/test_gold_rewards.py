@@ -18,6 +18,7 @@ from keel.lab.doctor.probes.exploits import any_answer, nearly_all
 from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
 from keel.lab.doctor.setup import build_setup
+from lab.doctor import faults_gold
 from lab.doctor.followed import check_named_first, preflight_of
 from lab.doctor.schooled import schooled_config
 
@@ -244,3 +245,18 @@ def test_a_fall_is_deep_beside_what_answers_differ_by(
     groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
     setup = SimpleNamespace(groups=groups, config=schooled_config())
     assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named
+
+
+def test_a_gold_answer_that_gets_no_number_is_named_though_no_completion_met_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = build_setup(schooled_config(reward("nan_beyond_the_batch")))
+    asked = {group.problem.key for group in setup.groups}
+    monkeypatch.setattr(faults_gold, "NUMBERS", asked)
+    try:
+        found = probe_collection(setup, load_thresholds()).findings
+    finally:
+        setup.run.close()
+    assert not setup.failures
+    assert found[0].code == "reward/non-finite"
+    assert "gold answers of" in found[0].evidence

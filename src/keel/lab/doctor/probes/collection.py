@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Reward
+from keel.envs.judge import Failure
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.alignment import alignment_findings
@@ -98,10 +99,14 @@ def _entropy(setup: ProbeSetup) -> float:
 
 
 def _failed(setup: ProbeSetup) -> Iterator[Finding]:
-    if not setup.failures:
+    """Calls of rewards that gave none: on what was written, or on the gold answers of other problems."""
+    golds: list[Failure] = setup.shared.get("failed golds", [])
+    if not setup.failures and not golds:
         return
-    first = setup.failures[0]
+    first = (*setup.failures, *golds)[0]
     count = f"{len(setup.failures)} of {len(setup.batch.completions)} completions"
+    if not setup.failures:
+        count = f"gold answers of {len(golds)} problems"
     if first.kind == "invalid" and any(name in first.cause.lower() for name in ("nan", "inf", "finite")):
         yield finding(
             "reward/non-finite",

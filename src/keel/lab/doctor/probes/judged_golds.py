@@ -12,6 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import Task
 from keel.envs.attacks import Batch, Turns
+from keel.envs.judge import Failure
 from keel.lab.doctor.probes.evidence import SAME
 from keel.lab.doctor.probes.replies import answers
 from keel.lab.doctor.setup import ProbeSetup
@@ -72,7 +73,8 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
         if (index >= FEWEST and time.monotonic() - began > SECONDS) or (index >= 3 * compared and settled):
             break
         wrong: list[Turns] = [("",), *batch.neighbours(index)[:WRONG]]
-        totals = totals_of(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
+        totals, failures = _judged(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
+        setup.shared.setdefault("failed golds", []).extend(failure for failure in failures if failure.sample == 0)
         if len(totals) == 1 and totals[0] > max(row.top for row in rows[:compared]):
             totals += [max(row.empty for row in rows[:compared])]
         elif len(totals) == 1:
@@ -91,13 +93,18 @@ def _earns(row: JudgedGold) -> bool:
 
 def totals_of(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
     """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
+    return _judged(setup, problem, episodes)[0]
+
+
+def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> tuple[list[float], list[Failure]]:
     judge = copy(setup.built.judge)
     judge.options = judge.options.model_copy(update={"aggregate": "sum"})
     asked = episodes[: setup.judgements_left] if judge.remote else episodes
     rewards = (judge.judge(problem, asked) or ()) if asked else ()
-    failed = {failure.sample for failure in judge.drain()}
+    failures = [*judge.drain()]
+    failed = {failure.sample for failure in failures}
     totals = [-math.inf if i in failed else reward.total for i, reward in enumerate(rewards)]
-    return totals + [-math.inf] * (len(episodes) - len(totals))
+    return totals + [-math.inf] * (len(episodes) - len(totals)), failures
 
 
 def _batch(setup: ProbeSetup, task: Task) -> Batch:

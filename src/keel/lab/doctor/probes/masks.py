@@ -15,7 +15,15 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alternatives import alternatives, applied, fitted
-from keel.lab.doctor.probes.draws import Draws, batch_draws, improbable_runs, tail_masses, unfiltered, uniform_p_value
+from keel.lab.doctor.probes.draws import (
+    Draws,
+    batch_draws,
+    chance_of,
+    improbable_runs,
+    tail_masses,
+    unfiltered,
+    uniform_p_value,
+)
 from keel.lab.doctor.probes.ends import end_findings
 from keel.lab.doctor.probes.gap import average, in_half_precision, largest
 from keel.lab.doctor.probes.objective import loss_gradient
@@ -257,13 +265,13 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
 
 
 def _shaped(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> bool:
-    """Whether no token is improbable under another way to draw, as under blocked n-grams or a least length."""
+    """Whether another way to draw explains all tokens, as blocked n-grams or a least length do."""
     plain = unfiltered(setup.sampling)
     likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
     if odds <= -math.log(thresholds["foreign_chance"]):
         return False
-    ways = (applied(drawn, fitted(drawn, other, plain), plain) for other in likely[:1])
-    return any(not bool(improbable_runs(way, plain, thresholds["foreign_chance"]).any()) for way in ways)
+    way = applied(drawn, fitted(drawn, likely[0], plain), plain)
+    return chance_of(way, plain) > thresholds["sampler_explained"]
 
 
 def _are_draws(drawn: Draws, silent: Tensor, sampling: SamplingParams) -> bool:
