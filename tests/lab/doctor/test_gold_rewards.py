@@ -247,7 +247,7 @@ def test_a_fall_is_deep_beside_what_answers_differ_by(
     assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named
 
 
-def test_a_gold_answer_that_gets_no_number_is_named_though_no_completion_met_it(
+def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setup = build_setup(schooled_config(reward("nan_beyond_the_batch")))
