@@ -99,6 +99,23 @@ def scored(*shares: float) -> History:
     return replace(base, series={**base.series, "eval/math/acc": points})
 
 
+def renamed(base: History, name: str, other: str) -> History:
+    return replace(unrecorded(base, name), series={**unrecorded(base, name).series, other: base.series[name]})
+
+
+def traded(base: History) -> History:
+    """A part that falls while another pays for more than it lost."""
+    base = logged(base, "reward/part/accuracy", lambda s: 0.4 - 0.003 * s + 0.01 * math.sin(7 * s))
+    return logged(base, "reward/part/style", lambda s: 0.1 + 0.007 * s + 0.01 * math.sin(5 * s))
+
+
+def frozen(base: History) -> History:
+    """The same figures at every step from the twentieth on."""
+    for name, series in base.series.items():
+        base = altered(name, lambda step, was, row=series: was if step < 20 else row.values[19], base=base)
+    return base
+
+
 FAULTS = {
     "clipped to a trifle": ("optim/no-update", still(configured(optim__max_grad_norm=1e-9))),
     "a rate under every recipe": ("optim/no-update", still(altered(RATE, lambda step, was: 1e-10))),
@@ -196,6 +213,28 @@ FAULTS = {
     "held out that falls within few evaluations": (
         "eval/train-gap",
         scored(0.45, 0.37, 0.29, 0.21, 0.173, 0.173, 0.173),
+    ),
+    "held out that falls in four evaluations": ("eval/train-gap", scored(0.3504, 0.2528, 0.1556, 0.1556)),
+    "held out that stands still, of a name of its own": (
+        "eval/train-gap",
+        renamed(scored(*(0.4925,) * 6), "eval/math/acc", "eval/math/all/avg@1"),
+    ),
+    "held out that falls with a part": ("reward/part-falling", traded(scored(0.5, 0.4, 0.3, 0.2, 0.15, 0.1))),
+    "a gradient that vanishes at once": (
+        "run/shift",
+        unrecorded(altered("grad/norm", lambda s, w: w * (0.02 if s > 30 else 1.0)), EQUAL),
+    ),
+    "a KL that grows by leaps": (
+        "kl/explosion",
+        altered(
+            KL,
+            lambda s, w: 0.01 * math.exp(max(0.0, (s - 80) / 10) + 0.5 * math.sin(2 * s) + 0.4 * (s % 17 > 8)),
+            altered(REWARD, lambda s, w: w if s < 85 else 0.1 * w, healthy(steps=160)),
+        ),
+    ),
+    "every figure frozen, without a reference": (
+        "optim/no-update",
+        frozen(altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="verl", config={}), "kl/beta"))),
     ),
     "held out that is solved from the first": ("eval/train-gap", scored(1.0, 0.9975, 1.0, 0.9975)),
     "a form that is never learned": (
@@ -410,7 +449,7 @@ def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named
     """KL per completion is 30 times that of a token here; rewards of 0 and 1 have a range of 1."""
     near = altered("kl/policy_ref/k3/mean", lambda step, was: kl * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
     run = altered(REWARD, lambda step, was: 0.3 + gain * step / 60 + 0.02 * math.sin(7 * step), base=near)
-    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=run))
     assert (first(run) == "reference/follows") == named
     moving = replace(run, config={**run.config, "reference": {"kind": "snapshot", "every": 5}})
     assert first(moving) != "reference/follows"
@@ -420,10 +459,12 @@ def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named
     ("scores", "gains", "named"),
     [
         ((0.305,) * 6, True, True),
+        ((0.3047,) * 4, True, True),
+        ((0.305,) * 3, True, False),
         ((0.305,) * 6, False, False),
         ((0.305, 0.305, 0.315, 0.305, 0.305, 0.305), True, False),
     ],
-    ids=["the same", "so is the reward", "all but the same"],
+    ids=["the same", "the same four times", "too few", "so is the reward", "all but the same"],
 )
 def test_held_out_scores_that_never_change(scores: tuple[float, ...], gains: bool, named: bool) -> None:
     run = healthy() if gains else flat(healthy())
@@ -454,8 +495,9 @@ def test_the_last_evaluation_on_every_line_is_one_evaluation() -> None:
 
 def test_without_a_range_of_rewards_the_kl_bounds_no_gain() -> None:
     """Means from 0.3 to 0.7 may be of rewards of −100 to 100."""
-    run = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
-    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    near = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
+    assert first(unrecorded(near, "reward/std")) == "reference/follows"  # whose entropy falls by half
+    run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=near))
     assert first(run) == "reference/follows"
     alone = unrecorded(run, "reward/std")
     assert first(alone) != "reference/follows"

@@ -166,9 +166,10 @@ def fallen_share(series: Series) -> shapes.Change | None:
     if third < 1 or min(values) < 0 or max(values) > 1 or max(values[-third:]) >= min(values[:third]):
         return None
     before, after = (statistics.fmean(part) for part in (values[:third], values[-third:]))
-    both = (before + after) / 2
-    error = (2 * both * (1 - both) / (third * coins(values))) ** 0.5
-    chance = 4 * float(ndtr((after - before) / error)) if error > 0 else 1.0  # two-sided, the second of two looks
+    both, middle = (before + after) / 2, (len(values) - 1) / 2
+    line = sum((number - middle) * value for number, value in enumerate(values))  # all of them tell
+    error = (sum((n - middle) ** 2 for n in range(len(values))) * both * (1 - both) / coins(values)) ** 0.5
+    chance = 2 * float(ndtr(line / error)) if error > 0 else 1.0  # a fall alone; the second of two looks
     return shapes.Change(before, after, int(series.finite.steps[-third]), chance)
 
 
@@ -330,8 +331,17 @@ def _completions(history: History, scores: Series) -> int:
 
 
 MOSTLY_RIGHT = 0.95
-SCORES = ("acc", "reward", "score", "pass", "success", "correct", "solve")  # in names: other figures may be settings
-STUCK = 5  # evaluations: of a hundred coins two have the same sum once in ten times
+SCORES = (
+    "acc",
+    "reward",
+    "score",
+    "pass",
+    "success",
+    "correct",
+    "solve",
+    "@",
+)  # in names: other figures may be settings
+STUCK = 4  # evaluations at least: what hardly learns may be judged alike two or three times
 EVALUATED = ("eval/", "other/eval")  # how names of held-out figures begin
 FEW_COINS = 100  # completions that a share is taken to be of where its digits tell of as many
 MOST_COMPLETIONS = 1000  # that a share of a score is taken to tell
