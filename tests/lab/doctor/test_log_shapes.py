@@ -22,6 +22,7 @@ from lab.doctor.simulated import noise
 
 KL, REWARD, ENTROPY, RATE = "kl/policy_ref/k3/mean", "reward/mean", "entropy/mean", "optim/learning_rate"
 EQUAL, CUT, LENGTH = "reward/zero_variance_fraction", "length/truncated_fraction", "length/mean"
+RATIOS = "ratio/clip_low_fraction", "ratio/clip_high_fraction"
 LIMITS = load_thresholds()
 
 
@@ -107,6 +108,12 @@ def traded(base: History) -> History:
     """A part that falls while another pays for more than it lost."""
     base = logged(base, "reward/part/accuracy", lambda s: 0.4 - 0.003 * s + 0.01 * math.sin(7 * s))
     return logged(base, "reward/part/style", lambda s: 0.1 + 0.007 * s + 0.01 * math.sin(5 * s))
+
+
+def part_of(base: History, trained: Callable[[float], float]) -> History:
+    """The held-out score as a part of the reward, beside the same part of training."""
+    part = renamed(base, "eval/math/acc", "eval/part/accuracy")
+    return logged(part, "reward/part/accuracy", trained)
 
 
 def frozen(base: History) -> History:
@@ -234,7 +241,70 @@ FAULTS = {
     ),
     "every figure frozen, without a reference": (
         "optim/no-update",
-        frozen(altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="verl", config={}), "kl/beta"))),
+        frozen(altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="OpenRLHF", config={}), "kl/beta"))),
+    ),
+    "every figure frozen, some of it clipped": (
+        "optim/no-update",
+        frozen(unrecorded(logged(healthy(source="prime-rl", config={}), "ratio/clip_fraction", lambda s: 0.01), KL)),
+    ),
+    "a gradient next to nothing": ("loss/no-gradient", altered("grad/norm", lambda s, w: 3e-9 * w)),
+    "a spread that vanishes with the gradient": (
+        "run/shift",
+        unrecorded(
+            altered(
+                "reward/within_group_std",
+                lambda s, w: 0.002 if s > 20 else w,
+                altered("grad/norm", lambda s, w: 0.02 * w if s > 20 else w, healthy(source="verl", config={})),
+            ),
+            EQUAL,
+        ),
+    ),
+    "an entropy that is gone, and nothing gained since": (
+        "entropy/collapse",
+        altered(
+            ENTROPY,
+            lambda s, w: max(0.03, 1.2 - 0.015 * s),
+            altered(REWARD, lambda s, w: 0.1 + 0.006 * min(s, 76) + 0.02 * math.sin(7 * s), healthy(steps=160)),
+        ),
+    ),
+    "a part that falls in four evaluations": (
+        "eval/train-gap",
+        part_of(scored(0.4925, 0.40625, 0.32, 0.23375), lambda s: 0.3 + 0.003 * s + 0.02 * math.sin(7 * s)),
+    ),
+    "a part that is solved from the first": (
+        "eval/train-gap",
+        part_of(scored(1.0, 1.0, 0.9975, 1.0), lambda s: 0.2 + 0.001 * s + 0.02 * math.sin(7 * s)),
+    ),
+    "a KL of zeros that is only logged with its term": (
+        "reference/follows",
+        altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="verl", config={}), "kl/beta")),
+    ),
+    "a length that is lost early": (
+        "length/collapse",
+        altered(LENGTH, lambda s, w: 3 + 0.1 * math.sin(9 * s) if s > 12 else w, flat(healthy())),
+    ),
+    "solved early, to the last completion": (
+        "reward/constant",
+        unrecorded(
+            altered(REWARD, lambda s, w: 1.0 if s > 20 else w, healthy(source="verl", config={})),
+            *(EQUAL, "reward/std", "reward/within_group_std"),
+        ),
+    ),
+    "a gap that comes and goes": (
+        "sampler/mismatch",
+        altered("kl/sampler_policy/k3/mean", lambda s, w: 0.3 if s % 3 == 1 else 2e-5),
+    ),
+    "tools that break on the way": (
+        "tool/failing",
+        altered(
+            REWARD,
+            lambda s, w: w if s < 30 else 0.1 + 0.02 * math.sin(7 * s),
+            logged(
+                logged(healthy(), "tool/calls_mean", lambda s: 2.0),
+                "tool/error_fraction",
+                lambda s: (0.8 if s > 30 else 0.08) + 0.02 * math.sin(5 * s),
+            ),
+        ),
     ),
     "held out that is solved from the first": ("eval/train-gap", scored(1.0, 0.9975, 1.0, 0.9975)),
     "a form that is never learned": (
@@ -261,6 +331,10 @@ def late(series: Series) -> Series:
 
 
 HEALTHY = {
+    "a first step of several updates, whose ratios are not logged": altered(
+        KL, lambda s, w: 0.0015 + w, unrecorded(configured(loss__num_iterations=2), *RATIOS)
+    ),
+    "an entropy that is gone while the reward still rises": altered(ENTROPY, lambda s, w: max(0.03, 1.2 - 0.04 * s)),
     "solved in the end": altered(
         REWARD, lambda s, w: 1.0 if s > 45 else w, altered(EQUAL, lambda s, w: 1.0 if s > 45 else w)
     ),

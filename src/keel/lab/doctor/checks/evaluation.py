@@ -88,9 +88,9 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
         return
     for name, series in logged.items():
         change = shapes.trend(series) or shapes.few_trend(series)
-        if not clear(change, thresholds) and "reward" not in name:
+        if not clear(change, thresholds) and _is_share(name):
             change = fallen_share(series)
-        if name.startswith(PART) or not clear(change, thresholds) or change is None:
+        if not _rises(history, thresholds, _trained(name)) or not clear(change, thresholds) or change is None:
             continue
         if -change.size > thresholds["gap_reward"] * change.before:
             yield finding(
@@ -186,8 +186,10 @@ def coins(values: Sequence[float]) -> int:
 
 def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
     """Held-out problems that are all solved from the first evaluation on, while training pays far from all."""
-    scores = [s for n, s in logged.items() if not n.startswith(PART) and "reward" not in n and len(s.finite) >= 3]
-    rewards, missed = history.get("reward/mean"), _missed(history, thresholds)
+    shares = {n: s for n, s in logged.items() if _is_share(n) and len(s.finite) >= 3}
+    parts = [text for n in shares if n.startswith(PART) and (text := _unpaid(history, n, thresholds))]
+    scores = [s for n, s in shares.items() if n.startswith(PART) == bool(parts)]
+    rewards, missed = history.get("reward/mean"), parts[0] if parts else _missed(history, thresholds)
     if not scores or rewards is None or not missed:
         return
     early = min(s.finite.steps[0] for s in scores) <= rewards.steps[0] + (rewards.steps[-1] - rewards.steps[0]) / 2
@@ -200,6 +202,13 @@ def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds
             "by something that all completions pass",
             "read some held-out prompts and completions with their scores; compare them with those of training",
         )
+
+
+def _unpaid(history: History, name: str, thresholds: Thresholds) -> str:
+    """That training pays little of a part, of 1 as a share is, as text; "" where it pays more or is not logged."""
+    part = history.get(_trained(name))
+    little = part is not None and 0 <= min(part.finite.values) <= max(part.finite.values) < thresholds["mostly_paid"]
+    return f"{name.removeprefix(PART)} is {shapes.median(part):.3g}" if part is not None and little else ""
 
 
 def _missed(history: History, thresholds: Thresholds) -> str:
@@ -234,9 +243,19 @@ def _missed(history: History, thresholds: Thresholds) -> str:
     return f"{100 * mixed:.0f} % of the groups of {size:.0f} hold rewards that differ" if sure else ""
 
 
-def _rises(history: History, thresholds: Thresholds) -> str:
+def _trained(name: str) -> str:
+    """The figure of training that a held-out one is compared with."""
+    return f"reward/part/{name.removeprefix(PART)}" if name.startswith(PART) else "reward/mean"
+
+
+def _is_share(name: str) -> bool:
+    """Whether a held-out figure is a share of problems by its name; a reward may have any size."""
+    return "reward" not in name or (name.startswith(PART) and any(w in name for w in SCORES if w != "reward"))
+
+
+def _rises(history: History, thresholds: Thresholds, name: str = "reward/mean") -> str:
     """That the reward rises, as text; "" where it does not."""
-    rewards = history.get("reward/mean")
+    rewards = history.get(name)
     up = shapes.course(rewards) if rewards is not None else None
     rises = clear(up, thresholds) and up is not None and up.size > 0
     return f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else ""

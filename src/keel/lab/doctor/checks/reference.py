@@ -105,12 +105,13 @@ def _reward_range(history: History) -> float | None:
     """
     ranges, rewards, spread = reward_ranges(history), history.get("reward/mean"), history.get("reward/std")
     known = [*(ranges.finite.values if ranges is not None else ())]
-    known += [6 * value for value in spread.finite.values] if spread is not None else []
+    known += [DEVIATIONS * value for value in spread.finite.values] if spread is not None else []
     values = rewards.finite.values if rewards is not None else (0.0,)
     return max(*known, max(values) - min(0.0, *values), 1.0) if known else None
 
 
 OUTRUN = 1.5  # times what the inequality allows: KL and length are means of a batch
+DEVIATIONS = 4.0  # of rewards that their range is wide: those of two values where one is rarer than 1 in 15 are wider
 NATS = 50.0  # of entropy for a total variation of 1: ln V is up to 13, and a policy reads what it wrote
 
 
