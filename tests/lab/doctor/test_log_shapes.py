@@ -479,6 +479,8 @@ def first(history: History) -> str:
 def test_a_reward_that_jumps_alone() -> None:
     rises = altered(REWARD, lambda step, was: was + (0.8 if step > 30 else 0.0))
     assert first(rises) == "run/shift"
+    rarely = {name: Series(tuple(10 * step for step in row.steps), row.values) for name, row in rises.series.items()}
+    assert first(replace(rises, series=rarely)) != "run/shift"
     falls = altered(REWARD, lambda step, was: was + (0.0 if step > 30 else 0.8))
     assert first(falls) != "run/shift"
     again = altered(REWARD, lambda step, was: 0.3 + (0.6 if 20 < step < 40 else 0.0) + 0.01 * math.sin(7 * step))

@@ -6,6 +6,7 @@ import math
 import statistics
 from bisect import bisect_left
 from dataclasses import replace
+from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import RECENT, CheckResults, level, not_recorded, reward_size, saturated
@@ -25,6 +26,7 @@ FAMILIES = (
     ("prompt/length_mean",),
 )
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
+BETWEEN = 2  # steps from one line to the next, of a log that shows single updates
 UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
 LITTLE, TINY = 1e-4, 1e-300  # of the largest value, below which a logarithm is not taken
 Jump = tuple[str, Change]
@@ -69,9 +71,9 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     """Whether KL or reward alone goes up at once and stays there, while nothing that the policy does changes.
 
     An update that takes the policy that far, or teaches it that much, changes what it writes: at least two such figures
-    must be known. A reward that falls alone is a collapse, and one that jumps to its top is a task that was solved; a
-    KL that grows may leap. A gradient that shrinks to a trifle at once and for good
-    needs no other sign, unless the groups' spread is known, which tells why.
+    must be known; many updates between two lines may teach as much. A reward that falls alone is a collapse, and one
+    that jumps to its top is a task that was solved; a KL that grows may leap. A gradient that shrinks to a trifle at
+    once and for good needs no other sign, unless the groups' spread is known, which tells why.
     """
     of_reward, series = name == "reward/mean", history.series[name]
     if name == "grad/norm":
@@ -80,7 +82,8 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
     if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
         return False
-    if of_reward and (saturated(history, thresholds) or not _stays(series, jump)):
+    apart = statistics.median(after - before for before, after in pairwise(series.finite.steps))
+    if of_reward and (apart > BETWEEN or saturated(history, thresholds) or not _stays(series, jump)):
         return False
     if not of_reward and _grows(series, jump, level(thresholds)):
         return False
