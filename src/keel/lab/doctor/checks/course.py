@@ -88,8 +88,8 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     if not of_reward and _grows(series, jump, level(thresholds)):
         return False
     others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
-    shown = [series for n in others if (series := history.get(n)) is not None and len(series.finite) >= LEAST]
-    return len(shown) >= 2 and not any(_moved(series, step) for series in shown)
+    shown = [other for n in others if (other := history.get(n)) is not None and len(other.finite) >= LEAST]
+    return len(shown) >= 2 and not any(_moved(other, step) for other in shown)
 
 
 def _grows(series: Series, jump: Change, chance: float) -> bool:

@@ -11,6 +11,7 @@ from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.continued import other_prompt_finding
 from keel.lab.doctor.probes.draws import FEW, Draws, best_temperature, filters, unfiltered
 from keel.lab.doctor.probes.gap import (
     bf16_scores,
@@ -27,6 +28,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
 _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
+_LATER, _ROUNDING = 30.0, 1e-5  # times as much in later turns as in first ones, which are off by so many nats at least
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
@@ -99,6 +101,27 @@ def reported_finding(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
         "trainer's weights)",
     )
+
+
+def later_turns_findings(setup: ProbeSetup, reported: Draws, gap: Tensor) -> list[Finding]:
+    """First turns whose log-probabilities are right, and later ones that are off by far more than rounding differs."""
+    assert reported.position is not None
+    opened = [c.action.index(False) if False in c.action else len(c.action) for c in setup.batch.completions]
+    later = reported.position >= torch.tensor(opened, device=gap.device)[reported.row]
+    first, after = (gap[part].abs().nan_to_num(torch.inf) for part in (~later, later))
+    if min(len(first), len(after)) < FEW or after.mean() <= _LATER * first.mean().clamp_min(_ROUNDING):
+        return []
+    rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask].abs()  # a sure token's is less, in any turn
+    usual = (rounded[later].mean() / rounded[~later].mean()).nan_to_num(1.0) if len(rounded) == len(later) else 1.0
+    if after.mean() <= _LATER * usual * first.mean():
+        return []
+    return [
+        other_prompt_finding(
+            f"the engine's log-probabilities are off by {float(after.mean()):.2g} nats on average behind the "
+            f"environment's first reply ({len(after)} tokens), and by {float(first.mean()):.2g} before it "
+            f"({len(first)} tokens): turns or replies are left out, or encoded again"
+        )
+    ]
 
 
 def filtered_findings(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> list[Finding]:

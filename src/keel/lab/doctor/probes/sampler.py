@@ -26,7 +26,7 @@ from keel.lab.doctor.probes.explanations import configured_finding, drawn_findin
 from keel.lab.doctor.probes.gap import largest, reports_close
 from keel.lab.doctor.probes.masks import foreign
 from keel.lab.doctor.probes.noise import NOISE_STEP, copies_explained, lone_draws, no_copies_findings, noise_findings
-from keel.lab.doctor.probes.reported import filtered_findings, reported_finding
+from keel.lab.doctor.probes.reported import filtered_findings, later_turns_findings, reported_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
@@ -49,6 +49,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     else:
         gap = reported.sample_logp - reported.logp(plain)
         figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
+        findings += later_turns_findings(setup, reported, gap)
         if not reports_close(setup, gap, thresholds):
             findings.append(reported_finding(setup, reported, gap, thresholds))
             setup.shared["reported"] = findings[-1].code
