@@ -111,12 +111,13 @@ def test_the_fault_is_found(fault: str) -> None:
 
 
 def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> None:
-    for name, codes in (("FirstTurnLeftOutReported", ["sampler/other-prompt"]), ("Reported", [])):
-        setup = build_setup(schooled_config(*TALK, engine(name)))
+    left_out, half = [engine("FirstTurnLeftOutReported")], [engine("Reported"), "model.dtype=bfloat16"]
+    for options, codes in ((left_out, ["sampler/other-prompt"]), ([engine("Reported")], []), (half, [])):
+        setup = build_setup(schooled_config(*TALK, *options))
         with closing(setup.run):
             drawn = batch_draws(setup)
             gap = drawn.sample_logp - drawn.logp(setup.sampling)
-            assert [found.code for found in later_turns_findings(setup, drawn, gap)] == codes
+            assert [found.code for found in later_turns_findings(setup, drawn, gap, load_thresholds())] == codes
 
 
 def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:

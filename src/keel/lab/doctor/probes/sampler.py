@@ -49,7 +49,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     else:
         gap = reported.sample_logp - reported.logp(plain)
         figures = {"gap_max": largest(gap), "gap_mean": float(gap.abs().mean()), "kl_sampler": float(gap.mean())}
-        findings += later_turns_findings(setup, reported, gap)
+        findings += later_turns_findings(setup, reported, gap, thresholds)
         if not reports_close(setup, gap, thresholds):
             findings.append(reported_finding(setup, reported, gap, thresholds))
             setup.shared["reported"] = findings[-1].code
