@@ -106,13 +106,13 @@ def reported_finding(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds
 def later_turns_findings(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> list[Finding]:
     """First turns whose log-probabilities are right, and later ones that are off by far more than rounding differs.
 
-    In 16 bits first turns may agree to the last digit, and later ones, whose keys were kept, as far as those round.
+    With weights of 16 bits first turns may agree to the last digit, and later ones, whose keys were kept, to rounding.
     """
     assert reported.position is not None
     opened = [c.action.index(False) if False in c.action else len(c.action) for c in setup.batch.completions]
     later = reported.position >= torch.tensor(opened, device=gap.device)[reported.row]
     first, after = (gap[part].abs().nan_to_num(torch.inf) for part in (~later, later))
-    rounding = thresholds["scoring_gap_half"] if in_half_precision(setup) else _LATER * _ROUNDING
+    rounding = _LATER * _ROUNDING if setup.policy.dtype == torch.float32 else thresholds["scoring_gap_half"]
     if min(len(first), len(after)) < FEW or after.mean() <= max(rounding, _LATER * float(first.mean())):
         return []
     rounded = (bf16_scores(setup) - setup.forward_logp())[setup.mask].abs()  # a sure token's is less, in any turn
