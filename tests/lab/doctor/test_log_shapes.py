@@ -275,10 +275,6 @@ FAULTS = {
         "eval/train-gap",
         part_of(scored(1.0, 1.0, 0.9975, 1.0), lambda s: 0.2 + 0.001 * s + 0.02 * math.sin(7 * s)),
     ),
-    "a KL of zeros that is only logged with its term": (
-        "reference/follows",
-        altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="verl", config={}), "kl/beta")),
-    ),
     "a length that is lost early": (
         "length/collapse",
         altered(LENGTH, lambda s, w: 3 + 0.1 * math.sin(9 * s) if s > 12 else w, flat(healthy())),

@@ -144,7 +144,7 @@ class History:
     @property
     def unpenalized(self) -> bool:
         """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown where 0 is logged then."""
-        return self.beta == 0 or (self.beta is None and self.source not in ("TRL", "verl"))  # they log no KL then
+        return self.beta == 0 or (self.beta is None and self.source != "TRL")  # TRL logs no KL at β = 0
 
     @property
     def moves_reference(self) -> bool:
