@@ -174,7 +174,7 @@ def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -
     if not case.kind.endswith("log"):
         return importlib.import_module("faults.healthy").healthy(case.seed, fits)
     logs = importlib.import_module("faults.logs")
-    for attempt in range(100):
+    for attempt in range(1000):  # some figures are logged by one trainer alone, and rarely
         subject = logs.healthy_log(case.seed + attempt)
         if fits(subject):
             return subject

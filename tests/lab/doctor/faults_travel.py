@@ -354,6 +354,18 @@ class _RepliesCut:
         return [replace(r, tokens=r.tokens[:-3]) if r.start else r for r in requests]
 
 
+class _FirstTurnLeftOut:
+    """Later turns are continued without the letters that the model wrote in its first one."""
+
+    def prompts(self, requests):
+        return [
+            replace(r, tokens=(*r.tokens[: -r.start], *r.tokens[1 - r.start :])) if r.start else r for r in requests
+        ]
+
+
+class FirstTurnLeftOutReported(_FirstTurnLeftOut, Reported): ...
+
+
 class CutReported(_Cut, Reported): ...
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,8 @@ from keel.lab.doctor.probes.replies import (
     is_useless,
     stands_in,
 )
-from keel.lab.doctor.probes.results import directly, not_the_tools
+from keel.lab.doctor.probes.replies import replies as read_replies
+from keel.lab.doctor.probes.results import directly, not_the_tools, of_another_episode
 from keel.lab.doctor.setup import build_setup
 from keel.models.tiny import tiny_tokenizer
 from lab.doctor.faults_episodes import Calling
@@ -93,6 +96,39 @@ def test_the_fault_is_named(fault: str) -> None:
     (first,) = probed(*overrides)
     assert (first.code, first.severity) == (code, "warning" if "random" in overrides else "error")
     assert cause in first.cause
+
+
+class WithoutBlanks:
+    """A tokenizer of characters that loses blanks."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens)).replace(" ", "")
+
+
+def test_a_reply_has_its_own_blanks_where_the_tokenizer_loses_them() -> None:
+    said = ("7", "<title>502 Bad Gateway</title>\n", "7")
+    tokens = tuple(ord(sign) for text in said for sign in text if sign != " ")
+    action = tuple(turn != 1 for turn, text in enumerate(said) for sign in text if sign != " ")
+    zeros = (0.0,) * len(tokens)
+    completion = Completion(tokens, action, zeros, zeros, "\n".join(said), "eos")
+    assert read_replies(completion, WithoutBlanks()) == ["<title>502 Bad Gateway</title>"]
+    changed = replace(completion, text="what a template made of it")
+    assert read_replies(changed, WithoutBlanks()) == ["<title>502BadGateway</title>\n"]
+
+
+def test_what_dice_show_is_no_other_episodes_result() -> None:
+    """Two outcomes for each problem, of which the other one is that of another problem."""
+
+    def row(key: str, shown: str, first: str, again: str) -> Replayed:
+        return Replayed(Problem(key, "?"), "roll", shown, first, again, (), asked=key, of_tool=False)
+
+    turned = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{a} {b}") for a, b in ("12", "21", "34", "43", "56", "65")]
+    assert of_another_episode(turned) is not None
+    restless = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{b} {a}") for a, b in ("78", "87", "90")]
+    assert of_another_episode([*turned, *restless]) is None
+    sides = ("heads", "tails"), ("tails", "heads")
+    own = [row(k, f"{k} {shown}", f"{k} {again}", f"{k} {again}") for k in "abcd" for shown, again in sides]
+    assert of_another_episode(own) is None
 
 
 def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:

@@ -6,6 +6,8 @@ import math
 from itertools import combinations, product
 from random import Random
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +24,11 @@ from keel.lab.doctor.probes.evidence import (
     log_mean_exp,
     log_odds_of_copies,
     log_odds_of_no_copies,
+    more_groups,
     odds_of_patterns,
 )
+from keel.rollout.sampling import SamplingParams
+from lab.doctor.schooled import schooled_config
 
 RUNS = 2000
 
@@ -36,6 +41,30 @@ def allowed(chance: float, runs: int = RUNS) -> float:
 def test_the_levels_of_all_tests_and_looks_add_up_to_that_of_a_preflight() -> None:
     limits = load_thresholds()
     assert level(limits) * len(TESTS) * LOOKS == pytest.approx(limits["false_alarms"])
+
+
+def test_a_test_of_problems_looks_at_more_of_them_where_groups_are_large() -> None:
+    asked = list[tuple[int, int]]()  # problems, and completions of each
+
+    def collect(problems: list[int], *, sampling: SamplingParams, **_: object) -> list[SimpleNamespace]:
+        asked.append((len(problems), sampling.num_generations))
+        return [SimpleNamespace(completions=[None] * sampling.num_generations) for _ in problems]
+
+    setup: Any = SimpleNamespace(
+        groups=[SimpleNamespace(completions=[None] * 64)] * 4,
+        shared={},
+        doubt_s=60.0,
+        config=schooled_config(),
+        run=SimpleNamespace(task=SimpleNamespace(sample=lambda count, seed, step: [*range(count)])),
+        built=SimpleNamespace(
+            sampling=SamplingParams(num_generations=64), judge=SimpleNamespace(remote=False, drain=lambda: None)
+        ),
+        collect=collect,
+    )
+    assert len(more_groups(setup, "tool/failing", lambda groups: len(groups) < 200, single=True)) == 4**LOOKS
+    assert {generations for _, generations in asked} == {64, 1}
+    assert len(more_groups(setup, "tool/failing", lambda groups: len(groups) < 200)) == 16
+    assert len(setup.shared["further groups"]) == 12  # the single ones are no other test's
 
 
 def test_chances_by_hand() -> None:

@@ -22,6 +22,7 @@ from lab.doctor.simulated import noise
 
 KL, REWARD, ENTROPY, RATE = "kl/policy_ref/k3/mean", "reward/mean", "entropy/mean", "optim/learning_rate"
 EQUAL, CUT, LENGTH = "reward/zero_variance_fraction", "length/truncated_fraction", "length/mean"
+RATIOS = "ratio/clip_low_fraction", "ratio/clip_high_fraction"
 LIMITS = load_thresholds()
 
 
@@ -97,6 +98,29 @@ def scored(*shares: float) -> History:
     base = healthy(120, 120, source="verl", config={}, evaluations=())
     points = Series.of((1 + 119 * i / (len(shares) - 1), share) for i, share in enumerate(shares))
     return replace(base, series={**base.series, "eval/math/acc": points})
+
+
+def renamed(base: History, name: str, other: str) -> History:
+    return replace(unrecorded(base, name), series={**unrecorded(base, name).series, other: base.series[name]})
+
+
+def traded(base: History) -> History:
+    """A part that falls while another pays for more than it lost."""
+    base = logged(base, "reward/part/accuracy", lambda s: 0.4 - 0.003 * s + 0.01 * math.sin(7 * s))
+    return logged(base, "reward/part/style", lambda s: 0.1 + 0.007 * s + 0.01 * math.sin(5 * s))
+
+
+def part_of(base: History, trained: Callable[[float], float]) -> History:
+    """The held-out score as a part of the reward, beside the same part of training."""
+    part = renamed(base, "eval/math/acc", "eval/part/accuracy")
+    return logged(part, "reward/part/accuracy", trained)
+
+
+def frozen(base: History) -> History:
+    """The same figures at every step from the twentieth on."""
+    for name, series in base.series.items():
+        base = altered(name, lambda step, was, row=series: was if step < 20 else row.values[19], base=base)
+    return base
 
 
 FAULTS = {
@@ -197,6 +221,87 @@ FAULTS = {
         "eval/train-gap",
         scored(0.45, 0.37, 0.29, 0.21, 0.173, 0.173, 0.173),
     ),
+    "held out that falls in four evaluations": ("eval/train-gap", scored(0.3504, 0.2528, 0.1556, 0.1556)),
+    "held out that stands still, of a name of its own": (
+        "eval/train-gap",
+        renamed(scored(*(0.4925,) * 6), "eval/math/acc", "eval/math/all/avg@1"),
+    ),
+    "held out that falls with a part": ("reward/part-falling", traded(scored(0.5, 0.4, 0.3, 0.2, 0.15, 0.1))),
+    "a gradient that vanishes at once": (
+        "run/shift",
+        unrecorded(altered("grad/norm", lambda s, w: w * (0.02 if s > 30 else 1.0)), EQUAL),
+    ),
+    "a KL that grows by leaps": (
+        "kl/explosion",
+        altered(
+            KL,
+            lambda s, w: 0.01 * math.exp(max(0.0, (s - 80) / 10) + 0.5 * math.sin(2 * s) + 0.4 * (s % 17 > 8)),
+            altered(REWARD, lambda s, w: w if s < 85 else 0.1 * w, healthy(steps=160)),
+        ),
+    ),
+    "every figure frozen, without a reference": (
+        "optim/no-update",
+        frozen(altered(KL, lambda s, w: 0.0, unrecorded(healthy(source="OpenRLHF", config={}), "kl/beta"))),
+    ),
+    "every figure frozen, some of it clipped": (
+        "optim/no-update",
+        frozen(unrecorded(logged(healthy(source="prime-rl", config={}), "ratio/clip_fraction", lambda s: 0.01), KL)),
+    ),
+    "a gradient next to nothing": ("loss/no-gradient", altered("grad/norm", lambda s, w: 3e-9 * w)),
+    "a spread that vanishes with the gradient": (
+        "run/shift",
+        unrecorded(
+            altered(
+                "reward/within_group_std",
+                lambda s, w: 0.002 if s > 20 else w,
+                altered("grad/norm", lambda s, w: 0.02 * w if s > 20 else w, healthy(source="verl", config={})),
+            ),
+            EQUAL,
+        ),
+    ),
+    "an entropy that is gone, and nothing gained since": (
+        "entropy/collapse",
+        altered(
+            ENTROPY,
+            lambda s, w: max(0.03, 1.2 - 0.015 * s),
+            altered(REWARD, lambda s, w: 0.1 + 0.006 * min(s, 76) + 0.02 * math.sin(7 * s), healthy(steps=160)),
+        ),
+    ),
+    "a part that falls in four evaluations": (
+        "eval/train-gap",
+        part_of(scored(0.4925, 0.40625, 0.32, 0.23375), lambda s: 0.3 + 0.003 * s + 0.02 * math.sin(7 * s)),
+    ),
+    "a part that is solved from the first": (
+        "eval/train-gap",
+        part_of(scored(1.0, 1.0, 0.9975, 1.0), lambda s: 0.2 + 0.001 * s + 0.02 * math.sin(7 * s)),
+    ),
+    "a length that is lost early": (
+        "length/collapse",
+        altered(LENGTH, lambda s, w: 3 + 0.1 * math.sin(9 * s) if s > 12 else w, flat(healthy())),
+    ),
+    "solved early, to the last completion": (
+        "reward/constant",
+        unrecorded(
+            altered(REWARD, lambda s, w: 1.0 if s > 20 else w, healthy(source="verl", config={})),
+            *(EQUAL, "reward/std", "reward/within_group_std"),
+        ),
+    ),
+    "a gap that comes and goes": (
+        "sampler/mismatch",
+        altered("kl/sampler_policy/k3/mean", lambda s, w: 0.3 if s % 3 == 1 else 2e-5),
+    ),
+    "tools that break on the way": (
+        "tool/failing",
+        altered(
+            REWARD,
+            lambda s, w: w if s < 30 else 0.1 + 0.02 * math.sin(7 * s),
+            logged(
+                logged(healthy(), "tool/calls_mean", lambda s: 2.0),
+                "tool/error_fraction",
+                lambda s: (0.8 if s > 30 else 0.08) + 0.02 * math.sin(5 * s),
+            ),
+        ),
+    ),
     "held out that is solved from the first": ("eval/train-gap", scored(1.0, 0.9975, 1.0, 0.9975)),
     "a form that is never learned": (
         "output/unparseable",
@@ -222,6 +327,10 @@ def late(series: Series) -> Series:
 
 
 HEALTHY = {
+    "a first step of several updates, whose ratios are not logged": altered(
+        KL, lambda s, w: 0.0015 + w, unrecorded(configured(loss__num_iterations=2), *RATIOS)
+    ),
+    "an entropy that is gone while the reward still rises": altered(ENTROPY, lambda s, w: max(0.03, 1.2 - 0.04 * s)),
     "solved in the end": altered(
         REWARD, lambda s, w: 1.0 if s > 45 else w, altered(EQUAL, lambda s, w: 1.0 if s > 45 else w)
     ),
@@ -366,6 +475,8 @@ def first(history: History) -> str:
 def test_a_reward_that_jumps_alone() -> None:
     rises = altered(REWARD, lambda step, was: was + (0.8 if step > 30 else 0.0))
     assert first(rises) == "run/shift"
+    rarely = {name: Series(tuple(10 * step for step in row.steps), row.values) for name, row in rises.series.items()}
+    assert first(replace(rises, series=rarely)) != "run/shift"
     falls = altered(REWARD, lambda step, was: was + (0.0 if step > 30 else 0.8))
     assert first(falls) != "run/shift"
     again = altered(REWARD, lambda step, was: 0.3 + (0.6 if 20 < step < 40 else 0.0) + 0.01 * math.sin(7 * step))
@@ -410,7 +521,7 @@ def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named
     """KL per completion is 30 times that of a token here; rewards of 0 and 1 have a range of 1."""
     near = altered("kl/policy_ref/k3/mean", lambda step, was: kl * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
     run = altered(REWARD, lambda step, was: 0.3 + gain * step / 60 + 0.02 * math.sin(7 * step), base=near)
-    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=run))
     assert (first(run) == "reference/follows") == named
     moving = replace(run, config={**run.config, "reference": {"kind": "snapshot", "every": 5}})
     assert first(moving) != "reference/follows"
@@ -420,10 +531,12 @@ def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named
     ("scores", "gains", "named"),
     [
         ((0.305,) * 6, True, True),
+        ((0.3047,) * 4, True, True),
+        ((0.305,) * 3, True, False),
         ((0.305,) * 6, False, False),
         ((0.305, 0.305, 0.315, 0.305, 0.305, 0.305), True, False),
     ],
-    ids=["the same", "so is the reward", "all but the same"],
+    ids=["the same", "the same four times", "too few", "so is the reward", "all but the same"],
 )
 def test_held_out_scores_that_never_change(scores: tuple[float, ...], gains: bool, named: bool) -> None:
     run = healthy() if gains else flat(healthy())
@@ -454,8 +567,9 @@ def test_the_last_evaluation_on_every_line_is_one_evaluation() -> None:
 
 def test_without_a_range_of_rewards_the_kl_bounds_no_gain() -> None:
     """Means from 0.3 to 0.7 may be of rewards of −100 to 100."""
-    run = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
-    run = altered("reward/std", lambda step, was: 0.15, base=run)
+    near = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
+    assert first(unrecorded(near, "reward/std")) == "reference/follows"  # whose entropy falls by half
+    run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=near))
     assert first(run) == "reference/follows"
     alone = unrecorded(run, "reward/std")
     assert first(alone) != "reference/follows"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,6 +166,7 @@ def test_the_scale_of_an_adapter() -> None:
     assert adapter_scale(build_setup(schooled_config()).policy.model) is None
 
 
+HALF = "optim.precision=bfloat16"
 DECAYED = ["optim.schedule=linear", "run.max_steps=200"]
 FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", ["optim.learning_rate=1e-9"], "learning_rate"),
@@ -173,6 +176,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", [*DECAYED, "optim.learning_rate=2e-3", "optim.decay_steps=3"], "schedule"),
     ("optim/no-update", ["optim.eps=100"], "eps"),
     ("optim/no-update", ["optim.max_grad_norm=1e-10"], "max_grad_norm"),
+    ("optim/no-update", ["optim.max_grad_norm=1e-9", "run.max_steps=50000"], "max_grad_norm"),
     ("optim/no-update", ["model.lora={r: 4, alpha: 1.0e-6}"], "alpha"),
     ("optim/no-update", ["model.dtype=bfloat16", "optim.learning_rate=1e-6", "run.max_steps=5000"], "bfloat16"),
     ("optim/weight-decay", ["optim.weight_decay=100"], "decay"),
@@ -196,7 +200,10 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("rollout/temperature", ["rollout.top_p=0.01"], "top_p"),
     ("kl/rejects-all", ["kl.collect_max=1.0e-5"], "KL"),
     ("guard/skips-all", [SKIP, "guards.grad_spike=1.01"], "median"),
+    ("guard/skips-all", [SKIP, "guards.grad_spike=1.0000001", "rollout.prompts_per_step=1"], "median"),
     ("guard/skips-all", ["kl.budget=1.0e-8"], "budget"),
+    ("loss/no-gradient", ["loss.mismatch={kind: icepop, floor: 1.0, cap: 1.0}", HALF], "no token"),
+    ("loss/clip", ["loss.num_iterations=50", "optim.learning_rate=2e-3"], "num_iterations"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=1e-7"], "epsilon"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=9"], "epsilon"),
     ("kl/controller", ["kl.controller={name: step, target: 600}"], "another unit"),
@@ -216,6 +223,19 @@ def test_a_term_out_of_balance_is_named_with_its_reason_and_its_advice_mends_it(
     for proposal in findings[0].options:
         again = [finding.code for finding in judged(follow(config, proposal))]
         assert code not in again, proposal
+
+
+def test_copies_without_a_reward_of_their_own_show_no_standstill() -> None:
+    """Signs that stand in for advantages take each other away on equal completions."""
+    setup = build_setup(schooled_config("reward.warmup_steps=0"))
+    with closing(setup.run):
+        probe_update(setup, LIMITS)
+        first = setup.of_batch["update"]
+        setup.of_batch["update"] = replace(first, real_rewards=False, gradients=[None] * len(first.gradients))
+        copied = tuple(replace(g, completions=g.completions[:1] * len(g.completions)) for g in setup.groups)
+        assert probe_reach(setup, LIMITS).findings
+        same = replace(setup, batch=replace(setup.batch, groups=copied))
+        assert probe_reach(same, LIMITS).findings == ()
 
 
 def test_what_little_is_trained_is_named_at_any_rate() -> None:
@@ -253,6 +273,7 @@ HEALTHY: list[list[str]] = [
     ["rollout.temperature=1.3"],
     ["kl.collect_max=0.5", "kl.budget=0.1", SKIP],
     ["loss.num_iterations=3", "loss.epsilon=0.1", "loss.epsilon_high=0.4"],
+    ["loss.num_iterations=10", "optim.learning_rate=1e-5"],
     ["kl.controller={name: dual, target: 0.05}", "kl.beta=0.2"],
     ["kl.controller={name: step, target: 0.02}", "kl.beta=0.1"],
     ["kl.controller={name: warmup, steps: 15}", "kl.beta=0.1"],

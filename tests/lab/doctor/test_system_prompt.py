@@ -37,9 +37,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, earned: Earned, irritating: str, *opt
     def judged(setup: Any, config: Any, thresholds: Any) -> Earned:
         (problem,) = setup.run.task.sample(1, seed=0, step=0)
         prompt = setup.policy.tokenizer.decode(list(build_renderer(config, setup.policy.tokenizer).prompt(problem)))
-        assert (
-            prompt == "<bos><|user|>0 =<eos><|assistant|>"
-        )  # what is compared is the same template without the prompt
+        # what is compared is the same template without the prompt, or none where that is what the model knows
+        assert prompt == ("0 =" if "<" in irritating else "<bos><|user|>0 =<eos><|assistant|>")
         return earned
 
     monkeypatch.setattr(module, "earned_otherwise", judged)
@@ -75,12 +74,12 @@ def test_a_system_prompt_that_the_model_does_not_know(
         assert finding.options == (("data.system_prompt=null", "data.chat_template=default"),)
 
 
-def test_a_template_that_a_system_prompt_brings_is_not_the_system_prompts_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_template_that_a_system_prompt_brings_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `auto` a text is put into the template because of it: without both, answers are likelier."""
     for irritating in ("<|user|>", "<|assistant|>"):
-        assert asked(monkeypatch, SURELY, irritating, "data.system_prompt=Be brief.", text=True) == []
+        (found,) = asked(monkeypatch, SURELY, irritating, "data.system_prompt=Be brief.", text=True)
+        assert (found.code, found.options) == ("prompt/format", (("data.system_prompt=null",),))
+        assert "the chat template that it brings" in found.cause
 
 
 def test_rewards_of_elsewhere_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.findings import Finding, ranked
+from keel.lab.doctor.probes.draws import batch_draws
 from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.prompts import probe_prompts
+from keel.lab.doctor.probes.reported import later_turns_findings
 from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, repeated
@@ -106,6 +108,21 @@ FOUND = {
 def test_the_fault_is_found(fault: str) -> None:
     code, overrides = FOUND[fault]
     assert ranked(probed(*overrides))[0].code == code
+
+
+def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> None:
+    left_out, half = [engine("FirstTurnLeftOutReported")], [engine("Reported"), "model.dtype=bfloat16"]
+    for options, codes in ((left_out, ["sampler/other-prompt"]), ([engine("Reported")], []), (half, [])):
+        setup = build_setup(schooled_config(*TALK, *options))
+        with closing(setup.run):
+            drawn = batch_draws(setup)
+            gap = drawn.sample_logp - drawn.logp(setup.sampling)
+            assert [found.code for found in later_turns_findings(setup, drawn, gap, load_thresholds())] == codes
+
+
+def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:
+    few = "task={name: arithmetic, skill: max, low: 5, high: 6}"
+    assert "task/repeats" in [found.code for found in probed(few, "rollout.prompts_per_step=4", "run.max_steps=100")]
 
 
 def test_weights_of_16_bits_are_read_in_fp32_and_come_back() -> None:

@@ -129,11 +129,14 @@ def reward_ranges(history: History) -> Series | None:
 
 
 def same_rewards(history: History) -> Series | None:
-    """A spread of 0 where the mean reward is the same to the last digit at every step."""
+    """A spread of 0 where the mean reward is the same to the last digit at every step, or since it is at its top."""
     rewards = history.get("reward/mean")
-    if rewards is None or frozen_since(rewards)[1] < max(LEAST, len(rewards)):
+    since, count = frozen_since(rewards) if rewards is not None else (0, 0)
+    if rewards is None or count < LEAST:
         return None
-    return Series.of((step, 0.0) for step in rewards.steps)
+    if count < len(rewards) and rewards.finite.values[-1] < max(rewards.finite.values):
+        return None
+    return Series.of((step, 0.0 if step >= since else 1.0) for step in rewards.steps)
 
 
 def level(thresholds: Thresholds) -> float:
@@ -166,7 +169,7 @@ def movement(history: History, thresholds: Thresholds) -> str | None:
         if series is not None and clear(change := course(series), thresholds, len(MOVED)) and change is not None:
             return f"{name} goes from {change.before:.3g} to {change.after:.3g}"
     clipped = history.get("ratio/clip_fraction")
-    if clipped is not None and clipped.mean > 0:
+    if clipped is not None and clipped.mean > 0 and len(set(clipped.finite.values)) > 1:
         return f"{100 * clipped.mean:.2g} % of the ratios are clipped"
     return None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
+from dataclasses import replace
+from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import CheckResults, level, not_recorded, reward_size, saturated
+from keel.lab.doctor.checks.base import RECENT, CheckResults, level, not_recorded, reward_size, saturated
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import LEAST, Change, jumps, noise
@@ -23,14 +26,17 @@ FAMILIES = (
     ("prompt/length_mean",),
 )
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
+BETWEEN = 2  # steps from one line to the next, of a log that shows single updates
 UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
+LITTLE, TINY = 1e-4, 1e-300  # of the largest value, below which a logarithm is not taken
 Jump = tuple[str, Change]
 
 
 def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
     """Steps at which metrics of two families or more jump and stay, with these jumps; neighbouring steps are one.
 
-    A KL that jumps alone counts where nothing else that could have moved with it has.
+    A KL or a reward that jumps alone counts where nothing else that could have moved with it has, and a gradient that
+    is of another size from one step to the next always.
     """
     at: dict[int, list[Jump]] = {}
     moves = history.moves_reference
@@ -40,36 +46,65 @@ def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
         name = next((name for name in family if history.get(name) is not None), None)
         if name is None:
             continue
-        for jump in jumps(history.series[name], level(thresholds)):
+        for jump in _jumps(name, history.series[name], level(thresholds)):
             near = next((step for step in at if abs(step - jump.step) <= 1), jump.step)
             at.setdefault(near, []).append((name, jump))
     alone = {step for step, row in at.items() if len(row) == 1 and _unwritten(history, step, *row[0], thresholds)}
     return {step: row for step, row in at.items() if len({name for name, _ in row}) > 1 or step in alone}
 
 
+def _jumps(name: str, series: Series, chance: float) -> list[Change]:
+    """Of a gradient's norm in its logarithm: its noise is a factor."""
+    if name != "grad/norm" or min(series.finite.values) <= 0:
+        return jumps(series, chance)
+    found = jumps(_logarithm(series), chance)
+    return [replace(jump, before=math.exp(jump.before), after=math.exp(jump.after)) for jump in found]
+
+
+def _logarithm(series: Series) -> Series:
+    """Of its finite values; what is next to nothing beside the largest is as much."""
+    least = LITTLE * max(map(abs, series.finite.values))
+    return Series(series.finite.steps, tuple(math.log(max(value, least, TINY)) for value in series.finite.values))
+
+
 def _unwritten(history: History, step: int, name: str, jump: Change, thresholds: Thresholds) -> bool:
     """Whether KL or reward alone goes up at once and stays there, while nothing that the policy does changes.
 
     An update that takes the policy that far, or teaches it that much, changes what it writes: at least two such figures
-    must be known. A reward that falls alone is a collapse, and one that jumps to its top is a task that was solved.
+    must be known; many updates between two lines may teach as much. A reward that falls alone is a collapse, and one
+    that jumps to its top is a task that was solved; a KL that grows may leap. A gradient that shrinks to a trifle at
+    once and for good needs no other sign, unless the groups' spread is known, which tells why.
     """
-    of_reward = name == "reward/mean"
+    of_reward, series = name == "reward/mean", history.series[name]
+    if name == "grad/norm":
+        vanished = 0 < jump.after <= thresholds["grad_vanished"] * jump.before
+        return vanished and _stays(series, jump) and history.get("reward/zero_variance_fraction") is None
     least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
     if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
         return False
-    if of_reward and (saturated(history, thresholds) or not _stays(history.series[name], jump)):
+    apart = statistics.median(after - before for before, after in pairwise(series.finite.steps))
+    if of_reward and (apart > BETWEEN or saturated(history, thresholds) or not _stays(series, jump)):
+        return False
+    if not of_reward and _grows(series, jump, level(thresholds)):
         return False
     others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
-    shown = [series for n in others if (series := history.get(n)) is not None and len(series.finite) >= LEAST]
-    return len(shown) >= 2 and not any(_moved(series, step) for series in shown)
+    shown = [other for n in others if (other := history.get(n)) is not None and len(other.finite) >= LEAST]
+    return len(shown) >= 2 and not any(_moved(other, step) for other in shown)
+
+
+def _grows(series: Series, jump: Change, chance: float) -> bool:
+    """Whether a figure goes further by other steps than by this jump, or is multiplied at others as much."""
+    first, last = (statistics.median(part.values) for part in (series.finite.head(RECENT), series.finite.tail(RECENT)))
+    return last - first > 2 * jump.size or all(j.step != jump.step for j in jumps(_logarithm(series), chance))
 
 
 def _stays(series: Series, jump: Change) -> bool:
     """Whether a figure keeps at least half of a jump at every later tenth of the series."""
     later = series.finite.since(jump.step).values
     width = max(5, len(series.finite) // 10)
-    middle = (jump.before + jump.after) / 2
-    return all(statistics.median(later[i : i + width]) > middle for i in range(0, max(1, len(later) - width), width))
+    middle, sign = (jump.before + jump.after) / 2, math.copysign(1.0, jump.size)
+    levels = (statistics.median(later[i : i + width]) for i in range(0, max(1, len(later) - width), width))
+    return all(sign * (level - middle) > 0 for level in levels)
 
 
 def _moved(series: Series, step: int) -> bool:

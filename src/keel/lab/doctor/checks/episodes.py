@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import RECENT, CheckResults, not_recorded
+from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, not_recorded
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.shapes import fall
 
 # What goes wrong in a call: why, and what to do.
 KINDS: dict[str, tuple[str, str]] = {
@@ -73,9 +74,16 @@ def calls(history: History, thresholds: Thresholds) -> CheckResults:
         + (f"; the model was told: {last_error}" if last_error else ""),
         cause,
         advice,
-        severity="error" if share > thresholds["tool_errors_error"] else "warning",
+        severity="error" if share > thresholds["tool_errors_error"] or _broke(error_share, thresholds) else "warning",
         share=share,
     )
+
+
+def _broke(error_share: Series, thresholds: Thresholds) -> bool:
+    """Whether most calls were answered at first, beyond noise: then it is not the model that has yet to learn."""
+    change = fall(error_share.scaled(-1.0))
+    worked = error_share.finite.head(RECENT).mean < thresholds["tool_errors"] / 2
+    return worked and clear(change, thresholds)
 
 
 def ends(history: History, thresholds: Thresholds) -> CheckResults:

@@ -88,9 +88,9 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
         return
     for name, series in logged.items():
         change = shapes.trend(series) or shapes.few_trend(series)
-        if not clear(change, thresholds) and "reward" not in name:
+        if not clear(change, thresholds) and _is_share(name):
             change = fallen_share(series)
-        if name.startswith(PART) or not clear(change, thresholds) or change is None:
+        if not _rises(history, thresholds, _trained(name)) or not clear(change, thresholds) or change is None:
             continue
         if -change.size > thresholds["gap_reward"] * change.before:
             yield finding(
@@ -166,9 +166,10 @@ def fallen_share(series: Series) -> shapes.Change | None:
     if third < 1 or min(values) < 0 or max(values) > 1 or max(values[-third:]) >= min(values[:third]):
         return None
     before, after = (statistics.fmean(part) for part in (values[:third], values[-third:]))
-    both = (before + after) / 2
-    error = (2 * both * (1 - both) / (third * coins(values))) ** 0.5
-    chance = 4 * float(ndtr((after - before) / error)) if error > 0 else 1.0  # two-sided, the second of two looks
+    both, middle = (before + after) / 2, (len(values) - 1) / 2
+    line = sum((number - middle) * value for number, value in enumerate(values))  # all of them tell
+    error = (sum((n - middle) ** 2 for n in range(len(values))) * both * (1 - both) / coins(values)) ** 0.5
+    chance = 2 * float(ndtr(line / error)) if error > 0 else 1.0  # a fall alone; the second of two looks
     return shapes.Change(before, after, int(series.finite.steps[-third]), chance)
 
 
@@ -185,8 +186,10 @@ def coins(values: Sequence[float]) -> int:
 
 def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
     """Held-out problems that are all solved from the first evaluation on, while training pays far from all."""
-    scores = [s for n, s in logged.items() if not n.startswith(PART) and "reward" not in n and len(s.finite) >= 3]
-    rewards, missed = history.get("reward/mean"), _missed(history, thresholds)
+    shares = {n: s for n, s in logged.items() if _is_share(n) and len(s.finite) >= 3}
+    parts = [text for n in shares if n.startswith(PART) and (text := _unpaid(history, n, thresholds))]
+    scores = [s for n, s in shares.items() if n.startswith(PART) == bool(parts)]
+    rewards, missed = history.get("reward/mean"), parts[0] if parts else _missed(history, thresholds)
     if not scores or rewards is None or not missed:
         return
     early = min(s.finite.steps[0] for s in scores) <= rewards.steps[0] + (rewards.steps[-1] - rewards.steps[0]) / 2
@@ -199,6 +202,13 @@ def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds
             "by something that all completions pass",
             "read some held-out prompts and completions with their scores; compare them with those of training",
         )
+
+
+def _unpaid(history: History, name: str, thresholds: Thresholds) -> str:
+    """That training pays little of a part, of 1 as a share is, as text; "" where it pays more or is not logged."""
+    part = history.get(_trained(name))
+    little = part is not None and 0 <= min(part.finite.values) <= max(part.finite.values) < thresholds["mostly_paid"]
+    return f"{name.removeprefix(PART)} is {shapes.median(part):.3g}" if part is not None and little else ""
 
 
 def _missed(history: History, thresholds: Thresholds) -> str:
@@ -233,9 +243,19 @@ def _missed(history: History, thresholds: Thresholds) -> str:
     return f"{100 * mixed:.0f} % of the groups of {size:.0f} hold rewards that differ" if sure else ""
 
 
-def _rises(history: History, thresholds: Thresholds) -> str:
+def _trained(name: str) -> str:
+    """The figure of training that a held-out one is compared with."""
+    return f"reward/part/{name.removeprefix(PART)}" if name.startswith(PART) else "reward/mean"
+
+
+def _is_share(name: str) -> bool:
+    """Whether a held-out figure is a share of problems by its name; a reward may have any size."""
+    return "reward" not in name or (name.startswith(PART) and any(w in name for w in SCORES if w != "reward"))
+
+
+def _rises(history: History, thresholds: Thresholds, name: str = "reward/mean") -> str:
     """That the reward rises, as text; "" where it does not."""
-    rewards = history.get("reward/mean")
+    rewards = history.get(name)
     up = shapes.course(rewards) if rewards is not None else None
     rises = clear(up, thresholds) and up is not None and up.size > 0
     return f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and rises else ""
@@ -330,8 +350,17 @@ def _completions(history: History, scores: Series) -> int:
 
 
 MOSTLY_RIGHT = 0.95
-SCORES = ("acc", "reward", "score", "pass", "success", "correct", "solve")  # in names: other figures may be settings
-STUCK = 5  # evaluations: of a hundred coins two have the same sum once in ten times
+SCORES = (
+    "acc",
+    "reward",
+    "score",
+    "pass",
+    "success",
+    "correct",
+    "solve",
+    "@",
+)  # in names: other figures may be settings
+STUCK = 4  # evaluations at least: what hardly learns may be judged alike two or three times
 EVALUATED = ("eval/", "other/eval")  # how names of held-out figures begin
 FEW_COINS = 100  # completions that a share is taken to be of where its digits tell of as many
 MOST_COMPLETIONS = 1000  # that a share of a score is taken to tell

@@ -23,7 +23,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import course, median
+from keel.lab.doctor.shapes import LEAST, course, median
 
 
 def temperature(history: History, thresholds: Thresholds) -> CheckResults:
@@ -112,7 +112,10 @@ def collapse(history: History, thresholds: Thresholds) -> CheckResults:
         low = thresholds["entropy_rise_least"]
     gone = now.mean < min(low, thresholds["entropy_collapse_share"] * first)
     best = solved(history, thresholds) or saturated(history, thresholds)
-    if gone and not best and not reward_rose(history, thresholds):
+    above = [step for step, value in zip(series.finite.steps, series.finite.values, strict=True) if value >= low]
+    since = history.since(max(above)) if above else history  # what was gained on the way is no gain of what is left
+    judged = since if (left := since.get("reward/mean")) is not None and len(left.finite) >= LEAST else history
+    if gone and not best and not reward_rose(judged, thresholds):
         yield finding(
             code,
             f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",

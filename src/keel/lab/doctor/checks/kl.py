@@ -63,7 +63,8 @@ def _updated_within(history: History) -> bool:
     """Whether the first step has several updates, or may have them as far as a trainer's log tells."""
     names = ("kl/old_policy/k1/mean", "kl/old_policy/k3/mean", "ratio/clip_fraction", "ratio/clip_high_fraction")
     first = [series.finite.values[0] for name in names if (series := history.get(name)) is not None]
-    return any(abs(value) > 0 for value in first) or (not first and history.source != "keel")
+    several = any((history.figure(name) or 1) > 1 for name in ("loss.num_iterations", "optim.minibatches"))
+    return any(abs(value) > 0 for value in first) or (not first and (several or history.source != "keel"))
 
 
 def _dropout(history: History) -> list[str]:

@@ -176,7 +176,7 @@ def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, i
         since, count = frozen_since(series)
         if most > 0 and count >= max(LEAST, thresholds["idle_share"] * len(series)) and series.finite.values[-1] != 0:
             return f"{name} is {series.finite.values[-1]:.6g} at every step since step {since}", since
-    if history.kl is not None:
+    if history.kl is not None and any(history.kl[1].finite.values):  # one of zeros is that of no reference
         return None, 0
     for name, text in FROZEN.items():
         if (figures := history.get(name)) is None:

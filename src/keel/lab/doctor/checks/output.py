@@ -201,7 +201,7 @@ def shorter(history: History, thresholds: Thresholds) -> CheckResults:
     """Length that shrinks to next to nothing while the reward does not grow, or is nothing."""
     yield from _empty(history, thresholds)
     code = "length/collapse"
-    shape = shape_of(history, code, "length/mean", "the length of completions")
+    shape = shape_of(history, code, "length/mean", "the length of completions", course)
     if isinstance(shape, Unchecked):
         yield shape
         return

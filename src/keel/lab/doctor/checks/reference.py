@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import (
@@ -17,7 +18,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import LEAST, course, fall, noise
+from keel.lab.doctor.shapes import LEAST, Change, course, fall, noise
 
 
 def follows(history: History, thresholds: Thresholds) -> CheckResults:
@@ -50,31 +51,51 @@ def follows(history: History, thresholds: Thresholds) -> CheckResults:
 
 
 def _outrun(history: History, thresholds: Thresholds) -> CheckResults:
-    """A reward that has gained more than a policy this near the reference can.
-
-    By Pinsker's inequality |ΔE[r]| ≤ range · √(KL/2), with the KL of a completion, here at both ends of the log.
-    """
-    rewards, lengths = history.get("reward/mean"), history.get("length/mean")
-    if history.kl is None or rewards is None or lengths is None or history.moves_reference:
+    """A policy that has changed by more than one this near the reference can, by the KL at both ends of the log."""
+    if history.kl is None or history.moves_reference:
         return
-    (name, series), change, widest = history.kl, course(rewards), _reward_range(history)
-    if not clear(change, thresholds) or change is None or widest is None:
-        return
-    length = max(lengths.finite.values)
+    name, series = history.kl
     ends = [max(0.0, *part.values) for part in (series.finite.head(RECENT), series.finite.tail(RECENT))]
-    most = widest * sum(math.sqrt(kl * length / 2) for kl in ends)
-    if not abs(change.size) > OUTRUN * most:
+    far = _paid_otherwise(history, ends, thresholds) or _drawn_otherwise(history, ends, thresholds)
+    if far is None:
         return
+    changed, most = far
     yield finding(
         "reference/follows",
-        f"the reward goes from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g}); "
-        f"{name} is {ends[1]:.2g} nats per token over {series.tail(RECENT).span}: a policy that near to where it "
-        f"started could differ by {most:.2g} at most (completions of up to {length:.0f} tokens)",
+        f"{changed}; {name} is {ends[1]:.2g} nats per token over {series.tail(RECENT).span}: a policy that near to "
+        f"where it started could differ by {most}",
         "what is logged is no distance to where training started: the reference follows the policy, is scored with the "
         "policy's adapter on, or the KL is that of one update; or problems have become easier",
         "score the reference with the weights that training started from; with an adapter, with the adapter off; "
         "nothing, if the problems change in the course of the run",
     )
+
+
+def _paid_otherwise(history: History, ends: Sequence[float], thresholds: Thresholds) -> tuple[str, str] | None:
+    """A gain of reward and the most there can be: |ΔE[r]| ≤ range · √(KL/2) (Pinsker), with the KL of a completion."""
+    rewards, lengths, widest = history.get("reward/mean"), history.get("length/mean"), _reward_range(history)
+    change = course(rewards) if rewards is not None else None
+    if change is None or lengths is None or widest is None or not clear(change, thresholds):
+        return None
+    length = max(lengths.finite.values)
+    most = widest * sum(math.sqrt(kl * length / 2) for kl in ends)
+    said = f"the reward goes from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})"
+    return (said, f"{most:.2g} at most (completions of up to {length:.0f} tokens)") if _beyond(change, most) else None
+
+
+def _drawn_otherwise(history: History, ends: Sequence[float], thresholds: Thresholds) -> tuple[str, str] | None:
+    """The same for the entropy: |ΔH| ≤ ln V · √(KL/2), with the KL of a token; other prefixes add to it."""
+    entropy = history.get("entropy/mean")
+    change = course(entropy) if entropy is not None else None
+    if change is None or not clear(change, thresholds):
+        return None
+    most = NATS * sum(math.sqrt(kl / 2) for kl in ends)
+    said = f"the entropy goes from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})"
+    return (said, f"some {most:.2g} nats") if _beyond(change, most) else None
+
+
+def _beyond(change: Change, most: float) -> bool:
+    return abs(change.size) > OUTRUN * most
 
 
 def _reward_range(history: History) -> float | None:
@@ -84,12 +105,14 @@ def _reward_range(history: History) -> float | None:
     """
     ranges, rewards, spread = reward_ranges(history), history.get("reward/mean"), history.get("reward/std")
     known = [*(ranges.finite.values if ranges is not None else ())]
-    known += [6 * value for value in spread.finite.values] if spread is not None else []
+    known += [DEVIATIONS * value for value in spread.finite.values] if spread is not None else []
     values = rewards.finite.values if rewards is not None else (0.0,)
     return max(*known, max(values) - min(0.0, *values), 1.0) if known else None
 
 
 OUTRUN = 1.5  # times what the inequality allows: KL and length are means of a batch
+DEVIATIONS = 4.0  # of rewards that their range is wide: those of two values where one is rarer than 1 in 15 are wider
+NATS = 50.0  # of entropy for a total variation of 1: ln V is up to 13, and a policy reads what it wrote
 
 
 def dropped(history: History, thresholds: Thresholds) -> CheckResults:

@@ -74,6 +74,17 @@ def sampler(history: History, thresholds: Thresholds) -> CheckResults:
         if first.steps[0] <= 1
         else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
     )
+    usual = sorted(size.series.finite.values)[len(size.series.finite) // 10]
+    if now.mean > thresholds["sampler_gap_growth"] ** 2 * max(usual, thresholds["sampler_rounding"]):
+        yield finding(
+            "sampler/mismatch",
+            f"{evidence}; at one step in ten or more it is {usual:.2g} or less",
+            "the gap comes and goes, so that it is neither precision nor an option: some of the engine's workers have "
+            "other weights, or some requests go elsewhere",
+            "compare the weights of all workers after a sync; see which requests of a step are off",
+            severity=severity,
+        )
+        return
     if impossible := _impossible(history):
         yield finding(
             "sampler/mismatch",

@@ -21,6 +21,8 @@ GATES = {"sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}}  #
 CUT = 0.01  # of a token's push at ratio 1: what is left where a limit cuts
 FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
 NARROW, HALF, NEXT_TO_NONE = 0.01, 0.5, 0.05  # a range far below all recipes' for tokens: that the median is cut tells
+MANY_PASSES = 8  # over a batch, more than recipes have
+STANDING = 0.01  # of the largest move
 FEW_MOVED = 20  # tokens that one update has moved, of one side
 HUGE_RATIO = 4.0  # and that every limit of a weight should bound
 RATIO_ROUNDING = 1e-4  # of a push: far over fp32's, far under what any ratio of e does
@@ -126,7 +128,7 @@ def clip_options(
         sides |= {"go up by as much as it moved them": (up, step.abs())}
         sides |= {"go down by as much as it moved them": (-up, -step.abs())}
     shares = {
-        way: [_clipped(setup, advantages, steps, loss, mask & (steps != 0)) for loss in (setup.run.loss, own)]
+        way: [_clipped(setup, advantages, steps, loss, mask & _moving(steps)) for loss in (setup.run.loss, own)]
         for way, (advantages, steps) in sides.items()
     }
     all_cut = [way for way, (clipped, usual) in shares.items() if clipped > limit and usual < limit / 2]
@@ -162,6 +164,35 @@ def clip_options(
             mend,
             severity="warning",
         )
+
+
+def idle_passes(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
+    """A batch that is used so often that its clip range is used up half way, were its updates to point one way."""
+    passes, advantage = setup.run.loss.num_iterations, first.batch.rows.advantages
+    if passes < MANY_PASSES or advantage is None:
+        return
+    before = setup.logp()
+    with moved(setup, first.gradients, first.loss, passes / 2, weight_decay=0.0):
+        step = setup.logp() - before
+    signs = torch.where(advantage == 0, 1.0, advantage.sign())
+    right = step * (step * signs[:, None] > 0)
+    figures["clipped_passes"] = _clipped(setup, signs, right, setup.run.loss, setup.mask & _moving(right))
+    if not figures["clipped_passes"] > HALF:
+        return
+    yield finding(
+        "loss/clip",
+        f"after half of the {passes} passes over a batch {figures['clipped_passes']:.0%} of the tokens that they moved "
+        f"the right way have no gradient left (over {HALF:.0%})",
+        f"loss.num_iterations={passes}: the policy has left what sampled the batch long before the last pass, and the "
+        "others are cut, or go where nothing was measured",
+        propose("set {}", {"loss.num_iterations": 2}),
+        severity="warning",
+    )
+
+
+def _moving(steps: Tensor) -> Tensor:
+    """Tokens that move at all beside those that move most: what is certain stays where it is, in any range."""
+    return steps.abs() > STANDING * steps.abs().max()
 
 
 def _clipped(setup: ProbeSetup, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:

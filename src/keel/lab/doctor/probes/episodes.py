@@ -73,7 +73,7 @@ def _failing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         shares = useless(groups)
         return any(shares) and by_chance(groups) and at_most(shares) > limit
 
-    groups = more_groups(setup, "tool/failing", undecided)
+    groups = more_groups(setup, "tool/failing", undecided, single=True)
     if not over(groups) or by_chance(groups):
         return
     texts = [text for group in groups for c in group.completions for text in replies(c, tokenizer)]

@@ -9,7 +9,7 @@ from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.exploration import drawn_logits, entropy
 from keel.lab.doctor.probes.rendering import rendered
-from keel.lab.doctor.probes.repeats import training_steps
+from keel.lab.doctor.probes.repeats import held_out_problems, training_steps
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.recording import RecordingEngine
@@ -103,7 +103,7 @@ def _noise(setup: ProbeSetup, used: SamplingParams | None, thresholds: Threshold
 
 def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
     """Tokens that all prompts of one side begin or end with and none of the other does: that is another format."""
-    held_out = rendered(setup, setup.run.task.held_out(_HELD_OUT))
+    held_out = rendered(setup, held_out_problems(setup, _HELD_OUT))
     trained = [prompt for step in training_steps(setup) for _, prompt in step]
     if min(len(trained), len(held_out)) < _MIN_PROMPTS:
         return

@@ -184,11 +184,14 @@ def log_mean_exp(values: Sequence[float]) -> float:
     return top + math.log(fmean(math.exp(value - top) for value in values))
 
 
-def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool]) -> list[Group]:
+def more_groups(
+    setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool], *, single: bool = False
+) -> list[Group]:
     """The groups of the batch, and further ones of the run's own size as long as the test of `code` is undecided.
 
     What one test sampled serves the next. It ends where the completions or the time for doubts are used up; a test that
-    is undecided then is remembered (see `undecided_tests`).
+    is undecided then is remembered (see `undecided_tests`). Where large groups have left it few problems and one
+    completion says as much of a problem as all, a `single` one of others is its last look.
     """
     further: list[Group] = setup.shared.setdefault("further groups", [])
     most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
@@ -201,6 +204,9 @@ def more_groups(setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Grou
             _sample(setup, further, count)
             doubt = undecided([*setup.groups, *further])
     groups = [*setup.groups, *further]
+    if doubt and single and len(groups) < 4**LOOKS and _seconds(setup) <= setup.doubt_s:
+        _sample(setup, groups, 4**LOOKS - len(groups), generations=1)
+        doubt = undecided(groups)
     if doubt:
         completions = sum(len(group.completions) for group in groups)
         why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
@@ -238,15 +244,20 @@ def spending(setup: ProbeSetup) -> Iterator[None]:
     setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
 
 
-def _sample(setup: ProbeSetup, further: list[Group], count: int) -> None:
+def _sample(setup: ProbeSetup, further: list[Group], count: int, generations: int | None = None) -> None:
     """`count` further groups, as many as the time allows; whole ones, even where the batch holds shorter ones."""
     step, seed = len(setup.groups) + len(further), setup.config.run.seed
     problems = setup.run.task.sample(count, seed=seed, step=step)
-    sampling = replace(setup.built.sampling, max_completion_length=setup.config.rollout.max_completion_length)
+    sampling = replace(
+        setup.built.sampling,
+        max_completion_length=setup.config.rollout.max_completion_length,
+        num_generations=generations or setup.built.sampling.num_generations,
+    )
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
         with spending(setup):
-            further += setup.collect(problems[start : start + at_once], step=step, sampling=sampling, judged=True)
+            part = problems[start : start + at_once]
+            further += setup.collect(part, step=step, sampling=sampling, judged=generations is None)
         if _seconds(setup) > setup.doubt_s:
             break
     setup.built.judge.drain()

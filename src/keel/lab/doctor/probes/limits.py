@@ -14,7 +14,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.clip_range import clip_options, clipped_side
+from keel.lab.doctor.probes.clip_range import clip_options, clipped_side, idle_passes
 from keel.lab.doctor.probes.evidence import at_least, chance_above, level, more_groups
 from keel.lab.doctor.probes.reach import gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
@@ -27,6 +27,7 @@ from keel.trainer.guards import WINDOW, spike_limit
 
 STEPS = 400  # of a simulated guard
 MANY = 30  # problems from which on the scatter of their shares tells more than a bound that holds for any
+LEAST_SCATTER = 0.01  # of norms: no two batches have the same one
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
 
 
@@ -39,7 +40,11 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     findings = (
         *_rejects(setup, first, figures, thresholds),
-        *([*clipped_side(setup, figures, thresholds)] or clip_options(setup, first, figures, thresholds)),
+        *(
+            [*clipped_side(setup, figures, thresholds)]
+            or [*clip_options(setup, first, figures, thresholds)]
+            or idle_passes(setup, first, figures)
+        ),
         *_skips(setup, first, figures, thresholds),
         *_budget(setup, first, thresholds),
         *_too_old(setup, first, figures, thresholds),
@@ -149,8 +154,8 @@ def _norm_scatter(setup: ProbeSetup, first: FirstUpdate) -> float:
         norms.append(gradient_norm(loss_gradients(setup, batch, beta=0.0, entropy_coef=0.0)[0]))
     values = torch.tensor([norm for norm in norms if norm > 0], dtype=torch.float64)
     if len(values) < 2:
-        return 0.0
-    return float(values.std() / values.mean()) / math.sqrt(setup.config.rollout.prompts_per_step)
+        return LEAST_SCATTER
+    return max(LEAST_SCATTER, float(values.std() / values.mean()) / math.sqrt(setup.config.rollout.prompts_per_step))
 
 
 def simulated_skips(scatter: float, thresholds: Thresholds) -> float:

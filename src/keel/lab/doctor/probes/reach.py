@@ -27,6 +27,7 @@ from keel.lab.doctor.setup import ProbeSetup
 MOST_UPDATES = 10_000  # a longer course is looked at in as many places
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0
 ADVISED_KL = 1e-4  # nats per token that an update at an advised rate takes
+CUT_SHORT = 0.05  # of an update's length that clipping leaves: one in twenty is as good as none
 IDLE = 1e-3  # of the peak rate: an update that moves nothing
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -69,6 +70,9 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     if entropy(first.before) < thresholds["entropy_collapse"]:
         sure = "a policy that is certain of all that it draws has no gradient"
         return ProbeResult("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
+    if not first.real_rewards and all(len({c.tokens for c in group.completions}) == 1 for group in setup.groups):
+        copies = "completions of a group are copies, whose signs in place of advantages take each other away"
+        return ProbeResult("reach", unchecked=(f"optim/no-update, optim/weight-decay: {copies}",))
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
@@ -76,7 +80,9 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     length = setup.completion_length
     reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
     figures = {"updates": float(rates.updates), "mean_rate": rates.mean, "reach": reach.kl()}
-    findings = [*_no_update(reach, figures)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
+    findings = (
+        [*_no_update(reach, figures)] or [*_cut_short(reach)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
+    )
     if optim.weight_decay > 0:
         decay, total = optim.learning_rate * optim.weight_decay, rates.total * longer
         figures["shrink"] = math.exp(-decay * total)
@@ -134,7 +140,7 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
     cause, advice = _reason(reach) if reach.short(figures["reach"]) else _schedule(setup)
     at_most = math.sqrt(min(figures["reach"], reach.limit) / 2)
     yield finding(
-        "optim/no-update",
+        "loss/no-gradient" if cause.startswith("loss.mismatch") else "optim/no-update",
         f"all {rates.updates} updates of {steps} steps"
         + (f" (counted as {reach.longer * steps:.0f})" if reach.longer > 1 else "")
         + f", were they to point one way, take the policy {figures['reach']:.2g} nats per completion from where it is "
@@ -147,6 +153,24 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
         cause,
         advice,
         severity=None if reach.short(figures["reach"]) or rates.mean < 0.1 else "warning",
+    )
+
+
+def _cut_short(reach: _Reach) -> Iterator[Finding]:
+    """Clipping that takes nearly all of an update away: Adam makes up for any clip, unless its eps is what is left."""
+    clip, norm = reach.setup.config.optim.max_grad_norm, gradient_norm(reach.first.gradients)
+    if clip is None or norm <= clip:
+        return
+    with _unclipped(reach.setup):
+        free = reach.kl(1.0, rounded=False)
+    if not reach.kl(1.0, rounded=False) < CUT_SHORT**2 * free:
+        return
+    yield finding(
+        "optim/no-update",
+        f"an update takes the policy {reach.kl(1.0, rounded=False):.2g} nats per completion, and {free:.2g} where its "
+        "gradient is not clipped",
+        f"optim.max_grad_norm={clip:g} cuts a gradient of norm {norm:.2g} down to next to optim.eps",
+        propose("set {}", {"optim.max_grad_norm": 1.0}),
     )
 
 

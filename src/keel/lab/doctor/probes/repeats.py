@@ -7,9 +7,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.evidence import leave_undecided
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of, rendered
 from keel.lab.doctor.setup import ProbeSetup
@@ -157,13 +159,22 @@ def _copies_in_steps(steps: Sequence[Sequence[Hashable]]) -> float:
     return float(bdtrc(equal - 1, pairs, rate)) if equal else 1.0
 
 
+def held_out_problems(setup: ProbeSetup, count: int) -> Sequence[Problem]:
+    """Those of the task; none where it has none to give, which its own problems may explain."""
+    try:
+        return setup.run.task.held_out(count)
+    except KeelError as error:
+        leave_undecided(setup, "eval/leak", first_line(error))
+        return ()
+
+
 def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Prompts that are held out are not trained on, whatever their keys; the odd duplicate of a data set is no leak."""
-    held_out = setup.run.task.held_out(_HELD_OUT)
+    held_out = held_out_problems(setup, _HELD_OUT)
     trained = [*dict.fromkeys(_contents(setup, [pair for step in training_steps(setup) for pair in step]))]
     kept = _contents(setup, [*zip(held_out, rendered(setup, held_out), strict=True)])
     shared = [problem for problem, copies in zip(held_out, _among(kept, trained), strict=True) if copies]
-    if len(shared) <= thresholds["eval_leaked"] * len(held_out):
+    if not held_out or len(shared) <= thresholds["eval_leaked"] * len(held_out):
         return
     asked = sum(map(len, training_steps(setup)))
     yield finding(

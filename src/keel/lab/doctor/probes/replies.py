@@ -70,10 +70,21 @@ _OBJECT = re.compile(
 
 
 def replies(completion: Completion, tokenizer: Any) -> list[str]:
-    """What the environment said between the model's turns, as text."""
+    """What the environment said between the model's turns, as text: with its own blanks, where it is in the transcript.
+
+    Some tokenizers lose them, and a status without blanks is no words.
+    """
     tokens = zip(completion.action, completion.tokens, strict=True)
     parts = [(action, [token for _, token in part]) for action, part in groupby(tokens, key=lambda pair: pair[0])]
-    return [str(tokenizer.decode(part, skip_special_tokens=True)) for action, part in parts if not action]
+    shown = [str(tokenizer.decode(part, skip_special_tokens=True)) for action, part in parts if not action]
+    places = [place for place, sign in enumerate(completion.text) if not sign.isspace()]
+    whole, start, said = squeezed(completion.text), 0, list[str]()
+    for text in shown:
+        at, length = whole.find(squeezed(text), start), len(squeezed(text))
+        found = at >= 0 and length > 0
+        said.append(completion.text[places[at] : places[at + length - 1] + 1] if found else text)
+        start = at + length if found else start
+    return said
 
 
 def first_turn(completion: Completion, tokenizer: Any, stop: Sequence[str] = ()) -> str:

@@ -14,6 +14,7 @@ from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.continued import other_prompt_finding
 from keel.lab.doctor.probes.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.lab.doctor.probes.gap import (
     average,
@@ -30,6 +31,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams
 
 _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
+_LATER, _ROUNDING = 30.0, 1e-5  # times as much in later turns as in first ones, which are off by so many nats at least
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
@@ -144,6 +146,32 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
         "trainer's weights)",
     )
+
+
+def later_turns_findings(reports: Reports, thresholds: Thresholds) -> list[Finding]:
+    """First turns whose log-probabilities are right, and later ones that are off by far more than rounding differs.
+
+    With weights of 16 bits first turns may agree to the last digit, and later ones, whose keys were kept, to rounding.
+    """
+    setup, reported, gap = reports.setup, reports.drawn, reports.gap
+    assert reported.position is not None
+    opened = [c.action.index(False) if False in c.action else len(c.action) for c in setup.batch.completions]
+    later = reported.position >= torch.tensor(opened, device=gap.device)[reported.row]
+    first, after = (gap[part].abs().nan_to_num(torch.inf) for part in (~later, later))
+    rounding = _LATER * _ROUNDING if setup.policy.dtype == torch.float32 else thresholds["scoring_gap_half"]
+    if min(len(first), len(after)) < FEW or after.mean() <= max(rounding, _LATER * float(first.mean())):
+        return []
+    rounded = reports.rounding.abs()  # a sure token's is less, in any turn
+    usual = (rounded[later].mean() / rounded[~later].mean()).nan_to_num(1.0)
+    if after.mean() <= _LATER * usual * first.mean():
+        return []
+    return [
+        other_prompt_finding(
+            f"the engine's log-probabilities are off by {float(after.mean()):.2g} nats on average behind the "
+            f"environment's first reply ({len(after)} tokens), and by {float(first.mean()):.2g} before it "
+            f"({len(first)} tokens): turns or replies are left out, or encoded again"
+        )
+    ]
 
 
 def filtered_findings(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> list[Finding]:

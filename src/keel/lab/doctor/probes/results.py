@@ -68,7 +68,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     wrong = (
         _ended_by_others(ends)
         or _late(rows)
-        or _of_another_episode(rows)
+        or of_another_episode(rows)
         or _dropped(setup, rows)
         or _piled_up(rows)
         or _of_no_room(rows)
@@ -78,7 +78,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         or unreadable(setup, rows)
         or _unrelated(rows)
         or _whatever_is_asked(setup, rows)
-        or echoed(rows)
+        or echoed(rows, counted=any(c.counts.get("tool/calls") for group in setup.groups for c in group.completions))
         or by_others(setup, rows)
         or of_its_episode(setup, rows)
     )
@@ -121,12 +121,17 @@ def _steady(rows: Sequence[Replayed]) -> list[tuple[Replayed, str]]:
     return [(row, row.shown) for row in rows if row.shown is not None and row.first == row.again and row.again.strip()]
 
 
-def _of_another_episode(rows: Sequence[Replayed]) -> Wrong | None:
-    steady = _steady(rows)
-    others = {row.again for row, _ in steady}
+def of_another_episode(rows: Sequence[Replayed]) -> Wrong | None:
+    """Of a tool that says the same each time: what dice showed another time, or another problem, is no other's."""
+    steady, shown_at_all = _steady(rows), sum(row.shown is not None and bool(row.again.strip()) for row in rows)
     lost = [(row, shown) for row, shown in steady if squeezed(row.again) not in squeezed(shown)]
-    swapped = sum(any(squeezed(o) in squeezed(shown) for o in others - {row.again}) for row, shown in lost)
-    if len(lost) < FEWEST or 2 * len(lost) <= len(steady) or 2 * swapped <= len(lost):
+    swapped = sum(
+        any(other.problem.key != row.problem.key and squeezed(other.again) in squeezed(shown) for other, _ in steady)
+        for row, shown in lost
+    )
+    if len(steady) <= MOST * shown_at_all or len(lost) < FEWEST:
+        return None
+    if 2 * len(lost) <= len(steady) or 2 * swapped <= len(lost):
         return None
     return Wrong(
         f"{swapped} of {len(steady)} calls return another episode's result, and their own where they are alone",

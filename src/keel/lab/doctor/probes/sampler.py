@@ -32,7 +32,7 @@ from keel.lab.doctor.probes.noise import (
     no_copies_findings,
     noise_findings,
 )
-from keel.lab.doctor.probes.reported import Reports, filtered_findings, reported_finding
+from keel.lab.doctor.probes.reported import Reports, filtered_findings, later_turns_findings, reported_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
@@ -56,8 +56,10 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     else:
         gap = reports.gap
         figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
-        findings += _reported(setup, reports, thresholds)
-        setup.shared["reported"] = findings[-1].code if findings else ""
+        findings += later_turns_findings(reports, thresholds)
+        told = _reported(setup, reports, thresholds)
+        setup.shared["reported"] = told[-1].code if told else ""
+        findings += told
     if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
         findings += filtered_findings(setup, drawn, thresholds)  # else what makes sample_logp wrong is in both
     repeated = [*noise_findings(setup, thresholds)]

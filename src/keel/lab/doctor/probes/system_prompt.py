@@ -44,7 +44,9 @@ def system_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         "prompt/format",
         f"gold answers are {found.gain:.2g} nats a token likelier without data.system_prompt={text[:SHOWN]!r} "
         f"({found.problems} problems, chance {found.chance:.1g}), and completions earn {found.earned}",
-        "the model was not trained behind this system prompt, and takes it for something else than an instruction",
+        "the model was not trained behind this system prompt, and takes it for something else than an instruction"
+        if "data.chat_template" in found.options or setup.config.data.chat_template != "auto"
+        else "the model was not trained behind this system prompt, nor in the chat template that it brings with it",
         propose(
             "set {}, or the one that the model was trained with"
             + ("" if found.earned.sure else "; nothing, if it asks for what gold answers do not show"),
@@ -69,22 +71,26 @@ def better_unasked(setup: ProbeSetup, thresholds: Thresholds) -> Unasked | None:
 def _measured(setup: ProbeSetup, thresholds: Thresholds) -> Unasked | None:
     if setup.config.data.system_prompt is None or setup.failures or setup.built.judge.remote:
         return None
-    options: dict[str, Any] = {"data.system_prompt": None}
+    tokenizer, ways = setup.policy.tokenizer, list[dict[str, Any]]([{"data.system_prompt": None}])
     if setup.config.data.chat_template == "auto":  # which leaves texts plain where there is no system prompt
-        options["data.chat_template"] = template_name(setup.policy.tokenizer)
-    plain = with_data(setup.config, options)
-    own, other = (build_renderer(config, setup.policy.tokenizer) for config in (setup.config, plain))
+        ways.insert(0, {"data.system_prompt": None, "data.chat_template": template_name(tokenizer)})
 
-    def gains(golds: Sequence[tuple[Problem, Gold]]) -> tuple[list[float], list[float]]:
+    def gains(options: Options, golds: Sequence[tuple[Problem, Gold]]) -> tuple[list[float], list[float]]:
+        other = build_renderer(with_data(setup.config, options), tokenizer)
         asked = answer_logp(setup, [gold for _, gold in golds])
         unasked = answer_logp(setup, [Gold(other.prompt(problem), gold.answer) for problem, gold in golds])
         return asked, unasked
 
+    own = build_renderer(setup.config, tokenizer)
     first = template_golds(setup, own)
-    if len(first) < PROBLEMS // 2 or not _gained(*gains(first)) > thresholds["template_gain"]:
+    if len(first) < PROBLEMS // 2:
         return None
+    gained, options = max(((_gained(*gains(way, first)), way) for way in ways), key=lambda pair: pair[0])
+    if not gained > thresholds["template_gain"]:
+        return None
+    plain = with_data(setup.config, options)
     golds = template_golds(setup, own, TESTING)[len(first) :] or first  # where it promises something, others test it
-    asked, unasked = gains(golds)
+    asked, unasked = gains(options, golds)
     gain, blind = _gained(asked, unasked), blind_surprise(setup, thresholds)
     chance = by_chance([after - before for before, after in zip(asked, unasked, strict=True)])
     if not gain > thresholds["template_gain"] or chance > level(thresholds) / SHARED:
