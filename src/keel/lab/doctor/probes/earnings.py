@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
@@ -12,6 +13,7 @@ from keel.base.types import Group, Problem
 from keel.config import Config
 from keel.lab.doctor.probes.evidence import by_signs, level, more_groups, spending
 from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.engine import Engine
 from keel.run.build import build_collector
 
 
@@ -30,9 +32,13 @@ class Earned:
 
 
 def earned_otherwise(
-    setup: ProbeSetup, config: Config, thresholds: Thresholds, change: Callable[[Problem], Problem] = lambda p: p
+    setup: ProbeSetup,
+    config: Config,
+    thresholds: Thresholds,
+    change: Callable[[Problem], Problem] = lambda p: p,
+    within: Callable[[], AbstractContextManager[Engine | None]] = nullcontext,
 ) -> Earned | None:
-    """The same problems under another configuration, or changed; more of them while the other way seems to earn more.
+    """The same problems under another configuration, changed, or by another engine; more while it seems to earn more.
 
     None where rewards fail, or are given elsewhere, at a price.
     """
@@ -42,11 +48,12 @@ def earned_otherwise(
         return None
     limit = setup.config.rollout.max_completion_length
     sampling = replace(built.sampling, max_completion_length=limit)
-    collect = build_collector(config, run.engine, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
     others: list[Group] = []
 
     def compared(groups: Sequence[Group]) -> Earned:
-        with spending(setup):
+        with spending(setup), within() as engine:
+            asks = engine or run.engine
+            collect = build_collector(config, asks, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
             for size, rows in groupby(groups[len(others) :], key=lambda group: len(group.completions)):
                 asked = [change(group.problem) for group in rows]
                 others.extend(

@@ -83,12 +83,12 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             advice,
         )
         return
-    if evidence := misplaced_weights(setup, thresholds):
+    if found := misplaced_weights(setup, thresholds):
         yield finding(
             "model/missing-weights",
-            evidence,
-            "the checkpoint was converted wrongly: what was trained for one place is loaded into another",
-            "convert the checkpoint anew, and compare its logits with those of the original before training",
+            *found,
+            "convert the checkpoint anew with the config.json that it was trained with, and compare its logits with "
+            "those of the original before training",
         )
 
 
