@@ -21,7 +21,7 @@ from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.frames import CHOOSING
 from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
-from keel.lab.doctor.probes.prompts import Prompt, _leaks, _lost
+from keel.lab.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
 from keel.lab.doctor.probes.rendering import in_template
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
 from keel.lab.doctor.probes.templates import plain_findings
@@ -189,8 +189,28 @@ def test_plain_prompts_that_are_ended_are_named() -> None:
         assert [finding.code for finding in mark_findings(setup, LIMITS)] == ["prompt/format"] * ended
 
 
+@pytest.mark.parametrize(
+    ("form", "template", "codes"),
+    [
+        ("<bos><|user|>{}<eos><|assistant|>", "default", ["prompt/format"]),
+        ("<bos><|user|>{}<eos><|assistant|>", "none", []),
+        ("Which mark is it, <|assistant|> or none? {}", "default", []),
+        ("{}", "default", []),
+    ],
+    ids=["rendered before", "rendered once", "a text about marks", "plain"],
+)
+def test_messages_that_were_rendered_are_not_put_into_the_template_again(
+    form: str, template: str, codes: list[str]
+) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    setup.config = schooled_config(f"data.chat_template={template}")
+    problems = [Problem(str(n), form.format(n)) for n in range(9)]
+    read = [Prompt(problem, (1, 2), str(problem.prompt)) for problem in problems]
+    assert [finding.code for finding in _filled_twice(setup, read)] == codes
+
+
 def test_one_prompt_for_many_answers_asks_nothing() -> None:
-    for gaps, codes in ((20, ["prompt/no-question"]), (3, [])):
+    for gaps, codes in ((20, ["data/misaligned"]), (3, [])):
         setup = setup_of(CHAT_TEMPLATE)
         setup.built = SimpleNamespace(judge=Judge())
         rows = [(Problem(f"{n}", f"{n} =", str(n)), (n,)) for n in range(80)]

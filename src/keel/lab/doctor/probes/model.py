@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -13,19 +14,23 @@ import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import chance_above, level
-from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
+from keel.lab.doctor.probes.damaged import damaged_weights
+from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
-from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.templates import of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
+from keel.run.build import build_renderer
 
 _RELABELLINGS = 200
 _TEXTS = 8
+PARTED = 64  # problems that are asked with blanks
 _BLANKS = (" ", "\u0120", "\u2581")  # as it is, and as byte-level and sentence-piece vocabularies write it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
@@ -73,6 +78,13 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             "load the checkpoint with the config.json that it was saved with (num_hidden_layers, attention_bias)",
         )
         return
+    if damage := damaged_weights(setup):
+        yield finding(
+            "model/missing-weights",
+            *damage,
+            "take the weights as they were published, and train rows of new tokens before they are asked for",
+        )
+        return
     names, chance = untrained_weights(setup, thresholds["travel_chance"])
     if names:
         yield finding(
@@ -118,7 +130,8 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
         return
-    if (together := run_together(tokenizer, texts)) and writes_blanks(setup, thresholds):
+    together = run_together(tokenizer, texts)
+    if together and (writes_blanks(setup, thresholds) or misses_blanks(setup, thresholds)):
         yield tokenizer_finding(together)
         return
     options = setup.config.reward
@@ -128,7 +141,8 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     answered = [(problem, turns[-1]) for problem in problems[:4] if (turns := gold_or_none(task, problem))]
     for problem, gold in answered:
         back = _back(tokenizer, gold)
-        judged = [setup.built.judge.judge(problem, [[text]]) for text in (gold, back) if back != gold]
+        seen = _visible(gold) != _visible(back)  # else it is the data that hold what nobody can write
+        judged = [setup.built.judge.judge(problem, [[text]]) for text in (gold, back) if seen]
         earned = [rewards[0].total for rewards in judged if rewards]
         if len(earned) == 2 and earned[1] < earned[0]:
             worse.append((gold, back))
@@ -146,11 +160,11 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
 
 def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
     """Evidence that words lose what parts them: texts have the tokens that they have without blanks."""
-    parted = [text for text in dict.fromkeys(texts) if len(text.split()) > 1]
-    if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, squeezed(text)) for text in parted):
+    parted = [text for text in dict.fromkeys(texts) if " " in text.strip()]
+    if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, text.replace(" ", "")) for text in parted):
         return None
     return (
-        f"{len(parted)} texts have the tokens that they have without blanks, although the model writes blanks: "
+        f"{len(parted)} texts have the tokens that they have without blanks, although the model knows blanks: "
         f"{parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
     )
 
@@ -159,10 +173,46 @@ def writes_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
     """Whether completions hold blanks beyond chance, and not by noise: a model that was trained without writes none."""
     tokenizer = setup.policy.tokenizer
     blanks = {i for token, i in tokenizer.get_vocab().items() if token[:1] in _BLANKS} - set(tokenizer.all_special_ids)
-    held = [fmean(not blanks.isdisjoint(c.tokens) for c in group.completions) for group in setup.groups]
-    if chance_above(held, thresholds["blanks_written"]) > level(thresholds) or not golds(setup):
+
+    def held(groups: Sequence[Group]) -> list[float]:
+        return [fmean(not blanks.isdisjoint(c.tokens) for c in group.completions) for group in groups]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(held(groups), thresholds["blanks_written"]) > level(thresholds)
+
+    groups = more_groups(setup, "model/tokenizer", lambda groups: any(held(groups)) and by_chance(groups))
+    if by_chance(groups) or not golds(setup):
         return False
     return read_golds(setup).entropy <= thresholds["entropy_uniform_share"] * math.log(setup.vocabulary)
+
+
+def misses_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+    """Whether gold answers are likelier, beyond chance, after questions whose words a blank parts."""
+    tokenizer = setup.policy.tokenizer
+    blank = next((i for token, i in tokenizer.get_vocab().items() if token in _BLANKS), None)
+    renderer = build_renderer(setup.config, tokenizer)
+    rows = [row for filled in (True, False) for row in prompt_golds(setup, renderer, PARTED, filled=filled)]
+    asked = [(gold, _parted(tokenizer, gold, messages_of(problem)[-1]["content"], blank)) for problem, gold in rows]
+    pairs = [(gold, parted) for gold, parted in asked if blank is not None and parted != gold]
+    if len(pairs) < _TEXTS:
+        return False
+    before, after = (answer_logp(setup, [pair[i] for pair in pairs]) for i in (0, 1))
+    return of_gains([b - a for a, b in zip(before, after, strict=True)]) <= level(thresholds)
+
+
+def _parted(tokenizer: Any, gold: Gold, text: str, blank: int | None) -> Gold:
+    """A prompt with a blank between the words of a text; as it is where its tokens are not found."""
+    words, bare = [_ids(tokenizer, word) for word in text.split(" ")], tuple(_ids(tokenizer, text))
+    tokens = [token for word in words for token in (blank, *word) if token is not None][1:]
+    starts = [i for i in range(len(gold.prompt)) if gold.prompt[i : i + len(bare)] == bare]
+    if not bare or not starts:
+        return gold
+    return Gold((*gold.prompt[: starts[-1]], *tokens, *gold.prompt[starts[-1] + len(bare) :]), gold.answer)
+
+
+def _visible(text: str) -> str:
+    """Without signs that leave no trace on a page, such as a joiner or the mark of a file's byte order."""
+    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
