@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
-from keel.lab.doctor.probes import around, templates
+from keel.lab.doctor.probes import around, rewordings, templates
 from keel.lab.doctor.probes.around import around_findings
 from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.frames import CHOOSING
@@ -24,6 +25,7 @@ from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
 from keel.lab.doctor.probes.rendering import in_template
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
+from keel.lab.doctor.probes.rewordings import reworded_findings
 from keel.lab.doctor.probes.templates import plain_findings
 from keel.lab.doctor.probes.written_out import written_out_findings
 from keel.models.tiny import CHAT_TEMPLATE
@@ -187,6 +189,31 @@ def test_plain_prompts_that_are_ended_are_named() -> None:
         setup.run.task.sample = drawn
         setup.policy.eos_ids = (setup.policy.tokenizer.eos_token_id,)
         assert [finding.code for finding in mark_findings(setup, LIMITS)] == ["prompt/format"] * ended
+
+
+@pytest.mark.parametrize(
+    ("wording", "earned", "named"),
+    [
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", MORE, "numbers in digits"),
+        (lambda n: f"{n} = {(7 * n + 3) % 100} =", MORE, "first half"),
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", NONE, None),
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", None, None),
+        (lambda n: f"{n} =", MORE, None),
+    ],
+    ids=["spelt out", "two questions", "earns no more", "a judge elsewhere", "as it was taught"],
+)
+def test_a_wording_that_the_model_knows_better_is_found(
+    monkeypatch: pytest.MonkeyPatch, wording: Callable[[int], str], earned: Earned | None, named: str | None
+) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    sample = setup.run.task.sample
+    setup.run.task.sample = lambda count, **draw: [
+        replace(p, prompt=[{"role": "user", "content": wording(int(p.key))}]) for p in sample(count, **draw)
+    ]
+    monkeypatch.setattr(rewordings, "earned_otherwise", lambda *_: earned)
+    found = [*reworded_findings(setup, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * bool(named)
+    assert not found or (named or "") in found[0].evidence
 
 
 @pytest.mark.parametrize(

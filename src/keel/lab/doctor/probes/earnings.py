@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -54,8 +53,8 @@ def earned_otherwise(
         with spending(setup), within() as engine:
             asks = engine or run.engine
             collect = build_collector(config, asks, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
-            for size, rows in groupby(groups[len(others) :], key=lambda group: len(group.completions)):
-                asked = [change(group.problem) for group in rows]
+            for rows in list(batches(groups[len(others) :])):
+                asked, size = [change(group.problem) for group in rows], len(rows[0].completions)
                 others.extend(
                     collect(asked, attempt=0, step=len(others), sampling=replace(sampling, num_generations=size))
                 )
@@ -70,3 +69,16 @@ def earned_otherwise(
         return found.other > found.own and not found.sure
 
     return compared(more_groups(setup, "prompt/format", undecided))
+
+
+def batches(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Runs of groups of one size in which no problem stands twice: the same key would be given the same noise."""
+    batch: list[Group] = []
+    for group in groups:
+        sizes = {len(other.completions) for other in batch} - {len(group.completions)}
+        if sizes or group.problem.key in {other.problem.key for other in batch}:
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch

@@ -30,6 +30,7 @@ from keel.lab.doctor.probes.rendering import (
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
 from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.rewordings import reworded_findings
 from keel.lab.doctor.probes.system_prompt import system_findings
 from keel.lab.doctor.probes.templates import plain_findings, template_findings
 from keel.lab.doctor.probes.verbatim import verbatim_findings
@@ -71,7 +72,8 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             or [*mark_findings(setup, thresholds)]
             or [*frame_findings(setup, thresholds)]
             or [*system_findings(setup, thresholds)]
-            or around_findings(setup, thresholds)
+            or [*around_findings(setup, thresholds)]
+            or reworded_findings(setup, thresholds)
         ),
         *_leaks(setup, prompts, thresholds),
         *repeat_findings(setup, thresholds),

@@ -22,9 +22,9 @@ from keel.run.build import build_renderer
 
 PROBLEMS = 24
 FOLD = 1.0  # nats: e times as likely
-# Tests of gold answers that may say prompt/format: of the template (or none), its frame, the system prompt, and what
-# questions share.
-SHARED = 4
+# Tests of gold answers that may say prompt/format: of the template (or none), its frame, the system prompt, what
+# questions share, and their wording.
+SHARED = 5
 _TURNS = "{{% for message in messages %}}{{{{ {} }}}}{{% endfor %}}{{{{ {} }}}}"
 
 
