@@ -23,7 +23,6 @@ from keel.lab.doctor.probes.advantage import _amplified, _amplified_parts, ampli
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.damaged import damaged_weights
 from keel.lab.doctor.probes.evaluation import probe_evaluation
-from keel.lab.doctor.probes.gold_likelihood import Gold
 from keel.lab.doctor.probes.misfit import foreign_findings
 from keel.lab.doctor.probes.model import _round_trip, run_together, unread
 from keel.lab.doctor.setup import build_setup
@@ -154,6 +153,8 @@ def blanks(kind: str) -> Any:
     core = tokenizer.backend_tokenizer
     if kind == "takes them away":
         core.normalizer = normalizers.Replace(Regex(r"\s"), "")
+    elif kind == "takes spaces away":
+        core.normalizer = normalizers.Replace(" ", "")
     elif kind == "takes words together":
         core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
     elif kind == "one for many":
@@ -202,17 +203,8 @@ def test_a_model_that_was_trained_on_blanks_writes_them(
 
 
 def test_single_words_tell_nothing_of_blanks() -> None:
+    assert run_together(blanks("takes spaces away"), ["alone", "min 4\n1?"]) is not None  # lines may be kept
     assert run_together(blanks("takes them away"), ["alone", "4+1?"]) is None
-
-
-def test_blanks_that_are_lost_are_put_back_between_words() -> None:
-    tokenizer = blanks("takes them away")
-    prompt = tuple(tokenizer.encode("q?min41?", add_special_tokens=False))
-    blank = blanks("keeps them").encode(" ", add_special_tokens=False)[0]
-    parted = model._parted(tokenizer, Gold(prompt, (7,)), "min 4 1?", blank)
-    assert tokenizer.convert_ids_to_tokens(list(parted.prompt)) == list("q?min 4 1?")
-    assert parted.answer == (7,)
-    assert model._parted(tokenizer, Gold(prompt, (7,)), "max 4 1?", blank).prompt == prompt
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,16 @@ from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.damaged import damaged_weights
 from keel.lab.doctor.probes.evidence import chance_above, level, more_groups
-from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, gold_or_none, golds, read_golds
+from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.templates import of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
-from keel.run.build import build_renderer
 
 _RELABELLINGS = 200
 _TEXTS = 8
-PARTED = 64  # problems that are asked with blanks
 _BLANKS = (" ", "\u0120", "\u2581")  # as it is, and as byte-level and sentence-piece vocabularies write it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
@@ -130,8 +127,7 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
         return
-    together = run_together(tokenizer, texts)
-    if together and (writes_blanks(setup, thresholds) or misses_blanks(setup, thresholds)):
+    if (together := run_together(tokenizer, texts)) and writes_blanks(setup, thresholds):
         yield tokenizer_finding(together)
         return
     options = setup.config.reward
@@ -164,7 +160,7 @@ def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
     if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, text.replace(" ", "")) for text in parted):
         return None
     return (
-        f"{len(parted)} texts have the tokens that they have without blanks, although the model knows blanks: "
+        f"{len(parted)} texts have the tokens that they have without blanks, although the model writes blanks: "
         f"{parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
     )
 
@@ -184,30 +180,6 @@ def writes_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
     if by_chance(groups) or not golds(setup):
         return False
     return read_golds(setup).entropy <= thresholds["entropy_uniform_share"] * math.log(setup.vocabulary)
-
-
-def misses_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
-    """Whether gold answers are likelier, beyond chance, after questions whose words a blank parts."""
-    tokenizer = setup.policy.tokenizer
-    blank = next((i for token, i in tokenizer.get_vocab().items() if token in _BLANKS), None)
-    renderer = build_renderer(setup.config, tokenizer)
-    rows = [row for filled in (True, False) for row in prompt_golds(setup, renderer, PARTED, filled=filled)]
-    asked = [(gold, _parted(tokenizer, gold, messages_of(problem)[-1]["content"], blank)) for problem, gold in rows]
-    pairs = [(gold, parted) for gold, parted in asked if blank is not None and parted != gold]
-    if len(pairs) < _TEXTS:
-        return False
-    before, after = (answer_logp(setup, [pair[i] for pair in pairs]) for i in (0, 1))
-    return of_gains([b - a for a, b in zip(before, after, strict=True)]) <= level(thresholds)
-
-
-def _parted(tokenizer: Any, gold: Gold, text: str, blank: int | None) -> Gold:
-    """A prompt with a blank between the words of a text; as it is where its tokens are not found."""
-    words, bare = [_ids(tokenizer, word) for word in text.split(" ")], tuple(_ids(tokenizer, text))
-    tokens = [token for word in words for token in (blank, *word) if token is not None][1:]
-    starts = [i for i in range(len(gold.prompt)) if gold.prompt[i : i + len(bare)] == bare]
-    if not bare or not starts:
-        return gold
-    return Gold((*gold.prompt[: starts[-1]], *tokens, *gold.prompt[starts[-1] + len(bare) :]), gold.answer)
 
 
 def _visible(text: str) -> str:
