@@ -75,15 +75,11 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, s
         not matters(rest, before, after, thresholds)
         or -fmean(after) >= blind_surprise(setup, thresholds)
         or not _tells_apart(rest, after)
+        # it is the questions, or their template, that confuse the model, and not its weights
+        or max(bare_logp(setup), unframed_logp(setup)) > fmean(after)
     ):
         return None
-    # else it may be the questions, or their template, that confuse the model, and not its weights
-    proven = (
-        not best.has_to_earn
-        and chance <= level(thresholds)
-        and fmean(tested) > -fmean(before) / 2
-        and max(bare_logp(setup), unframed_logp(setup)) <= fmean(after)
-    )
+    proven = not best.has_to_earn and chance <= level(thresholds) and fmean(tested) > -fmean(before) / 2
     within = partial(_sampler, setup, best)
     earned = None if proven else earned_otherwise(setup, setup.config, thresholds, within=within)
     if not proven and (earned is None or not earned.sure):
