@@ -12,7 +12,7 @@ import pytest
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.lab.doctor.probes import earnings as module
-from keel.lab.doctor.probes.earnings import earned_otherwise
+from keel.lab.doctor.probes.earnings import batches, earned_otherwise
 from keel.lab.doctor.probes.evidence import by_signs, undecided_tests
 from lab.doctor.schooled import schooled_config
 
@@ -98,3 +98,14 @@ def test_signs_by_hand() -> None:
     assert by_signs([1.0, 2.0, 0.0, 3.0]) == pytest.approx(1 / 8)
     assert by_signs([1.0, -2.0, 3.0, 0.0]) == pytest.approx(1 / 2)
     assert by_signs([0.0, -1.0]) == 1.0
+
+
+def test_no_problem_stands_twice_in_a_batch_nor_groups_of_two_sizes() -> None:
+    dice = random.Random(0)
+    groups = [
+        g
+        for key, size in zip("abacbb", (2, 2, 2, 2, 4, 4), strict=True)
+        for g in groups_of([Problem(key, "?")], 0.5, size, dice)
+    ]
+    assert ["".join(group.problem.key for group in batch) for batch in batches(groups)] == ["ab", "ac", "b", "b"]
+    assert [*batches([])] == []

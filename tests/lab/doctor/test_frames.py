@@ -108,6 +108,16 @@ def test_a_frame_is_cut_at_its_special_tokens() -> None:
     assert frame_of(renderer, Problem("a", "another question"), renderer.prompt(problem)) is None
 
 
+def test_what_stands_between_messages_is_a_template_s_own_too() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content']", "'So: ' + message['content']")
+    renderer = Renderer(tokenizer, chat_template="default", system_prompt="Be brief.")
+    problem = Problem("a", "2 + 3 =")
+    frame = frame_of(renderer, problem, renderer.prompt(problem))
+    assert frame is not None
+    assert [tokenizer.decode(list(frame.tokens[a:b])).strip() for a, b in frame.words()] == ["So:", "So:"]
+
+
 def test_what_irritates_the_model_and_surprises_it_is_found() -> None:
     for template in (THOUGHT, SYSTEM):
         text = "<think>" if template is THOUGHT else "Friday"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +16,18 @@ from keel.envs import Task
 from keel.envs.calls import TooManyHungCalls
 from keel.kl.controllers import RuleController
 from keel.lab.doctor import preflight as preflight_module
+from keel.lab.doctor import setup as doctor_setup
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes import model
+from keel.lab.doctor.probes import evaluation, model
 from keel.lab.doctor.probes.advantage import _amplified, _amplified_parts, amplification
 from keel.lab.doctor.probes.controller import steered as steered_findings
+from keel.lab.doctor.probes.damaged import damaged_weights
 from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.misfit import foreign_findings
 from keel.lab.doctor.probes.model import _round_trip, run_together, unread
 from keel.lab.doctor.setup import build_setup
 from keel.models.tiny import character_tokenizer
+from keel.run.build import build_policy
 from lab.doctor.schooled import schooled_config
 
 THRESHOLDS = load_thresholds()
@@ -105,33 +109,40 @@ def test_answers_of_another_column() -> None:
     assert [*foreign_findings(setup, sure, [1.0], THRESHOLDS)] == []
 
 
-@pytest.mark.parametrize(("back", "severity"), [("7units", "warning"), ("7 unit", "error")])
-def test_gold_answers_that_lose_only_their_spaces(back: str, severity: str) -> None:
+@pytest.mark.parametrize(
+    ("units", "back", "severity"),
+    [
+        ("7 units", "7units", "warning"),
+        ("7 units", "7 unit", "error"),
+        ("\u200b7", "7", None),
+        ("\ufeff7", "77", "error"),
+    ],
+    ids=["spaces", "a letter", "a sign that nobody sees", "more than that"],
+)
+def test_gold_answers_that_lose_only_their_spaces(units: str, back: str, severity: str | None) -> None:
     class Units(Task):
         name = "units"
 
         def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-            return [Problem("a", "how many", "7 units")]
+            return [Problem("a", "how many", units)]
 
         def gold(self, problem: Problem) -> str:
             return str(problem.answer)
 
-    texts = ["how many", "7 units", "how", "many", "howmany"]
+    texts = ["how many", units, "how", "many", "howmany"]
     tokenizer = SimpleNamespace(
         encode=lambda text, **_: [texts.index(text)],
-        decode=lambda ids, **_: " ".join(back if texts[i] == "7 units" else texts[i] for i in ids),
+        decode=lambda ids, **_: " ".join(back if texts[i] == units else texts[i] for i in ids),
     )
-    judge = SimpleNamespace(
-        judge=lambda problem, answers: [Reward(float(answers[0] == ["7 units"]))], drain=lambda: None
-    )
+    judge = SimpleNamespace(judge=lambda problem, answers: [Reward(float(answers[0] == [units]))], drain=lambda: None)
     setup: Any = SimpleNamespace(
         run=SimpleNamespace(task=Units()),
         policy=SimpleNamespace(tokenizer=tokenizer),
         config=schooled_config("reward.aggregate=sum"),
         built=SimpleNamespace(judge=judge),
     )
-    (finding,) = _round_trip(setup, THRESHOLDS)
-    assert (finding.code, finding.severity) == ("model/tokenizer", severity)
+    found = [(finding.code, finding.severity) for finding in _round_trip(setup, THRESHOLDS)]
+    assert found == [("model/tokenizer", severity)] * (severity is not None)
 
 
 def blanks(kind: str) -> Any:
@@ -142,6 +153,8 @@ def blanks(kind: str) -> Any:
     core = tokenizer.backend_tokenizer
     if kind == "takes them away":
         core.normalizer = normalizers.Replace(Regex(r"\s"), "")
+    elif kind == "takes spaces away":
+        core.normalizer = normalizers.Replace(" ", "")
     elif kind == "takes words together":
         core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
     elif kind == "one for many":
@@ -183,13 +196,76 @@ def test_a_model_that_was_trained_on_blanks_writes_them(
         policy=SimpleNamespace(tokenizer=tokenizer),
         vocabulary=len(tokenizer),
     )
+    monkeypatch.setattr(model, "more_groups", lambda setup, code, undecided: setup.groups)
     monkeypatch.setattr(model, "golds", lambda setup: [None])
     monkeypatch.setattr(model, "read_golds", lambda setup: SimpleNamespace(entropy=entropy))
     assert model.writes_blanks(setup, THRESHOLDS) == written
 
 
 def test_single_words_tell_nothing_of_blanks() -> None:
+    assert run_together(blanks("takes spaces away"), ["alone", "min 4\n1?"]) is not None  # lines may be kept
     assert run_together(blanks("takes them away"), ["alone", "4+1?"]) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"), [("rows", "one and the same row"), ("bits", "3 different values"), ("none", None)]
+)
+def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None) -> None:
+    setup = build_setup(schooled_config("rollout.max_staleness=1"))
+    with closing(setup.run):
+        tokenizer = setup.policy.tokenizer
+        if damage == "rows":
+            digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+            setup.policy.model.get_input_embeddings().weight.data[digits] = 0.0
+        elif damage == "bits":
+            for parameter in (p for p in setup.policy.model.parameters() if p.dim() == 2):
+                step = parameter.abs().max()
+                parameter.data = (parameter / step).round() * step
+        found = damaged_weights(setup)
+        assert (named is None and found is None) or (named or "") in (found or ("",))[0]
+
+
+def test_weights_that_are_no_numbers_are_named_where_samples_may_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: Any, weights: Any = None) -> Any:
+        loaded: Any = build_policy(config)
+        loaded.model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+        return loaded, ()
+
+    monkeypatch.setattr(doctor_setup, "_load", load)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        diagnosis = preflight(schooled_config("rollout.max_staleness=1"))
+    assert diagnosis.findings[0].code == "scoring/non-finite"
+
+
+@pytest.mark.parametrize(
+    ("held_out", "paid", "codes"),
+    [("{} apples", "{} apples", ["eval/train-gap"]), ("{} apples", "{}", []), ("{}", "{}", []), ("p{}q", "", [])],
+    ids=["with a unit, as a text", "with a unit, by its value", "alike", "no number"],
+)
+def test_held_out_answers_in_another_form(
+    monkeypatch: pytest.MonkeyPatch, held_out: str, paid: str, codes: list[str]
+) -> None:
+    trained, kept = ([Problem(f"{n}", "?", form.format(n)) for n in range(9)] for form in ("{}", held_out))
+    task = SimpleNamespace(
+        unanswered=False,
+        several_turns=False,
+        sample=lambda count, **_: trained,
+        held_out=lambda count: kept,
+        gold_turns=lambda problem: [problem.answer],
+    )
+    setup: Any = SimpleNamespace(
+        run=SimpleNamespace(task=task),
+        built=SimpleNamespace(judge=SimpleNamespace(remote=False)),
+        config=schooled_config(),
+        failures=(),
+    )
+
+    def totals(setup: Any, problem: Problem, episodes: Any) -> list[float]:
+        right = {str(problem.answer), paid.format(problem.key)} if problem in kept else {str(problem.answer)}
+        return [float(turns[-1] in right) for turns in episodes]
+
+    monkeypatch.setattr(evaluation, "totals_of", totals)
+    assert [finding.code for finding in evaluation.form_findings(setup)] == codes
 
 
 def test_an_evaluation_of_noise() -> None:

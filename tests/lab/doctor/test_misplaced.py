@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from keel.base.thresholds import load_thresholds
-from keel.lab.doctor.probes.misplaced import changes, misplaced_weights
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, golds
+from keel.lab.doctor.probes.misplaced import _tells_apart, changes, misplaced_weights
 from keel.lab.doctor.setup import build_setup
+from keel.models.head import causal_lm
 from lab.doctor.schooled import fresh_model, schooled_config
 
 
@@ -35,10 +37,28 @@ def transposed_outputs(model: Any) -> None:
         layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.t().contiguous()
 
 
+def another_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sigmoid()
+
+
+def wider_heads(model: Any) -> None:
+    next(change for change in changes(model) if change.what == "heads of 12 in place of 6 dimensions").apply()
+
+
+def scaled_embeddings(model: Any) -> None:
+    model.get_input_embeddings().register_forward_hook(lambda module, given, output: output * 24**0.5)
+
+
 FAULTS: dict[Callable[[Any], None], str] = {
     exchanged_layers: "layers 0 and 1 exchanged",
     keys_for_values: "k_proj.weight and self_attn.v_proj.weight of all layers exchanged",
     transposed_outputs: "o_proj.weight of all layers transposed",
+}
+SETTINGS: dict[Callable[[Any], None], str] = {
+    another_activation: "silu for the activation",
+    wider_heads: "heads of 6 in place of 12 dimensions",
+    scaled_embeddings: "embeddings divided by the root of their width",
 }
 
 
@@ -47,7 +67,8 @@ def test_the_change_that_mends_it_is_named(fault: Callable[[Any], None]) -> None
     setup = build_setup(schooled_config())
     with closing(setup.run):
         fault(setup.policy.model)
-        assert FAULTS[fault] in (misplaced_weights(setup, load_thresholds()) or "")
+        evidence, _ = misplaced_weights(setup, load_thresholds()) or ("", "")
+        assert FAULTS[fault] in evidence
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 4, alpha: 8}"])
@@ -78,3 +99,47 @@ def test_every_change_changes_something_and_is_undone() -> None:
 
 def test_a_model_without_layers_has_nothing_to_exchange() -> None:
     assert not list(changes(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("fault", SETTINGS, ids=lambda fault: fault.__name__)
+def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any], None]) -> None:
+    model, _ = fresh_model()
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=torch.arange(3, 15)[None]).logits
+
+    right = logits()
+    fault(model)
+    assert not torch.allclose(logits(), right)
+    change = next(change for change in changes(model) if change.what == SETTINGS[fault])
+    with torch.no_grad():
+        change.apply()
+    assert torch.allclose(logits(), right, atol=1e-5)
+    assert "settings" in change.cause
+
+
+def test_an_adapter_is_switched_off_once_it_does_something_and_has_to_earn() -> None:
+    setup = build_setup(schooled_config("model.lora={r: 4, alpha: 8}"))
+    with closing(setup.run):
+        model = causal_lm(setup.policy.model)
+        assert not any("adapter" in change.what for change in changes(model))
+        before = answer_logp(setup, golds(setup))
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        spoilt = answer_logp(setup, golds(setup))
+        (change,) = (change for change in changes(model) if "adapter" in change.what)
+        assert change.has_to_earn
+        change.apply()
+        assert answer_logp(setup, golds(setup)) == before != spoilt
+        change.undo()
+        assert answer_logp(setup, golds(setup)) == spoilt
+
+
+def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
+    """A model that writes the commonest answer whatever it is asked finds these likelier than one that reads."""
+    same, others = [Gold((1,), (5,))] * 9, [Gold((1,), (n,)) for n in range(9)]
+    assert not _tells_apart([*same, *others[:1]], [-0.4] * 10)
+    assert _tells_apart([*same, *others[:1]], [-0.1] * 10)
+    assert _tells_apart(others, [-5.0] * 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,16 @@ from torch import nn
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
-from keel.lab.doctor.probes import around, templates
+from keel.lab.doctor.probes import around, rewordings, templates
 from keel.lab.doctor.probes.around import around_findings
 from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.frames import CHOOSING
 from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
-from keel.lab.doctor.probes.prompts import Prompt, _leaks, _lost
+from keel.lab.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
 from keel.lab.doctor.probes.rendering import in_template
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
+from keel.lab.doctor.probes.rewordings import reworded_findings
 from keel.lab.doctor.probes.templates import plain_findings
 from keel.lab.doctor.probes.written_out import written_out_findings
 from keel.models.tiny import CHAT_TEMPLATE
@@ -189,8 +191,53 @@ def test_plain_prompts_that_are_ended_are_named() -> None:
         assert [finding.code for finding in mark_findings(setup, LIMITS)] == ["prompt/format"] * ended
 
 
+@pytest.mark.parametrize(
+    ("wording", "earned", "named"),
+    [
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", MORE, "numbers in digits"),
+        (lambda n: f"{n} = {(7 * n + 3) % 100} =", MORE, "first half"),
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", NONE, None),
+        (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", None, None),
+        (lambda n: f"{n} =", MORE, None),
+    ],
+    ids=["spelt out", "two questions", "earns no more", "a judge elsewhere", "as it was taught"],
+)
+def test_a_wording_that_the_model_knows_better_is_found(
+    monkeypatch: pytest.MonkeyPatch, wording: Callable[[int], str], earned: Earned | None, named: str | None
+) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    sample = setup.run.task.sample
+    setup.run.task.sample = lambda count, **draw: [
+        replace(p, prompt=[{"role": "user", "content": wording(int(p.key))}]) for p in sample(count, **draw)
+    ]
+    monkeypatch.setattr(rewordings, "earned_otherwise", lambda *_: earned)
+    found = [*reworded_findings(setup, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * bool(named)
+    assert not found or (named or "") in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "codes"),
+    [
+        ("<bos><|user|>{}<eos><|assistant|>", "default", ["prompt/format"]),
+        ("<bos><|user|>{}<eos><|assistant|>", "none", []),
+        ("Which mark is it, <|assistant|> or none? {}", "default", []),
+        ("{}", "default", []),
+    ],
+    ids=["rendered before", "rendered once", "a text about marks", "plain"],
+)
+def test_messages_that_were_rendered_are_not_put_into_the_template_again(
+    form: str, template: str, codes: list[str]
+) -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    setup.config = schooled_config(f"data.chat_template={template}")
+    problems = [Problem(str(n), form.format(n)) for n in range(9)]
+    read = [Prompt(problem, (1, 2), str(problem.prompt)) for problem in problems]
+    assert [finding.code for finding in _filled_twice(setup, read)] == codes
+
+
 def test_one_prompt_for_many_answers_asks_nothing() -> None:
-    for gaps, codes in ((20, ["prompt/no-question"]), (3, [])):
+    for gaps, codes in ((20, ["data/misaligned"]), (3, [])):
         setup = setup_of(CHAT_TEMPLATE)
         setup.built = SimpleNamespace(judge=Judge())
         rows = [(Problem(f"{n}", f"{n} =", str(n)), (n,)) for n in range(80)]

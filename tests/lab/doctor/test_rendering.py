@@ -15,7 +15,7 @@ from keel.envs import Task
 from keel.lab.doctor.probes import templates
 from keel.lab.doctor.probes.gold_likelihood import drawn_golds, gold_or_none
 from keel.lab.doctor.probes.rendering import turn_marks
-from keel.lab.doctor.probes.templates import KNOWN, _rendered, by_chance, template_golds
+from keel.lab.doctor.probes.templates import KNOWN, _rendered, by_chance, of_gains, template_golds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
 from lab.doctor.schooled import schooled_config
@@ -129,6 +129,13 @@ def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "scipy.stats", None)  # slow to import, and not needed
     assert by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
     assert by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1
+
+
+def test_a_gain_of_a_few_without_a_loss_is_no_chance() -> None:
+    """As where ids are off by one, and only numbers with a nine in them become other questions."""
+    gains = [-0.2] * 30 + [0.1] * 36 + [2.0] * 8 + [30.0] * 8
+    assert of_gains(gains) < 1e-4 < by_chance(gains)
+    assert of_gains([*gains, *[-11.0] * 8]) > 0.1
 
 
 def test_the_tests_of_gold_answers_share_one_level() -> None:

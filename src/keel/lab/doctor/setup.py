@@ -255,7 +255,9 @@ def build_setup(
         run, recorder = built.run, RecordingEngine(built.run.engine)
         collect = build_collector(config, recorder, run.task, loaded.tokenizer, sampling, built.judge, run.world)
         groups = collect(drawn, attempt=0, step=0)
-        batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0)
+        # weights that are no numbers have no log-probabilities to weigh stale samples with: that is what is to be found
+        finite = all(bool(p.isfinite().all()) for p in loaded.model.parameters() if p.is_floating_point())
+        batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0 and finite)
         on_error.pop_all()
     failures = tuple(built.judge.drain())
     return ProbeSetup(config, built, batch, failures, (*notes, *built.notes), cut, tuple(recorder.turns))

@@ -16,7 +16,7 @@ from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Problem
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import leave_undecided, level
+from keel.lab.doctor.probes.evidence import leave_undecided, level, more_groups
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -169,25 +169,30 @@ def _rows(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
 def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
     """Few different answers, of which the model chooses by the prompt, and gold ones that its choice speaks against.
 
-    A model that cannot tell finds all of them alike after every prompt: `opinion` is 0 then.
+    A model that cannot tell finds all of them alike after every prompt: `opinion` is 0 then. What it writes is among
+    them: gold answers may all be of another kind than its own, such as a place or a letter for a number.
     """
     golds = [setup.run.task.gold(problem) for problem in problems]
-    texts = sorted(set(golds))
-    if not 2 < len(texts) <= MOST_ANSWERS or len(problems) < MOST:
+    if len(set(golds)) > MOST_ANSWERS or len(problems) < MOST:
+        return
+    groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
+    read = (c.text for g in groups for c, reward in zip(g.completions, g.rewards, strict=True) if reward.parsed)
+    texts = sorted({*golds, *filter(None, read)})
+    if not 2 < len(texts) <= MOST_ANSWERS:
         return
     likelihood = _likelihoods(setup, problems, texts)
     own = torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]])
     if len(likelihood) < MOST:
         return
     support, mass, opinion = against(likelihood, own)
-    if mass < thresholds["answers_mass"] or opinion < thresholds["answers_opinion"]:
+    if not (mass >= thresholds["answers_mass"] and opinion >= thresholds["answers_opinion"]):  # no number is neither
         return
     deviations = float(support.mean() / (support.std() / len(support) ** 0.5).clamp_min(1e-12))
     if -deviations < _deviations(level(thresholds)):
         return
     yield finding(
         "data/misaligned",
-        f"after {len(own)} prompts the model chooses among the {len(texts)} gold answers ({100 * mass:.0f} % of what "
+        f"after {len(own)} prompts the model chooses among {len(texts)} answers ({100 * mass:.0f} % of what "
         f"it would write) and tells prompts apart ({opinion:.2g} nats), but gold answers are {-support.mean():.2g} "
         f"nats less likely after their own prompts than after others ({-deviations:.1f} standard errors)",
         "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or the model was "

@@ -14,11 +14,11 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.earnings import earned_otherwise
-from keel.lab.doctor.probes.evidence import by_signs, level
+from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.frames import CHOOSING, frame_of, matters, span_surprise
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise
 from keel.lab.doctor.probes.rendering import messages_of
-from keel.lab.doctor.probes.templates import SHARED, by_chance, prompt_golds
+from keel.lab.doctor.probes.templates import SHARED, of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -61,7 +61,7 @@ def around_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         return
     before, after = _scored(setup, rest, cut)
     gains = [b - a for a, b in zip(before, after, strict=True)]
-    chance, blind = 2 * min(by_chance(gains), by_signs(gains)), blind_surprise(setup, thresholds)
+    chance, blind = of_gains(gains), blind_surprise(setup, thresholds)
     sure = chance <= level(thresholds) / SHARED and -fmean(after) < blind
     if not sure or not matters([row.gold for row in rest], before, after, thresholds):
         return

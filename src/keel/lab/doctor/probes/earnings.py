@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import fmean
 
 from keel.base.thresholds import Thresholds
@@ -12,6 +12,7 @@ from keel.base.types import Group, Problem
 from keel.config import Config
 from keel.lab.doctor.probes.evidence import by_signs, level, more_groups, spending
 from keel.lab.doctor.setup import ProbeSetup
+from keel.rollout.engine import Engine
 from keel.run.build import build_collector
 
 
@@ -30,9 +31,13 @@ class Earned:
 
 
 def earned_otherwise(
-    setup: ProbeSetup, config: Config, thresholds: Thresholds, change: Callable[[Problem], Problem] = lambda p: p
+    setup: ProbeSetup,
+    config: Config,
+    thresholds: Thresholds,
+    change: Callable[[Problem], Problem] = lambda p: p,
+    within: Callable[[], AbstractContextManager[Engine | None]] = nullcontext,
 ) -> Earned | None:
-    """The same problems under another configuration, or changed; more of them while the other way seems to earn more.
+    """The same problems under another configuration, changed, or by another engine; more while it seems to earn more.
 
     None where rewards fail, or are given elsewhere, at a price.
     """
@@ -42,13 +47,14 @@ def earned_otherwise(
         return None
     limit = setup.config.rollout.max_completion_length
     sampling = replace(built.sampling, max_completion_length=limit)
-    collect = build_collector(config, run.engine, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
     others: list[Group] = []
 
     def compared(groups: Sequence[Group]) -> Earned:
-        with spending(setup):
-            for size, rows in groupby(groups[len(others) :], key=lambda group: len(group.completions)):
-                asked = [change(group.problem) for group in rows]
+        with spending(setup), within() as engine:
+            asks = engine or run.engine
+            collect = build_collector(config, asks, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
+            for rows in list(batches(groups[len(others) :])):
+                asked, size = [change(group.problem) for group in rows], len(rows[0].completions)
                 others.extend(
                     collect(asked, attempt=0, step=len(others), sampling=replace(sampling, num_generations=size))
                 )
@@ -63,3 +69,16 @@ def earned_otherwise(
         return found.other > found.own and not found.sure
 
     return compared(more_groups(setup, "prompt/format", undecided))
+
+
+def batches(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Runs of groups of one size in which no problem stands twice: the same key would be given the same noise."""
+    batch: list[Group] = []
+    for group in groups:
+        sizes = {len(other.completions) for other in batch} - {len(group.completions)}
+        if sizes or group.problem.key in {other.problem.key for other in batch}:
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
+from keel.envs.answers import plain_number
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.probes.evidence import SAME
 from keel.lab.doctor.probes.exploration import drawn_logits, entropy
+from keel.lab.doctor.probes.gold_likelihood import gold_or_none
+from keel.lab.doctor.probes.judged_golds import totals_of
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.probes.repeats import held_out_problems, training_steps
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, state_logits
+from keel.lab.doctor.probes.unpaid import value
 from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import SamplingParams
@@ -45,6 +51,7 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_sampling(recorder, setup.sampling),
         *_noise(setup, recorder.sampling, thresholds),
         *_beginnings(setup),
+        *form_findings(setup),
     ]
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
     line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
@@ -122,6 +129,42 @@ def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
             "make both with the same template",
         )
         return
+
+
+def form_findings(setup: ProbeSetup) -> Iterator[Finding]:
+    """Held-out answers that a bare number does not earn, where it does on all that are trained on.
+
+    As where one of two files has its answers with units and texts are compared: what is learned scores nothing.
+    """
+    task, judge, options = setup.run.task, setup.built.judge, setup.config.reward
+    if task.unanswered or task.several_turns or judge.remote or setup.failures or options.shuffle is not None:
+        return
+    trained = by_value(setup, task.sample(_HELD_OUT, seed=setup.config.run.seed, step=0))
+    held_out = by_value(setup, task.held_out(_HELD_OUT))
+    unpaid = [gold for gold, paid in held_out if not paid]
+    if min(len(trained), len(held_out)) < _MIN_PROMPTS or not all(paid for _, paid in trained):
+        return
+    if 2 * len(unpaid) <= len(held_out):
+        return
+    yield finding(
+        "eval/train-gap",
+        f"{len(unpaid)} of {len(held_out)} held-out gold answers do not pay for their bare number, such as "
+        f"{unpaid[0][-40:]!r}, and all of {len(trained)} that are trained on do, such as {trained[0][0][-40:]!r}",
+        "the held-out answers are written in another form than those that are trained on, and are compared as texts",
+        "write the answers of both files alike, or compare values (task.answer)",
+    )
+
+
+def by_value(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[str, bool]]:
+    """Gold answers that come down to a number, and whether that number earns as much by itself."""
+    rows = []
+    for problem in problems:
+        gold = (gold_or_none(setup.run.task, problem) or [""])[-1]
+        if plain_number(value(gold)) is None:
+            continue
+        full, bare = totals_of(setup, problem, [(gold,), (value(gold),)])
+        rows.append((gold, bare >= full - SAME))
+    return rows
 
 
 def _common(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

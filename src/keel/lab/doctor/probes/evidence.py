@@ -43,9 +43,9 @@ MOST_COMPLETIONS = 768  # that are sampled for doubts
 _SURELY_SEEN = 1e-3  # the least chance of something new that is counted with: sums of probabilities are rounded
 
 
-def level(thresholds: Thresholds) -> float:
-    """The chance of a false alarm that one look of one test may have."""
-    return thresholds["false_alarms"] / (len(TESTS) * LOOKS)
+def level(thresholds: Thresholds, looks: int = LOOKS) -> float:
+    """The chance of a false alarm that one look of one test may have; more for one that looks fewer times."""
+    return thresholds["false_alarms"] / (len(TESTS) * looks)
 
 
 def chance_above(values: Sequence[float], edge: float) -> float:
@@ -69,11 +69,11 @@ def chance_below(values: Sequence[float], edge: float) -> float:
     return chance_above([1.0 - value for value in values], 1.0 - edge)
 
 
-def by_signs(gains: Sequence[float]) -> float:
-    """The chance of as many gains where gains and losses are equally likely (sign test; what is equal says nothing)."""
+def by_signs(gains: Sequence[float], least: float = SAME) -> float:
+    """The chance of as many gains where gains and losses are equally likely (sign test; what is less says nothing)."""
     from scipy.special import bdtrc
 
-    up, down = sum(gain > SAME for gain in gains), sum(gain < -SAME for gain in gains)
+    up, down = sum(gain > least for gain in gains), sum(gain < -least for gain in gains)
     return float(bdtrc(up - 1, up + down, 0.5)) if up else 1.0
 
 

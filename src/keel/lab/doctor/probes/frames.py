@@ -16,7 +16,7 @@ from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, row_logits
-from keel.lab.doctor.probes.templates import SHARED, by_chance, messages_in, template_golds
+from keel.lab.doctor.probes.templates import FOLD, SHARED, messages_in, of_gains, template_golds
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
@@ -24,7 +24,6 @@ from keel.run.build import build_renderer
 WORDS = "words"
 CHOOSING = 8  # problems that choose a part; others test it, so that trying many parts raises no false alarm
 TESTING = 128  # that are drawn to test it, where it promises something
-FOLD = 1.0  # nats an answer: e times as likely
 Span = tuple[int, int]  # of a prompt's tokens
 Part = tuple[Span, ...]  # what is left out together, in order
 Tokens = tuple[int, ...]
@@ -32,7 +31,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Frame:
-    """A prompt's tokens, and which of them a template has written itself, before the first message and after the last.
+    """A prompt's tokens, and which of them a template has written itself: before the messages, after and between them.
 
     Either side is cut into segments: a special token with the ordinary ones behind it, so that marks and what is
     written under them are told apart.
@@ -42,6 +41,7 @@ class Frame:
     before: tuple[Span, ...]
     after: tuple[Span, ...]
     special: frozenset[int] = frozenset()
+    between: tuple[Span, ...] = ()
 
     def parts(self) -> list[tuple[str, Part]]:
         """What may be left out, by what it is called: the same names stand for the same parts of all prompts."""
@@ -56,8 +56,9 @@ class Frame:
         return [*parts, (WORDS, words)] if (words := self.words()) else parts
 
     def words(self) -> Part:
-        """All that is no special token, on both sides: what is written around a message within its marks."""
-        marked = ((start + (self.tokens[start] in self.special), end) for start, end in (*self.before, *self.after))
+        """All that is no special token: what is written around every message within its marks."""
+        spans = (*self.before, *self.between, *self.after)
+        marked = ((start + (self.tokens[start] in self.special), end) for start, end in spans)
         return tuple((start, end) for start, end in marked if start < end)
 
     def without(self, part: Part) -> Tokens:
@@ -81,7 +82,7 @@ def frame_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         return
     whole, without = answer_logp(setup, [gold for _, gold in rest]), answer_logp(setup, _shortened(rest, name))
     tested = [after - before for before, after in zip(whole, without, strict=True)]
-    chance, blind = by_chance(tested), blind_surprise(setup, thresholds)
+    chance, blind = of_gains(tested), blind_surprise(setup, thresholds)
     if not matters([gold for _, gold in rest], whole, without, thresholds) or chance > level(thresholds) / SHARED:
         return
     surprise = span_surprise(setup, [(f.tokens, dict(f.parts())[name]) for f, _ in rest])
@@ -156,14 +157,25 @@ def frame_of(renderer: Renderer, problem: Problem, tokens: Tokens) -> Frame | No
     contents = ["".join(message["content"].split()) for message in messages_in(renderer, problem)]
     texts = ["".join(str(tokenizer.decode([token], skip_special_tokens=False)).split()) for token in tokens]
     ends, whole = list(accumulate(map(len, texts))), "".join(texts)  # without spaces, which tokenizers add or drop
-    start, stop = whole.find(contents[0]), whole.rfind(contents[-1])
-    if start < 0 or stop < 0 or not all(contents):
+    stop = whole.rfind(contents[-1])
+    starts = [*_places(contents[:-1], whole[: max(stop, 0)]), stop]
+    if min(starts) < 0 or not all(contents):
         return None
-    before = sum(end <= start for end in ends)
-    after = sum(end < stop + len(contents[-1]) for end in ends) + 1
+    begins = [sum(end <= start for end in ends) for start in starts]
+    stops = [sum(end < start + len(text) for end in ends) + 1 for start, text in zip(starts, contents, strict=True)]
     special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    head, tail = _segments(tokens, 0, before, special), _segments(tokens, after, len(tokens), special)
-    return Frame(tokens, head, tail, frozenset(special))
+    head, *between, tail = (
+        _segments(tokens, first, last, special) for first, last in zip([0, *stops], [*begins, len(tokens)], strict=True)
+    )
+    return Frame(tokens, head, tail, frozenset(special), tuple(span for spans in between for span in spans))
+
+
+def _places(contents: Sequence[str], whole: str) -> Iterator[int]:
+    """Where each of these stands, one behind the other; −1 where it does not."""
+    place = 0
+    for content in contents:
+        yield (start := whole.find(content, place))
+        place = max(start, 0) + len(content)
 
 
 def _segments(tokens: Tokens, first: int, last: int, special: set[int]) -> tuple[Span, ...]:

@@ -18,7 +18,7 @@ from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 
 PROBLEMS = 8
-MARK = re.compile("|".join([r"<\|[^<>|\s]+\|>", *sorted({re.escape(m) for marks, _ in KNOWN.values() for m in marks})]))
+MARK = re.compile("|".join([r"<\|[^<>|\n]+\|>", *sorted({re.escape(m) for marks, _ in KNOWN.values() for m in marks})]))
 
 
 def mark_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from statistics import fmean
 
@@ -20,13 +22,17 @@ from torch import Tensor, nn
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.probes.around import bare_logp
+from keel.lab.doctor.probes.earnings import earned_otherwise
 from keel.lab.doctor.probes.evidence import level
-from keel.lab.doctor.probes.frames import unframed_logp
-from keel.lab.doctor.probes.gold_likelihood import answer_logp, blind_surprise, drawn_golds, golds, read_golds
+from keel.lab.doctor.probes.frames import matters, unframed_logp
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, drawn_golds, golds, read_golds
+from keel.lab.doctor.probes.settings import Change, other_settings
 from keel.lab.doctor.probes.system_prompt import better_unasked
-from keel.lab.doctor.probes.templates import by_chance
+from keel.lab.doctor.probes.templates import of_gains
 from keel.lab.doctor.setup import ProbeSetup
 from keel.models.head import causal_lm
+from keel.rollout.engine import Engine
+from keel.rollout.native.engine import NativeEngine
 
 CHOOSING = 8  # problems that choose a change
 TESTING = 64  # that are drawn to test it, where it promises something
@@ -36,50 +42,70 @@ _ROTATED = re.compile(r"\b[qk]_proj\.(?:base_layer\.)?(?:weight|bias)$")
 SECONDS = 20.0  # after which no further change is tried
 
 
-@dataclass(frozen=True)
-class Change:
-    """A way to put weights back, in words, and how: applied twice the second time undoes it, or `undo` does."""
+def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, str] | None:
+    """Evidence and cause of the change under which gold answers are likelier by far; None where there is none.
 
-    what: str
-    apply: Callable[[], None]
-    undo: Callable[[], None]
-
-
-def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> str | None:
-    """Evidence for the change under which gold answers are likelier by far; None where there is none, or no need."""
-    first, least = golds(setup)[:CHOOSING], thresholds["template_gain"]
+    Half of their surprise is proof enough, where neither questions nor template explain it; else what completions earn.
+    """
+    first = golds(setup)[:CHOOSING]
     if setup.run.task.several_turns or len(first) < CHOOSING:
         return None
     own = read_golds(setup).logp[:CHOOSING]
-    if -fmean(own) <= least or better_unasked(setup, thresholds) is not None:
+    certain = [0.0] * len(first)
+    if not matters(first, own, certain, thresholds) or better_unasked(setup, thresholds) is not None:
         return None  # nothing to explain, or it is explained
-    began, gains = time.monotonic(), list[tuple[float, Change]]()
+    began, scores = time.monotonic(), list[tuple[float, Change]]()
     for change in changes(causal_lm(setup.policy.model)):
         if time.monotonic() - began > SECONDS:
             break
         with _made(change):
-            gains.append((fmean(answer_logp(setup, first)) - fmean(own), change))
-    gain, best = max(gains, key=lambda pair: pair[0], default=(0.0, None))
-    rest = [g for g in dict.fromkeys(drawn_golds(setup, TESTING)) if g not in first] if gain > least else []
-    if best is None or len(rest) < CHOOSING:
+            scores.append((fmean(answer_logp(setup, first)), change))
+    score, best = max(scores, key=lambda pair: pair[0], default=(0.0, None))
+    if best is None or not matters(first, own, [score] * len(first), thresholds):
+        return None
+    rest = [g for g in dict.fromkeys(drawn_golds(setup, TESTING)) if g not in first]
+    if len(rest) < CHOOSING:
         return None
     before = answer_logp(setup, rest)
     with _made(best):
         after = answer_logp(setup, rest)
     tested = [b - a for a, b in zip(before, after, strict=True)]
-    chance = by_chance(tested)
+    chance = of_gains(tested)
     if (
-        fmean(tested) <= max(least, -fmean(before) / 2)
-        or chance > level(thresholds)
+        not matters(rest, before, after, thresholds)
         or -fmean(after) >= blind_surprise(setup, thresholds)
+        or not _tells_apart(rest, after)
         # it is the questions, or their template, that confuse the model, and not its weights
         or max(bare_logp(setup), unframed_logp(setup)) > fmean(after)
     ):
         return None
-    return (
+    proven = not best.has_to_earn and chance <= level(thresholds) and fmean(tested) > -fmean(before) / 2
+    within = partial(_sampler, setup, best)
+    earned = None if proven else earned_otherwise(setup, setup.config, thresholds, within=within)
+    if not proven and (earned is None or not earned.sure):
+        return None
+    evidence = (
         f"gold answers are {fmean(tested):.2g} nats a token likelier with {best.what} ({len(tested)} problems, chance "
-        f"{chance:.1g})"
+        f"{chance:.1g})" + (f", and completions earn {earned}" if earned is not None else "")
     )
+    return evidence, best.cause
+
+
+def _tells_apart(golds: Sequence[Gold], logp: Sequence[float]) -> bool:
+    """Whether answers are likelier than by how often each is right: else it is no question that is answered."""
+    counts = Counter(gold.answer for gold in golds)
+    if len(counts) > len(golds) / 2:
+        return True
+    often = fmean(math.log(counts[gold.answer] / len(golds)) for gold in golds)
+    return fmean(len(gold.answer) * value for gold, value in zip(golds, logp, strict=True)) > often
+
+
+@contextmanager
+def _sampler(setup: ProbeSetup, change: Change) -> Iterator[Engine]:
+    """An engine on the model as it is under a change, whatever the run samples with."""
+    with _made(change), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it decodes slowly
+        yield NativeEngine(setup.policy.model, setup.policy.tokenizer, graphs=False)
 
 
 @contextmanager
@@ -93,13 +119,14 @@ def _made(change: Change) -> Iterator[None]:
 
 
 def changes(model: nn.Module) -> Iterator[Change]:
-    """What conversions get wrong, of this model: layers, weights within them, rotary order and base."""
+    """What conversions get wrong, of this model: layers, weights within them, rotary order and base, settings."""
     layers = _layers(model)
     if len(layers) > 1:
         yield from _exchanged_layers(layers)
     if len(layers):
         yield from _within_layers(layers)
     yield from _rotary(model, layers)
+    yield from other_settings(model)
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:

@@ -30,6 +30,7 @@ from keel.lab.doctor.probes.rendering import (
 from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
 from keel.lab.doctor.probes.replies import squeezed
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.rewordings import reworded_findings
 from keel.lab.doctor.probes.system_prompt import system_findings
 from keel.lab.doctor.probes.templates import plain_findings, template_findings
 from keel.lab.doctor.probes.verbatim import verbatim_findings
@@ -37,6 +38,7 @@ from keel.lab.doctor.probes.written_out import written_out_findings
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
+_MOST = 0.9  # of the prompts that have a form; a text about templates has it here and there
 _LOOKED_AT = 32  # problems of the first step whose prompts are read
 _GIVEN_ROLES = ("user", "system", "developer")  # templates may shorten what the assistant or a tool has said
 
@@ -62,6 +64,7 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *(() if lost else verbatim_findings(setup)),
         *written_out,
         *_headless(setup, prompts),
+        *_filled_twice(setup, prompts),
         *_bos(setup, prompts, thresholds),
         *(
             [*plain_findings(setup, thresholds)]
@@ -69,7 +72,8 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
             or [*mark_findings(setup, thresholds)]
             or [*frame_findings(setup, thresholds)]
             or [*system_findings(setup, thresholds)]
-            or around_findings(setup, thresholds)
+            or [*around_findings(setup, thresholds)]
+            or reworded_findings(setup, thresholds)
         ),
         *_leaks(setup, prompts, thresholds),
         *repeat_findings(setup, thresholds),
@@ -225,6 +229,25 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
         "the template ignores add_generation_prompt, or the prompt was written without it: the model continues the "
         "user's turn instead of answering",
         f"end the template with {{% if add_generation_prompt %}} and {header!r}, or write that at the prompt's end",
+    )
+
+
+def _filled_twice(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Messages that hold what opens a turn in the template that they are put into: they were rendered before."""
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    marks = turn_marks(setup.policy.tokenizer, renderer.template)
+    if marks is None or not marks.user:
+        return
+    twice = [p for p in prompts if in_template(renderer, p.problem) and marks.user in "".join(_contents(p))]
+    if len(twice) <= _MOST * len(prompts):
+        return
+    setup.shared["another template"] = "messages that are rendered"
+    yield finding(
+        "prompt/format",
+        f"the messages of {len(twice)} of {len(prompts)} problems hold {marks.user!r}, which opens a turn in the "
+        f"template that they are put into: {twice[0].text[-80:]!r}",
+        "the data hold prompts that were rendered already, and the template is applied once more",
+        "give messages or plain text in the prompt column; data.chat_template=none is for prompts that are rendered",
     )
 
 

@@ -10,7 +10,7 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.frames import unframed_logp
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, drawn_golds, golds, read_golds
-from keel.lab.doctor.probes.templates import by_chance
+from keel.lab.doctor.probes.templates import of_gains
 from keel.lab.doctor.setup import ProbeSetup
 
 CHOOSING = 8  # problems that choose a shift
@@ -30,7 +30,7 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         for whole in (False, True)
         if by and (moved := [shifted(setup, gold, by, whole=whole) for gold in first]) != list(first)
     }
-    best = max(gains, key=gains.__getitem__, default=None)
+    best = max(gains, key=lambda way: (round(gains[way], 1), -abs(way[0])), default=None)  # the nearest that does
     if best is None or gains[best] <= least:
         return
     (by, whole), rest = best, list(dict.fromkeys(g for g in drawn_golds(setup, TESTING) if g not in first))
@@ -38,11 +38,11 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         return
     unmoved, scored = answer_logp(setup, rest), answer_logp(setup, [shifted(setup, g, by, whole=whole) for g in rest])
     tested = [after - before for before, after in zip(unmoved, scored, strict=True)]
-    chance = by_chance(tested)
+    chance = of_gains(tested)
     # the right ids leave little of the surprise: a task may be much the same with all its digits moved
     if (
         fmean(tested) <= max(least, -fmean(unmoved) / 2)
-        or chance > level(thresholds)
+        or chance > level(thresholds, looks=1)
         or -fmean(scored) >= blind_surprise(setup, thresholds)
         or unframed_logp(setup) > fmean(scored)  # it is the template that confuses the model, and not the ids
     ):

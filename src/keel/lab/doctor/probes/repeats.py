@@ -118,7 +118,7 @@ def _asks_nothing(
     prompt = max(crowded, key=times.__getitem__)
     shown = setup.policy.tokenizer.decode(list(prompt))[-60:]
     yield finding(
-        "prompt/no-question",
+        "data/misaligned",
         f"{times[prompt]} of {times.total()} problems are asked by {shown!r} and have {len(met[prompt])} different "
         f"gold answers, such as {' and '.join(map(repr, [*met[prompt]][:3]))}",
         "rows without a question: a gap in the column, or a value that stands for one, is what the model is asked",

@@ -14,7 +14,7 @@ from keel.lab.doctor.probes.earnings import Earned, earned_otherwise
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise
 from keel.lab.doctor.probes.rendering import template_name
-from keel.lab.doctor.probes.templates import PROBLEMS, SHARED, by_chance, template_golds, with_data
+from keel.lab.doctor.probes.templates import PROBLEMS, SHARED, of_gains, template_golds, with_data
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
@@ -92,7 +92,7 @@ def _measured(setup: ProbeSetup, thresholds: Thresholds) -> Unasked | None:
     golds = template_golds(setup, own, TESTING)[len(first) :] or first  # where it promises something, others test it
     asked, unasked = gains(options, golds)
     gain, blind = _gained(asked, unasked), blind_surprise(setup, thresholds)
-    chance = by_chance([after - before for before, after in zip(asked, unasked, strict=True)])
+    chance = of_gains([after - before for before, after in zip(asked, unasked, strict=True)])
     if not gain > thresholds["template_gain"] or chance > level(thresholds) / SHARED:
         return None
     if -fmean(asked) <= blind or -fmean(unasked) >= blind:

@@ -12,7 +12,7 @@ from keel.base.types import Problem
 from keel.config import Config
 from keel.lab.doctor.findings import Finding, Options, finding, propose
 from keel.lab.doctor.probes.earnings import earned_otherwise
-from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.evidence import by_signs, level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, answer_tokens, blind_surprise, gold_or_none
 from keel.lab.doctor.probes.rendering import in_template, messages_of, own_template, template_name, turn_marks
 from keel.lab.doctor.setup import ProbeSetup
@@ -21,9 +21,10 @@ from keel.rollout.render import TEMPLATES, Renderer
 from keel.run.build import build_renderer
 
 PROBLEMS = 24
-# Tests of gold answers that may say prompt/format: of the template (or none), its frame, the system prompt, and what
-# questions share.
-SHARED = 4
+FOLD = 1.0  # nats: e times as likely
+# Tests of gold answers that may say prompt/format: of the template (or none), its frame, the system prompt, what
+# questions share, and their wording.
+SHARED = 5
 _TURNS = "{{% for message in messages %}}{{{{ {} }}}}{{% endfor %}}{{{{ {} }}}}"
 
 
@@ -83,7 +84,7 @@ def template_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     best = max(gains, key=lambda name: fmean(gains[name]), default=None)
     if best is None or fmean(gains[best]) <= thresholds["template_gain"]:
         return
-    chance = by_chance(gains[best]) * len(others)
+    chance = of_gains(gains[best]) * len(others)
     if chance > level(thresholds) / SHARED:
         return
     setup.shared["another template"] = best
@@ -101,7 +102,8 @@ def template_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
 def plain_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Plain prompts behind which gold answers, or a token of each, are blind guesses, and are none in the template.
 
-    A model may be asked in plain text on purpose, and write more than the answer: then it earns by it, too.
+    A model may be asked in plain text on purpose, and write more than the answer: then it earns by it, too. Where it
+    knows the answers either way, only what it earns tells.
     """
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     template = own_template(setup.policy.tokenizer)
@@ -114,18 +116,18 @@ def plain_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
     plain, filled = (answer_tokens(setup, rows) for rows in ([gold for _, gold in golds], asked))
     worst, least = (fmean(float(-row.min()) for row in rows) for rows in (plain, filled))
     gains = [float(after.mean() - before.mean()) for before, after in zip(plain, filled, strict=True)]
-    chance, guess = by_chance(gains), math.log(setup.vocabulary)
+    chance, guess = of_gains(gains), math.log(setup.vocabulary)
     blind = thresholds["bos_surprise"] * guess
     guessed = worst >= guess or -fmean(float(row.mean()) for row in plain) >= blind
     sure = fmean(gains) > thresholds["template_gain"] and chance <= level(thresholds) / SHARED
-    if not guessed or least >= blind or not sure:
+    if least >= blind or not sure:
         return
     set_template = {"data.chat_template": template_name(setup.policy.tokenizer)}
     earned = earned_otherwise(setup, with_data(setup.config, set_template), thresholds)
-    if earned is not None and earned.other < earned.own:
+    proven = earned is not None and earned.sure
+    if not proven and (not guessed or (earned is not None and earned.other < earned.own)):
         return
     setup.shared["another template"] = "plain prompts"
-    proven = earned is not None and earned.sure
     yield finding(
         "prompt/format",
         f"the worst token of gold answers has a surprise of {worst:.2g} nats after the plain prompts (a blind guess "
@@ -133,7 +135,7 @@ def plain_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         f"{chance:.1g})" + (f", where completions earn {earned}" if earned is not None else ""),
         "the model was taught to answer in its chat template, and prompts are not put into it",
         propose("set {}" + ("" if proven else "; nothing, if plain prompts are meant"), set_template),
-        severity=None if proven else "warning",
+        severity=None if proven and guessed else "warning",
     )
 
 
@@ -202,6 +204,14 @@ def messages_in(renderer: Renderer, problem: Problem) -> list[Mapping[str, str]]
     if renderer.system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": renderer.system_prompt}, *messages]
+
+
+def of_gains(gains: Sequence[float]) -> float:
+    """The chance of such gains where nothing is gained: the clearest of three tests, of their mean and of their signs.
+
+    A few answers that gain all of it spread a mean, however sure it is that none to which it matters loses by it.
+    """
+    return min(1.0, 3 * min(by_chance(gains), by_signs(gains), by_signs(gains, FOLD)))
 
 
 def by_chance(gains: Sequence[float]) -> float:

@@ -1,0 +1,96 @@
+"""Questions in a wording that the model knows better than the data's: digits for words, one question for two."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.earnings import earned_otherwise
+from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.frames import CHOOSING, matters
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise
+from keel.lab.doctor.probes.rendering import messages_of
+from keel.lab.doctor.probes.templates import SHARED, of_gains, prompt_golds
+from keel.lab.doctor.setup import ProbeSetup
+from keel.run.build import build_renderer
+
+PROBLEMS = 64  # of which the first choose a wording, and the others test it
+_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
+_SPELLED = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
+_MARKUP = re.compile(r"<[^<>]+>|[*_`#$]|\\[a-z]+\{|[{}]")
+
+
+def _half(text: str, second: bool) -> str:
+    words = text.split()
+    middle = len(words) // 2
+    return " ".join(words[middle:] if second else words[:middle])
+
+
+WAYS: dict[str, Callable[[str], str]] = {
+    "with their numbers in digits": lambda text: _SPELLED.sub(lambda word: str(_NUMBERS.index(word[0].lower())), text),
+    "with their digits in words": lambda text: re.sub(r"\d", lambda digit: _NUMBERS[int(digit[0])], text),
+    "by the first half of their words": lambda text: _half(text, second=False),
+    "by the second half of their words": lambda text: _half(text, second=True),
+    "in lower case": str.lower,
+    "in plain characters": lambda text: unicodedata.normalize("NFKC", text),
+    "without markup": lambda text: _MARKUP.sub("", text),
+}
+
+
+def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """A wording in which gold answers are likelier and completions of the same problems earn more, both beyond chance.
+
+    Answers alone prove nothing: a model that is asked for half of a question may guess the commonest one.
+    """
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    rows = [row for filled in (True, False) for row in prompt_golds(setup, renderer, PROBLEMS, filled=filled)]
+    rows = [*{gold: (problem, gold) for problem, gold in rows}.values()]
+    first, rest = rows[:CHOOSING], rows[CHOOSING:]
+    if len(rest) < CHOOSING:
+        return
+
+    def scored(rows: Sequence[tuple[Problem, Gold]], way: Callable[[str], str]) -> list[float]:
+        asked = [Gold(renderer.prompt(reworded(problem, way)), gold.answer) for problem, gold in rows]
+        return answer_logp(setup, asked)
+
+    ways = {name: way for name, way in WAYS.items() if all(reworded(p, way) is not p for p, _ in first)}
+    scores = {name: scored(first, way) for name, way in ways.items()}
+    best = max(scores, key=lambda name: fmean(scores[name]), default="")
+    golds = [gold for _, gold in first]
+    if not best or not matters(golds, answer_logp(setup, golds), scores[best], thresholds):
+        return
+    before, after = answer_logp(setup, [gold for _, gold in rest]), scored(rest, WAYS[best])
+    gains = [b - a for a, b in zip(before, after, strict=True)]
+    chance = of_gains(gains)
+    if chance > level(thresholds) / SHARED or -fmean(after) >= blind_surprise(setup, thresholds):
+        return
+    earned = earned_otherwise(setup, setup.config, thresholds, lambda problem: reworded(problem, WAYS[best]))
+    if earned is None or not earned.sure:
+        return
+    setup.shared["another template"] = best
+    asked = messages_of(rest[0][0])[-1]["content"]
+    yield finding(
+        "prompt/format",
+        f"gold answers are {fmean(gains):.2g} nats a token likelier where questions are asked {best} ({len(gains)} "
+        f"problems, chance {chance:.1g}), {WAYS[best](asked)[-60:]!r} for {asked[-60:]!r}, and completions earn "
+        f"{earned}",
+        "the data ask in another wording than the model was taught: normalised, marked up, or two questions at once",
+        "ask as the model was taught; nothing, if it is to learn this wording",
+        severity="warning",
+    )
+
+
+def reworded(problem: Problem, way: Callable[[str], str]) -> Problem:
+    """A problem whose last message is worded in another way; as it is where that changes nothing or leaves nothing."""
+    messages = [dict(message) for message in messages_of(problem)]
+    own = messages[-1]["content"]
+    messages[-1]["content"] = way(own)
+    if messages[-1]["content"] == own or not messages[-1]["content"].strip():
+        return problem
+    return replace(problem, prompt=messages[-1]["content"] if isinstance(problem.prompt, str) else messages)
