@@ -481,6 +481,8 @@ def test_a_reward_that_jumps_alone() -> None:
     assert first(falls) != "run/shift"
     again = altered(REWARD, lambda step, was: 0.3 + (0.6 if 20 < step < 40 else 0.0) + 0.01 * math.sin(7 * step))
     assert first(again) != "run/shift"
+    learns = altered(REWARD, lambda step, was: 1 - math.exp(-step / 25) + 0.08 / (1 + math.exp(11 - step)))
+    assert first(learns) != "run/shift"  # a steep place of a course that goes on
     assert first(healthy()) == ""
 
 

@@ -85,17 +85,22 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     apart = statistics.median(after - before for before, after in pairwise(series.finite.steps))
     if of_reward and (apart > BETWEEN or saturated(history, thresholds) or not _stays(series, jump)):
         return False
-    if not of_reward and _grows(series, jump, level(thresholds)):
+    if _goes_on(series, jump) or (not of_reward and _multiplied(series, jump, level(thresholds))):
         return False
     others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
     shown = [other for n in others if (other := history.get(n)) is not None and len(other.finite) >= LEAST]
     return len(shown) >= 2 and not any(_moved(other, step) for other in shown)
 
 
-def _grows(series: Series, jump: Change, chance: float) -> bool:
-    """Whether a figure goes further by other steps than by this jump, or is multiplied at others as much."""
+def _goes_on(series: Series, jump: Change) -> bool:
+    """Whether a figure goes further by other steps than by this jump, which is a part of its course then."""
     first, last = (statistics.median(part.values) for part in (series.finite.head(RECENT), series.finite.tail(RECENT)))
-    return last - first > 2 * jump.size or all(j.step != jump.step for j in jumps(_logarithm(series), chance))
+    return last - first > 2 * jump.size
+
+
+def _multiplied(series: Series, jump: Change, chance: float) -> bool:
+    """Whether a figure is multiplied at other steps as much as by this jump."""
+    return all(j.step != jump.step for j in jumps(_logarithm(series), chance))
 
 
 def _stays(series: Series, jump: Change) -> bool:

@@ -39,6 +39,7 @@ TESTING = 64  # that are drawn to test it, where it promises something
 ALL_PAIRS = 6  # layers up to which any two are exchanged; of more, neighbours
 BASES = (1e4, 5e5, 1e6)  # of rotary positions
 _ROTATED = re.compile(r"\b[qk]_proj\.(?:base_layer\.)?(?:weight|bias)$")
+_SIMPLER = 0.7  # of a gain that other questions or another template have to make to be the likelier cause
 SECONDS = 20.0  # after which no further change is tried
 
 
@@ -76,7 +77,7 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, s
         or -fmean(after) >= blind_surprise(setup, thresholds)
         or not _tells_apart(rest, after)
         # it is the questions, or their template, that confuse the model, and not its weights
-        or max(bare_logp(setup), unframed_logp(setup)) > fmean(after)
+        or max(bare_logp(setup), unframed_logp(setup)) > fmean(before) + _SIMPLER * fmean(tested)
     ):
         return None
     proven = not best.has_to_earn and chance <= level(thresholds) and fmean(tested) > -fmean(before) / 2
