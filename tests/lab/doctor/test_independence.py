@@ -88,14 +88,6 @@ def judged(answer: Callable[[Problem, Sequence[str]], str]) -> list[Wrong]:
     return [wrong for wrong in found if wrong is not None]
 
 
-def test_an_echo_of_what_is_counted_as_a_call_is_an_error() -> None:
-    _, rows = replay(lambda problem, texts: f"<result>{texts[-1]}</result>\n")
-    assert [wrong.severity for counted in (False, True) if (wrong := echoed(rows, counted=counted))] == [
-        "warning",
-        "error",
-    ]
-
-
 FAULTS = {
     "the turn itself": (lambda problem, texts: f"<result>{texts[-1]}</result>\n", "its own arguments"),
     "what another problem asked": (of_the_problem_before(), "what another one asked decides"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, golds
@@ -78,8 +79,16 @@ def test_weights_in_their_place_are_left_there(lora: str) -> None:
         assert misplaced_weights(setup, load_thresholds()) is None
 
 
-def test_every_change_changes_something_and_is_undone() -> None:
-    model, _ = fresh_model()
+def granite() -> nn.Module:
+    """A model whose attention is scaled by a number of its own."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return GraniteForCausalLM(GraniteConfig(vocab_size=40, num_key_value_heads=2, attention_multiplier=0.01, **sizes))
+
+
+@pytest.mark.parametrize("build", [lambda: fresh_model()[0], granite], ids=["llama", "granite"])
+def test_every_change_changes_something_and_is_undone(build: Callable[[], Any]) -> None:
+    model = build().eval()
     tokens = torch.arange(3, 15)[None]
 
     def logits() -> torch.Tensor:

@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.findings import Finding, ranked
-from keel.lab.doctor.probes.draws import batch_draws
 from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.model import probe_model
 from keel.lab.doctor.probes.prompts import probe_prompts
-from keel.lab.doctor.probes.reported import later_turns_findings
+from keel.lab.doctor.probes.reported import Reports, later_turns_findings
 from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.setup import build_setup
 from lab.doctor.followed import check_named_first, repeated
@@ -115,9 +114,8 @@ def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> No
     for options, codes in ((left_out, ["sampler/other-prompt"]), ([engine("Reported")], []), (half, [])):
         setup = build_setup(schooled_config(*TALK, *options))
         with closing(setup.run):
-            drawn = batch_draws(setup)
-            gap = drawn.sample_logp - drawn.logp(setup.sampling)
-            assert [found.code for found in later_turns_findings(setup, drawn, gap, load_thresholds())] == codes
+            reports = Reports.of(setup, setup.groups)
+            assert [found.code for found in later_turns_findings(reports, load_thresholds())] == codes
 
 
 def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:

@@ -28,6 +28,7 @@ FAMILIES = (
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
 BETWEEN = 2  # steps from one line to the next, of a log that shows single updates
 UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
+BEGUN = 0.3  # of a log, after which a gradient is no longer that of a beginning
 LITTLE, TINY = 1e-4, 1e-300  # of the largest value, below which a logarithm is not taken
 Jump = tuple[str, Change]
 
@@ -78,7 +79,9 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     of_reward, series = name == "reward/mean", history.series[name]
     if name == "grad/norm":
         vanished = 0 < jump.after <= thresholds["grad_vanished"] * jump.before
-        return vanished and _stays(series, jump) and history.get("reward/zero_variance_fraction") is None
+        begun = bisect_left(series.finite.steps, jump.step) >= BEGUN * len(series.finite)
+        begun = begun and not saturated(history, thresholds)
+        return vanished and begun and _stays(series, jump) and history.get("reward/zero_variance_fraction") is None
     least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
     if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
         return False

@@ -173,7 +173,7 @@ def _unrelated(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thres
     them: gold answers may all be of another kind than its own, such as a place or a letter for a number.
     """
     golds = [setup.run.task.gold(problem) for problem in problems]
-    if len(set(golds)) > MOST_ANSWERS or len(problems) < MOST:
+    if not 2 < len(set(golds)) <= MOST_ANSWERS or len(problems) < MOST:
         return
     groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
     read = (c.text for g in groups for c, reward in zip(g.completions, g.rewards, strict=True) if reward.parsed)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 
+import torch
+
 from keel.base.errors import KeelError
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
@@ -36,9 +38,9 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
     common = once.keys() & often.keys() & again.keys()
     if len({said for said, _ in common}) < _LEAST:
         return None
-    moved, own = (fmean(abs(once[key][i] - often[key][i]) for key in common) for i in (0, 1))
+    moved, own, rounded = (fmean(abs(once[key][i] - often[key][i]) for key in common) for i in range(3))
     repeated = fmean(abs(once[key][0] - again[key][0]) for key in common)
-    if not moved > max(limit, _MOVED * own, _MOVED * repeated):
+    if not moved > max(limit, _MOVED * own, _MOVED * repeated, thresholds["precision_times"] * rounded):
         return None
     if min(chance_of(alone, setup.sampling), chance_of(many, setup.sampling)) > thresholds["sampler_doubt"]:
         return None  # what is drawn after them is the policy's: only the reports are something else
@@ -51,8 +53,8 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
 
 def _reports(
     setup: ProbeSetup, times: int, score: Score, limit: float
-) -> tuple[dict[tuple[int, int], tuple[float, float]], Draws]:
-    """What is reported of a next token after one that is said so often, and what the policy's forward says of it.
+) -> tuple[dict[tuple[int, int], tuple[float, float, float]], Draws]:
+    """What is reported of a next token after one that is said so often, and the policy's own, also in bfloat16.
 
     Fewer than none: the same in another order. A token that gets another number each time it is drawn is left out: that
     is no matter of the prompt.
@@ -68,9 +70,11 @@ def _reports(
     drawn = [(turn, request.tokens) for request, row in zip(requests, turns, strict=False) for turn in row]
     pairs = [(turn, prompt) for turn, prompt in drawn if turn.action == (True,)]
     scored = score(pairs) if pairs else draws(setup, [])
-    own = scored.logp(unfiltered(setup.sampling)).tolist()
-    told: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for (turn, prompt), reported, policy in zip(pairs, scored.sample_logp.tolist(), own, strict=True):
-        told.setdefault((prompt[0], turn.tokens[0]), []).append((reported, policy))
+    with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
+        narrow = score(pairs) if pairs else scored
+    own, rounded = (drawn.logp(unfiltered(setup.sampling)).tolist() for drawn in (scored, narrow))
+    told: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for (turn, prompt), *values in zip(pairs, scored.sample_logp.tolist(), own, rounded, strict=True):
+        told.setdefault((prompt[0], turn.tokens[0]), []).append((values[0], values[1], values[2]))
     steady = {key: rows[0] for key, rows in told.items() if all(abs(row[0] - rows[0][0]) <= limit for row in rows)}
     return steady, scored

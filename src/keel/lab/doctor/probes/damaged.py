@@ -47,7 +47,8 @@ def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
     """Matrices that were rounded to a few bits with one scale; one that is constant may be a layer that was added."""
     named = causal_lm(setup.policy.model).named_parameters()
     matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
-    counts = [len(p.detach().flatten()[:LOOKED_AT].unique()) for p in matrices if p.numel() > VALUES**2]
+    entries = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2]
+    counts = [len(row[:: max(1, len(row) // LOOKED_AT)].unique()) for row in entries]  # of all rows: each has a scale
     few = [count for count in counts if 1 < count <= VALUES]
     if not few or fmean(1 < count <= VALUES for count in counts) <= 0.5:
         return None

@@ -10,7 +10,7 @@ from statistics import fmean
 from keel.base.thresholds import Thresholds
 from keel.base.types import Group, Problem
 from keel.config import Config
-from keel.lab.doctor.probes.evidence import by_signs, level, more_groups, spending
+from keel.lab.doctor.probes.evidence import by_signs, doubt_seconds, level, more_groups, spending
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.engine import Engine
 from keel.run.build import build_collector
@@ -58,11 +58,14 @@ def earned_otherwise(
                 others.extend(
                     collect(asked, attempt=0, step=len(others), sampling=replace(sampling, num_generations=size))
                 )
+                if doubt_seconds(setup) > setup.doubt_s:
+                    break
         built.judge.drain()
-        before, after = ([fmean(r.total for r in g.rewards) for g in side] for side in (groups, others[: len(groups)]))
+        both = min(len(groups), len(others))
+        before, after = ([fmean(r.total for r in g.rewards) for g in side[:both]] for side in (groups, others))
         chance = by_signs([b - a for a, b in zip(before, after, strict=True)])
         own, other = fmean(before), fmean(after)
-        return Earned(own, other, len(groups), chance, other > own and chance <= level(thresholds))
+        return Earned(own, other, both, chance, other > own and chance <= level(thresholds))
 
     def undecided(groups: Sequence[Group]) -> bool:
         found = compared(groups)

@@ -12,7 +12,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import at_most, between, chance_above, level, more_groups
+from keel.lab.doctor.probes.evidence import LOOKS, at_most, between, chance_above, level, more_groups
 from keel.lab.doctor.probes.replies import answers, first_turn, is_null, is_useless, replies
 from keel.lab.doctor.probes.results import result_findings
 from keel.lab.doctor.setup import ProbeSetup
@@ -64,7 +64,7 @@ def _failing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         return [share for group in groups if (share := _useless(group, tokenizer, says_nothing)) is not None]
 
     def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(useless(groups), limit) > level(thresholds)
+        return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)  # single ones are one look more
 
     def over(groups: Sequence[Group]) -> bool:
         return fmean(useless(groups) or [0.0]) > limit

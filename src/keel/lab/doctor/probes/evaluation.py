@@ -140,7 +140,7 @@ def form_findings(setup: ProbeSetup) -> Iterator[Finding]:
     if task.unanswered or task.several_turns or judge.remote or setup.failures or options.shuffle is not None:
         return
     trained = by_value(setup, task.sample(_HELD_OUT, seed=setup.config.run.seed, step=0))
-    held_out = by_value(setup, task.held_out(_HELD_OUT))
+    held_out = by_value(setup, held_out_problems(setup, _HELD_OUT))
     unpaid = [gold for gold, paid in held_out if not paid]
     if min(len(trained), len(held_out)) < _MIN_PROMPTS or not all(paid for _, paid in trained):
         return

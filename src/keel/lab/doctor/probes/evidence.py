@@ -198,18 +198,18 @@ def more_groups(
     doubt = undecided([*setup.groups, *further])
     for look in range(1, LOOKS):
         count = min(4 ** (look + 1) - len(setup.groups), most) - len(further)
-        if not doubt or _seconds(setup) > setup.doubt_s:
+        if not doubt or doubt_seconds(setup) > setup.doubt_s:
             break
         if count > 0:
             _sample(setup, further, count)
             doubt = undecided([*setup.groups, *further])
     groups = [*setup.groups, *further]
-    if doubt and single and len(groups) < 4**LOOKS and _seconds(setup) <= setup.doubt_s:
+    if doubt and single and len(groups) < 4**LOOKS and doubt_seconds(setup) <= setup.doubt_s:
         _sample(setup, groups, 4**LOOKS - len(groups), generations=1)
         doubt = undecided(groups)
     if doubt:
         completions = sum(len(group.completions) for group in groups)
-        why = f"{setup.doubt_s:g} s are up" if _seconds(setup) > setup.doubt_s else "as many as are sampled"
+        why = f"{setup.doubt_s:g} s are up" if doubt_seconds(setup) > setup.doubt_s else "as many as are sampled"
         leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
     return groups
 
@@ -231,7 +231,7 @@ def undecided_tests(setup: ProbeSetup) -> tuple[str, ...]:
     return tuple(f"{code}: {why}" for code, why in setup.shared.pop("undecided", {}).items())
 
 
-def _seconds(setup: ProbeSetup) -> float:
+def doubt_seconds(setup: ProbeSetup) -> float:
     spent: float = setup.shared.get("seconds for doubts", 0.0)
     return spent
 
@@ -241,7 +241,7 @@ def spending(setup: ProbeSetup) -> Iterator[None]:
     """What is done within counts as time for doubts."""
     began = time.monotonic()
     yield
-    setup.shared["seconds for doubts"] = _seconds(setup) + time.monotonic() - began
+    setup.shared["seconds for doubts"] = doubt_seconds(setup) + time.monotonic() - began
 
 
 def _sample(setup: ProbeSetup, further: list[Group], count: int, generations: int | None = None) -> None:
@@ -258,6 +258,6 @@ def _sample(setup: ProbeSetup, further: list[Group], count: int, generations: in
         with spending(setup):
             part = problems[start : start + at_once]
             further += setup.collect(part, step=step, sampling=sampling, judged=generations is None)
-        if _seconds(setup) > setup.doubt_s:
+        if doubt_seconds(setup) > setup.doubt_s:
             break
     setup.built.judge.drain()

@@ -24,15 +24,15 @@ PAIRS = 5  # of calls that are made in one episode
 _BYTES = re.compile(r"\s*b(['\"]).*\1\s*", re.DOTALL)
 
 
-def echoed(rows: Sequence[Replayed], *, counted: bool = False) -> Wrong | None:
-    """Replies that are the turn itself, or all its call gives, and nothing more; an error where `counted` a call."""
+def echoed(rows: Sequence[Replayed]) -> Wrong | None:
+    """Replies that are the turn itself, or all its call gives, and nothing more; a tool to think with does that."""
     if len({row.asked for row in rows}) < FEWEST or not all(_bare(row.again) in _said(row) for row in rows):
         return None
     return Wrong(
         f"each of {len(rows)} replies repeats what it was asked and says nothing else: {rows[0].again.strip()[:60]!r}",
         "the tool returns its own arguments, or the environment hands the model's text back to it",
-        "error" if counted else "warning",
-        "" if counted else "; if the environment is meant to repeat what it is told, nothing",
+        "warning",
+        "; if the environment is meant to repeat what it is told, nothing",
     )
 
 

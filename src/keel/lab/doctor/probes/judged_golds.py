@@ -74,7 +74,9 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
             break
         wrong: list[Turns] = [("",), *batch.neighbours(index)[:WRONG]]
         totals, failures = _judged(setup, problem, [turns] if index >= compared and rows else [turns, *wrong])
-        setup.shared.setdefault("failed golds", []).extend(failure for failure in failures if failure.sample == 0)
+        setup.shared.setdefault("failed golds", []).extend(
+            failure for failure in failures if failure.sample == 0 and failure.kind == "invalid"
+        )
         if len(totals) == 1 and totals[0] > max(row.top for row in rows[:compared]):
             totals += [max(row.empty for row in rows[:compared])]
         elif len(totals) == 1:

@@ -112,6 +112,7 @@ def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresho
             f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
             "holds nothing" + (", and on older samples it pushes away" if away else ""),
             _proven_pairing(setup),
+            severity="warning" if measured.kl < 2 * NEAR_KL else None,  # as far as that a penalty may be meant to begin
         )
         return
     beta = setup.full_beta

@@ -20,6 +20,7 @@ from keel.lab.doctor.probes.gap import (
     average,
     close,
     closed,
+    in_float32,
     in_half_precision,
     largest,
     quantized,
@@ -65,9 +66,13 @@ class Reports:
 
     @cached_property
     def rounding(self) -> Tensor:
-        """What bfloat16 makes of them `[N]`, against the policy's own."""
+        """What bfloat16 makes of them `[N]`, against the policy's own; of weights of 16 bits, against those in fp32."""
+        own = self.drawn.logp(unfiltered(self.setup.sampling))
+        if self.setup.policy.dtype != torch.float32:
+            with in_float32(self.setup):
+                return own - self.scored()
         with torch.autocast(self.setup.policy.device.type, dtype=torch.bfloat16):
-            return self.scored() - self.drawn.logp(unfiltered(self.setup.sampling))
+            return self.scored() - own
 
     def close(self, thresholds: Thresholds, gap: Tensor | None = None) -> bool:
         """Whether the gap, or this one, is rounding: where only training's passes run in 16 bits, as near as those."""

@@ -78,7 +78,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         or unreadable(setup, rows)
         or _unrelated(rows)
         or _whatever_is_asked(setup, rows)
-        or echoed(rows, counted=any(c.counts.get("tool/calls") for group in setup.groups for c in group.completions))
+        or echoed(rows)
         or by_others(setup, rows)
         or of_its_episode(setup, rows)
     )

@@ -22,7 +22,7 @@ from keel.lab.doctor.probes.draws import (
     most_tokens,
 )
 from keel.lab.doctor.probes.explanations import configured_finding, drawn_finding
-from keel.lab.doctor.probes.gap import largest
+from keel.lab.doctor.probes.gap import in_half_precision, largest
 from keel.lab.doctor.probes.masks import foreign
 from keel.lab.doctor.probes.noise import (
     NOISE_STEP,
@@ -115,7 +115,7 @@ def _reported(setup: ProbeSetup, reports: Reports, thresholds: Thresholds) -> li
     further = reported_finding(after, thresholds)
     if further.severity != "error":
         return found
-    mild = after.size <= thresholds["scoring_gap_half"]
+    mild = after.size <= thresholds["scoring_gap_half"] or in_half_precision(setup)
     evidence = f"after random texts {further.evidence}"
     return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
 

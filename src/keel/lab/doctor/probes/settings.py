@@ -35,10 +35,13 @@ def other_settings(model: nn.Module) -> Iterator[Change]:
     yield from _embeddings(model)
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_B")]
     if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
+        trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
         def switch(on: bool) -> None:
             for module in adapted:
                 module.enable_adapters(on)
+            for parameter, own in trained:  # peft makes trainable what it switches on
+                parameter.requires_grad_(own)
 
         yield Change("the adapter switched off", lambda: switch(False), lambda: switch(True), _STRANGE, True)
 
@@ -72,6 +75,7 @@ def _heads(model: nn.Module) -> Iterator[Change]:
     if len(widths) != 1 or not rotary or any(hasattr(m, "q_norm") or not hasattr(m, "scaling") for m in attentions):
         return
     (width,) = widths
+    scalings = [m.scaling for m in attentions]  # a multiplier of their own, in some families
     base = float(rotary[0].inv_freq[1]) ** (-width / 2) if width > 2 else 1e4
     frequencies = [m.inv_freq for m in rotary]
     for other in (width // 2, 2 * width):
@@ -82,14 +86,14 @@ def _heads(model: nn.Module) -> Iterator[Change]:
             steps = torch.arange(0, other, 2, dtype=torch.float32, device=frequencies[0].device) / other
             for module in rotary:
                 module.inv_freq = (-steps * math.log(base)).exp()
-            for module in attentions:
-                module.head_dim, module.scaling = other, other**-0.5
+            for module, own in zip(attentions, scalings, strict=True):
+                module.head_dim, module.scaling = other, own * (width / other) ** 0.5
 
         def restore() -> None:
             for module, own in zip(rotary, frequencies, strict=True):
                 module.inv_freq = own
-            for module in attentions:
-                module.head_dim, module.scaling = width, width**-0.5
+            for module, scaling in zip(attentions, scalings, strict=True):
+                module.head_dim, module.scaling = width, scaling
 
         yield Change(f"heads of {other} in place of {width} dimensions", regroup, restore, _OTHER)
 

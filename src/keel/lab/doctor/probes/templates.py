@@ -133,7 +133,7 @@ def plain_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         f"the worst token of gold answers has a surprise of {worst:.2g} nats after the plain prompts (a blind guess "
         f"has {guess:.2g}), and of {least:.2g} in the tokenizer's chat template ({len(golds)} problems, chance "
         f"{chance:.1g})" + (f", where completions earn {earned}" if earned is not None else ""),
-        "the model was taught to answer in its chat template, and prompts are not put into it",
+        "prompts are not put into the chat template that the tokenizer brings, in which the model answers better",
         propose("set {}" + ("" if proven else "; nothing, if plain prompts are meant"), set_template),
         severity=None if proven and guessed else "warning",
     )
