@@ -13,7 +13,7 @@ from keel.base.thresholds import load_thresholds
 from keel.kl.controllers import get_controller
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.checks.base import clear, level
-from keel.lab.doctor.checks.evaluation import coins
+from keel.lab.doctor.checks.evaluation import MOST_COMPLETIONS, _completions, _counted, coins
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import derived
 from keel.lab.doctor.shapes import course, ends, fall, few_trend, trend
@@ -470,6 +470,16 @@ def test_the_coins_of_a_share_are_the_fewest_that_its_digits_allow():
 
 def first(history: History) -> str:
     return next((f.code for f in check_history(history).findings if f.severity != "note"), "")
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-310, 1e-9, 0.25, 1.0])
+def test_a_share_of_next_to_nothing_is_one_of_many_completions(share: float) -> None:
+    assert 1 <= _completions(healthy(), Series.of([(1, share), (2, share)])) <= MOST_COMPLETIONS
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, 1e308])
+def test_any_number_of_a_log_is_a_count(value: float) -> None:
+    assert 1 <= _counted(value, 100) <= 100
 
 
 def test_a_reward_that_jumps_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -342,11 +343,16 @@ def _completions(history: History, scores: Series) -> int:
     counts = [count for record in history.evaluations if (count := finite(record.get("n"))) is not None]
     seconds, rate = history.get("other/eval_runtime"), history.get("other/eval_samples_per_second")
     if counts:
-        return max(1, round(min(counts)))
+        return _counted(min(counts), MOST_RECORDED)
     if seconds is not None and rate is not None:
-        return max(1, round(seconds.mean * rate.mean))
+        return _counted(seconds.mean * rate.mean, MOST_RECORDED)
     smallest = min((value for value in scores.finite.values if value > 0), default=1.0)
-    return max(1, min(round(1 / smallest), MOST_COMPLETIONS))
+    return _counted(1 / smallest, MOST_COMPLETIONS)
+
+
+def _counted(value: float, most: int) -> int:
+    """The nearest count, whatever a log says: what is no number is one."""
+    return round(min(max(value, 1.0), most)) if not math.isnan(value) else 1
 
 
 MOSTLY_RIGHT = 0.95
@@ -364,4 +370,5 @@ STUCK = 4  # evaluations at least: what hardly learns may be judged alike two or
 EVALUATED = ("eval/", "other/eval")  # how names of held-out figures begin
 FEW_COINS = 100  # completions that a share is taken to be of where its digits tell of as many
 MOST_COMPLETIONS = 1000  # that a share of a score is taken to tell
+MOST_RECORDED = 10**9  # of a log that says more
 CHECKS = (retention, train_gap)
