@@ -108,3 +108,13 @@ class EveryOtherColder(Wrapped):
             for t in (1.0, 0.6)
         ]
         return [both[number % 2][number] for number in range(len(requests))]
+
+
+class HotterInGroups(Wrapped):
+    """At twice the temperature wherever a prompt has several completions, and says nothing of it."""
+
+    def ask(self, sampling):
+        return replace(sampling, temperature=2 * sampling.temperature) if sampling.num_generations > 1 else sampling
+
+    def change_group(self, request, group, sampling):
+        return self.rescored(self.model, request, group, sampling.temperature)

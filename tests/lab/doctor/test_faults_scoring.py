@@ -278,3 +278,9 @@ def test_trained_tokens_are_shown_in_colour_and_tool_output_is_not_among_them() 
     shown = "\n".join(diagnosed(*TALK).notes)
     assert "\x1b[32m" in shown
     assert "\x1b[2m'max " in shown
+
+
+def test_completions_that_are_drawn_otherwise_beside_others_alone() -> None:
+    found = diagnosed(drawing("HotterInGroups")).findings[0]
+    assert found.code == "sampler/noise"
+    assert "drawn alone" in found.evidence

@@ -88,7 +88,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif drawn_otherwise:
         findings += _no_copies(setup, more, thresholds) or [
-            drawn_finding(more, setup, chance, others, odds, thresholds)
+            _among_others(setup, more, drawn_finding(more, setup, chance, others, odds, thresholds), thresholds)
         ]
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
@@ -136,18 +136,23 @@ def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> b
 
 
 def _no_copies(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> list[Finding]:
-    """That completions of a group are made to differ, unless they are drawn otherwise alone, too.
-
-    They repeat each other too seldom, or are the policy's where there is no other one, and not as those of groups are.
-    """
+    """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
     found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
+    return [] if found and _alone_otherwise(setup, thresholds) else found
+
+
+def _among_others(setup: ProbeSetup, more: Draws, explained: Finding, thresholds: Thresholds) -> Finding:
+    """That completions depend on each other, where those drawn alone are the policy's and not as those of groups are.
+
+    A filter or penalty that explains the draws, as one that bites late in a text, is the likelier cause.
+    """
+    if explained.code == "sampler/filter":
+        return explained
     lone = lone_draws(setup)
     alone, fitted = (chance_of(lone, params) for params in (setup.sampling, _fitting(setup, more)))
-    if found:
-        return [] if _alone_otherwise(setup, thresholds) else found
     if alone < thresholds["sampler_doubt"] or fitted > thresholds["sampler_draws"]:
-        return []
-    return [among_others_finding(len(lone), alone)]
+        return explained
+    return among_others_finding(len(lone), alone)
 
 
 def _fitting(setup: ProbeSetup, more: Draws) -> SamplingParams:
