@@ -47,10 +47,6 @@ def wider_heads(model: Any) -> None:
     next(change for change in changes(model) if change.what == "heads of 12 in place of 6 dimensions").apply()
 
 
-def scaled_embeddings(model: Any) -> None:
-    model.get_input_embeddings().register_forward_hook(lambda module, given, output: output * 24**0.5)
-
-
 FAULTS: dict[Callable[[Any], None], str] = {
     exchanged_layers: "layers 0 and 1 exchanged",
     keys_for_values: "k_proj.weight and self_attn.v_proj.weight of all layers exchanged",
@@ -59,7 +55,6 @@ FAULTS: dict[Callable[[Any], None], str] = {
 SETTINGS: dict[Callable[[Any], None], str] = {
     another_activation: "silu for the activation",
     wider_heads: "heads of 6 in place of 12 dimensions",
-    scaled_embeddings: "embeddings divided by the root of their width",
 }
 
 

@@ -203,6 +203,8 @@ UNTAUGHT = (
     "questions as JSON",
     "markers that are ordinary text",
     "marks written by hand",  # without which completions earn twice as much
+    "a system prompt",  # without which they earn ten times as much
+    "a thought after the header, with a system prompt",
 )
 
 

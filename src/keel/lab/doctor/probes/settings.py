@@ -29,10 +29,9 @@ class Change:
 
 
 def other_settings(model: nn.Module) -> Iterator[Change]:
-    """Other activations, heads of another width, embeddings of another scale, and the base without its adapter."""
+    """Other activations, heads of another width, and the base without its adapter."""
     yield from _activations(model)
     yield from _heads(model)
-    yield from _embeddings(model)
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_B")]
     if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
         trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -96,21 +95,3 @@ def _heads(model: nn.Module) -> Iterator[Change]:
                 module.head_dim, module.scaling = width, scaling
 
         yield Change(f"heads of {other} in place of {width} dimensions", regroup, restore, _OTHER)
-
-
-def _embeddings(model: Any) -> Iterator[Change]:
-    """Multiplied or divided by the root of their width, which some families do in their code."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if not isinstance(embeddings, nn.Embedding):
-        return
-    root = math.sqrt(embeddings.embedding_dim)
-    for factor, what in ((root, "multiplied"), (1 / root, "divided")):
-        hooks: list[Any] = []
-
-        def scale(factor: float = factor, hooks: list[Any] = hooks) -> None:
-            hooks.append(embeddings.register_forward_hook(lambda module, given, output: factor * output))
-
-        def restore(hooks: list[Any] = hooks) -> None:
-            hooks.pop().remove()
-
-        yield Change(f"embeddings {what} by the root of their width", scale, restore, _OTHER)
