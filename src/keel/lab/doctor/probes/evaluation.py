@@ -162,8 +162,9 @@ def by_value(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[str, 
         gold = (gold_or_none(setup.run.task, problem) or [""])[-1]
         if plain_number(value(gold)) is None:
             continue
-        full, bare = totals_of(setup, problem, [(gold,), (value(gold),)])
-        rows.append((gold, bare >= full - SAME))
+        bare = gold.strip() == value(gold)  # it is judged as it is: no call is spent on that
+        full, alone = (0.0, 0.0) if bare else totals_of(setup, problem, [(gold,), (value(gold),)])
+        rows.append((gold, alone >= full - SAME))
     return rows
 
 
