@@ -34,7 +34,10 @@ _MOVED = 10.0  # times what the policy's own log-probabilities differ by
 def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Thresholds) -> str | None:
     """Evidence that it has, where what it reports is off by `gap` nats on average; None where something else is."""
     limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    (once, alone), (again, _), (often, many) = (_reports(setup, times, score, limit) for times in (1, -1, _TIMES))
+    said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_TOKENS]
+    once, alone = _reports(setup, said, 1, score, limit)
+    again, _ = _reports(setup, said[::-1], 1, score, limit)  # a request's place among others must not matter
+    often, many = _reports(setup, said, _TIMES, score, limit)
     common = once.keys() & often.keys() & again.keys()
     if len({said for said, _ in common}) < _LEAST:
         return None
@@ -52,16 +55,15 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
 
 
 def _reports(
-    setup: ProbeSetup, times: int, score: Score, limit: float
+    setup: ProbeSetup, said: Sequence[int], times: int, score: Score, limit: float
 ) -> tuple[dict[tuple[int, int], tuple[float, float, float]], Draws]:
     """What is reported of a next token after one that is said so often, and the policy's own, also in bfloat16.
 
-    Fewer than none: the same in another order. A token that gets another number each time it is drawn is left out: that
-    is no matter of the prompt.
+    A token that gets another number each time it is drawn is left out: that is no matter of the prompt.
     """
-    said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_TOKENS]
-    ordered = said[::-1] if times < 0 else said
-    requests = [Request(f"context {times} {token}", (token,) * abs(times), max_new=1) for token in ordered]
+    requests = [
+        Request(f"context {times} {place} {token}", (token,) * times, max_new=1) for place, token in enumerate(said)
+    ]
     sampling = replace(setup.sampling, num_generations=_SAMPLES)
     turns: list[list[Completion]] = []
     with suppress(KeelError):  # an engine may refuse what it made of a prompt of one token

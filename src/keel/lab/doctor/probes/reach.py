@@ -140,7 +140,7 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
     cause, advice = _reason(reach) if reach.short(figures["reach"]) else _schedule(setup)
     at_most = math.sqrt(min(figures["reach"], reach.limit) / 2)
     yield finding(
-        "loss/no-gradient" if cause.startswith("loss.mismatch") else "optim/no-update",
+        "loss/no-gradient" if _all_left_out(reach) else "optim/no-update",
         f"all {rates.updates} updates of {steps} steps"
         + (f" (counted as {reach.longer * steps:.0f})" if reach.longer > 1 else "")
         + f", were they to point one way, take the policy {figures['reach']:.2g} nats per completion from where it is "
@@ -193,7 +193,7 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     setup, optim, first = reach.setup, reach.setup.config.optim, reach.first
     full = reach.rates.updates * reach.longer
     norm = gradient_norm(first.gradients)
-    if norm == 0.0 and setup.run.loss.mismatch.kind != "none" and _unweighted_norm(reach) > 0:
+    if _all_left_out(reach):
         cause = f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token in: the sampler's are all outside"
         return cause, propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.floor": None})
     if norm == 0.0:
@@ -236,6 +236,12 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     few = f": only {trained} of {weights} weights are trained" if scale is None and trained < 0.01 * weights else ""
     cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps{few}"
     return cause, _rate(reach)
+
+
+def _all_left_out(reach: _Reach) -> bool:
+    """Whether there is no gradient because the mismatch's weights leave no token in."""
+    weighted = reach.setup.run.loss.mismatch.kind != "none"
+    return weighted and gradient_norm(reach.first.gradients) == 0.0 and _unweighted_norm(reach) > 0
 
 
 def _unweighted_norm(reach: _Reach) -> float:
