@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
+from torch import Tensor
 
-from keel.lab.doctor.probes.alignment import _deviations, against, association, far_rows, rearranged, shifts
+from keel.base.thresholds import load_thresholds
+from keel.lab.doctor.probes.alignment import association, far_rows, rearranged, shifts
+from keel.lab.doctor.probes.answers import deviations_of
+from keel.lab.doctor.probes.choices import Choice, surely_other
 
 AFTER = [*range(1, 16), None]
 
@@ -19,15 +24,15 @@ def test_one_likelihood_that_dwarfs_the_others_is_one_rank():
     for _ in range(1500):
         noise, scale = (torch.randn(2, 16, 16, generator=draw, dtype=torch.float64) for _ in range(2))
         heavy = noise[0] / (scale.square().sum(0) / 2).sqrt()
-        alarms += association(heavy, AFTER[:16]) > _deviations(0.01)
+        alarms += association(heavy, AFTER[:16]) > deviations_of(0.01)
     assert alarms <= 32  # 15 of 1500 by the level; over 32 once in 20,000
 
 
 def test_a_shift_of_few_rows_is_beyond_the_level_of_a_preflight():
     draw = torch.Generator().manual_seed(1)
     likelihood = torch.randn(12, 12, generator=draw, dtype=torch.float64) + 6 * torch.eye(12).roll(1, dims=1)
-    assert association(likelihood, [*range(1, 12), 0]) > _deviations(1e-3 / 40 / 14)
-    assert association(likelihood, range(12)) < _deviations(0.05)
+    assert association(likelihood, [*range(1, 12), 0]) > deviations_of(1e-3 / 40 / 14)
+    assert association(likelihood, range(12)) < deviations_of(0.05)
 
 
 @pytest.mark.parametrize("paired", [16, 12])
@@ -63,7 +68,7 @@ def test_rows_hold_the_counterparts_of_each_rearrangement(which: str, total: int
     scores = {name: association(likelihood, p) for name, p in rearranged(chosen, min(rows), max(rows)).items()}
     best = max(scores, key=scores.__getitem__)
     assert best.startswith(which.partition(" theirs")[0])
-    assert scores[best] > _deviations(1e-3 / 52 / 4 / len(scores)) or total == 40
+    assert scores[best] > deviations_of(1e-3 / 52 / 4 / len(scores)) or total == 40
     assert len(set(chosen)) == len(chosen) <= 72
 
 
@@ -73,14 +78,49 @@ def test_a_shift_is_counted_by_the_rows_that_are_there() -> None:
     assert partners["the one 3 before theirs in the data"] == [None, None, 0, 1]
 
 
-def test_what_a_model_says_of_the_answers():
-    sure = torch.full((3, 3), 0.1, dtype=torch.float64).fill_diagonal_(0.8).log()
-    support, mass, opinion = against(sure, torch.arange(3))
-    usual = 1 / 3
-    assert support.tolist() == pytest.approx([math.log(0.8 / usual)] * 3)
-    assert mass == pytest.approx(1.0)
-    assert opinion == pytest.approx(0.8 * math.log(0.8 / usual) + 0.2 * math.log(0.1 / usual))
-    others, _, _ = against(sure, torch.tensor([1, 2, 0]))
-    assert others.tolist() == pytest.approx([math.log(0.1 / usual)] * 3)
-    blind, mass, opinion = against(torch.full((3, 3), 0.1, dtype=torch.float64).log(), torch.arange(3))
-    assert (blind.tolist(), mass, opinion) == (pytest.approx([0.0] * 3), pytest.approx(0.3), pytest.approx(0.0))
+def test_what_a_model_says_of_the_answers() -> None:
+    likelihood = torch.full((3, 3), 0.1, dtype=torch.float64).fill_diagonal_(0.8).log()
+    sure, usual = Choice(likelihood, torch.arange(3)), 1 / 3
+    assert sure.support.tolist() == pytest.approx([math.log(0.8 / usual)] * 3)
+    assert sure.mass == pytest.approx(1.0)
+    assert sure.opinion == pytest.approx(0.8 * math.log(0.8 / usual) + 0.2 * math.log(0.1 / usual))
+    others = Choice(likelihood, torch.tensor([1, 2, 0]))
+    assert others.support.tolist() == pytest.approx([math.log(0.1 / usual)] * 3)
+    blind = Choice(torch.full((3, 3), 0.1, dtype=torch.float64).log(), torch.arange(3))
+    assert blind.support.tolist() == pytest.approx([0.0] * 3)
+    assert (blind.mass, blind.opinion) == (pytest.approx(0.3), pytest.approx(0.0))
+
+
+def test_where_a_model_misses_it_ranks_and_foresees() -> None:
+    rows = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.3, 0.2, 0.5], [0.1, 0.4, 0.5]], dtype=torch.float64)
+    choice = Choice(rows.log(), torch.tensor([0, 1, 0, 0]))
+    assert choice.first[1].tolist() == [True, True, False, False]
+    assert choice.ranks_of_missed().tolist() == [1.0, 0.0]  # beside one other answer each: likelier, and less likely
+    assert choice.foresight() == 1.0  # 0.7 where it is right, 0.5 where it is not
+
+
+def _taught(random: Random, rows: int, sure: float, answers: int = 8) -> tuple[Tensor, list[int]]:
+    """A model that is `sure` of one answer a prompt and finds one other twice as likely as the rest, and the first."""
+    first = [random.randrange(answers) for _ in range(rows)]
+    weights = torch.full((rows, answers), 1.0, dtype=torch.float64)
+    for row, choice in enumerate(first):
+        weights[row, (choice + random.randrange(1, answers)) % answers] = 2.0
+        weights[row, choice] = 0.0
+        weights[row] *= (1 - sure) / weights[row].sum()
+        weights[row, choice] = min(0.99, max(0.01, random.gauss(sure, 0.1)))
+    return (weights / weights.sum(-1, keepdim=True)).log(), first
+
+
+@pytest.mark.parametrize("right", [0.15, 0.3, 0.4])
+def test_answers_of_others_are_told_from_those_a_model_fails(right: float) -> None:
+    thresholds, dice = load_thresholds(), Random(0)
+    likelihood, first = _taught(dice, 90, 0.7)
+    others = [choice if dice.random() < right else dice.randrange(8) for choice in first]
+    assert surely_other(Choice(likelihood, torch.tensor(others)), thresholds)
+    second = likelihood.argsort(-1)[:, -2]  # where it fails, its second thought is right half of the time
+    failed = [
+        choice if dice.random() < right else int(second[row]) if dice.random() < 0.5 else dice.randrange(8)
+        for row, choice in enumerate(first)
+    ]
+    assert not surely_other(Choice(likelihood, torch.tensor(failed)), thresholds)
+    assert not surely_other(Choice(likelihood, torch.tensor(first)), thresholds)

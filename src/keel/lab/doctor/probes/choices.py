@@ -1,0 +1,146 @@
+"""Few different answers: what the model chooses among them after each prompt, beside the gold one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Problem
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
+from keel.lab.doctor.probes.evidence import level, more_groups
+from keel.lab.doctor.setup import ProbeSetup
+
+LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the model chooses among few answers after each prompt: log-probabilities `[n, answers]`, gold columns `[n]`.
+
+    What it writes is among them: gold answers may all be of another kind than its own, such as a place or a letter.
+    """
+
+    likelihood: Tensor
+    own: Tensor
+
+    @property
+    def mass(self) -> float:
+        """The share of the model's text that these answers are."""
+        return float(self.likelihood.exp().sum(-1).clamp_max(1).mean())
+
+    @property
+    def chosen(self) -> Tensor:
+        return self.likelihood.log_softmax(-1)
+
+    @property
+    def beyond_usual(self) -> Tensor:
+        """By how many nats each answer is likelier after this prompt than after all of them `[n, answers]`."""
+        return self.chosen - self.chosen.exp().mean(0).log()
+
+    @property
+    def opinion(self) -> float:
+        """How much it tells prompts apart: the mean KL from its choice to its mean choice; 0 where it cannot tell."""
+        return float((self.chosen.exp() * self.beyond_usual).sum(-1).mean())
+
+    @property
+    def support(self) -> Tensor:
+        """What it says of each gold answer beyond what it says of it after all prompts, in nats `[n]`."""
+        return self.beyond_usual.gather(-1, self.own[:, None]).squeeze(-1)
+
+    @property
+    def first(self) -> tuple[Tensor, Tensor]:
+        """The probability of its first choice, and whether that is the gold answer, `[n]` each."""
+        sure, which = self.chosen.exp().max(-1)
+        return sure, which == self.own
+
+    def ranks_of_missed(self) -> Tensor:
+        """Of gold answers that are not its first choice, the share of the other answers that it finds less likely."""
+        values, first = self.beyond_usual, self.chosen.argmax(-1)
+        gold = values.gather(-1, self.own[:, None])
+        below = (values < gold).double() + 0.5 * (values == gold).double()
+        others = torch.ones_like(below).scatter(-1, self.own[:, None], 0).scatter(-1, first[:, None], 0)
+        return ((below * others).sum(-1) / others.sum(-1))[first != self.own]
+
+    def foresight(self) -> float:
+        """The chance that it is surer of a choice that is gold than of one that is not; 0.5 where it cannot know."""
+        sure, right = self.first
+        pairs = sure[right][:, None] - sure[~right][None]
+        return float(((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()) if pairs.numel() else math.nan
+
+
+def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Choice | None:
+    """None where there are more answers than few, or the model writes something else, or cannot tell prompts apart."""
+    golds = gold_texts(setup, problems)
+    if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
+        return None
+    groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
+    read = Counter(
+        completion.text
+        for group in groups
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward.parsed and completion.text
+    )
+    texts = list(dict.fromkeys([*golds, *(text for text, _ in read.most_common())]))[:MOST_ANSWERS]
+    if len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * read.total():
+        return None
+    likelihood = likelihoods(setup, problems, texts)
+    if len(likelihood) < LEAST_PROMPTS:
+        return None
+    choice = Choice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
+    sure = choice.mass >= thresholds["answers_mass"] and choice.opinion >= thresholds["answers_opinion"]
+    return choice if sure else None  # no number is neither
+
+
+def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+    """Few different answers, of which the model chooses by the prompt, and gold ones that its choice speaks against."""
+    choice = _choice(setup, problems, thresholds)
+    if choice is None:
+        return
+    count, answers = choice.likelihood.shape
+    support = choice.support
+    deviations = float(support.mean() / (support.std() / count**0.5).clamp_min(1e-12))
+    chance = level(thresholds, looks=2)
+    evidence = f"after {count} prompts the model chooses among {answers} answers ({100 * choice.mass:.0f} % of what "
+    evidence += f"it would write) and tells prompts apart ({choice.opinion:.2g} nats), but "
+    if -deviations >= deviations_of(chance):
+        evidence += f"gold answers are {-support.mean():.2g} nats less likely after their own prompts than after "
+        evidence += f"others ({-deviations:.1f} standard errors)"
+    elif surely_other(choice, thresholds):
+        sure, right = choice.first
+        evidence += (
+            f"of its first choices, of which it is {100 * sure.mean():.0f} % sure, {100 * right.double().mean():.0f} % "
+        )
+        evidence += "are gold, it is no surer of those, and where they are not, gold answers are to it like any other"
+    else:
+        return
+    yield finding(
+        "data/misaligned",
+        evidence,
+        "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or many are "
+        "wrong, or the model was taught another task than the data ask for, or they are the problems that it fails",
+        "read some rows, question beside answer; check that both are taken from the same row",
+        severity="warning",
+    )
+
+
+def surely_other(choice: Choice, thresholds: Thresholds) -> bool:
+    """Whether the gold answers that a model misses are ones that it cannot know, of all it seems to be sure of.
+
+    One that has learned a task is surer where it is right, and its second thought is better than chance where it is
+    wrong. Answers of which a part are others' agree with it as often as they are right, whatever it thinks.
+    """
+    from scipy.special import bdtr
+
+    sure, right = choice.first
+    ranks, edge = choice.ranks_of_missed(), thresholds["answers_foreseen"]
+    by_chance = bdtr(int(right.sum()), len(right), float(sure.mean()))
+    if len(ranks) < FEWEST or by_chance >= thresholds["false_alarms"]:
+        return False
+    return bool(ranks.mean() + 2 * ranks.std() / len(ranks) ** 0.5 < edge and choice.foresight() < edge)
