@@ -48,6 +48,18 @@ def test_every_proven_row_is_measured_as_what_it_claims(fact: Fact) -> None:
         assert measured.size == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("fact", ON_POLICY, ids=lambda f: f"{f.estimator}-{f.placement}-{f.gradient}-{f.level}")
+@pytest.mark.parametrize("certain", [12.0, 25.0])
+def test_a_certain_policy_does_not_reach_the_clamp(fact: Fact, certain: float) -> None:
+    """To be 0.3 nats apart it would have to change its mind: ratios of e^20, at which the term is clamped."""
+    policy, reference = states()
+    reference[:, 0] += certain
+    measured = measure_term(policy + (reference - states()[1]), reference, *options(fact))
+    if fact.expected_gradient == POLICY_REF:
+        assert measured.name == POLICY_REF
+        assert measured.size == pytest.approx(1.0, abs=0.05)
+
+
 def test_the_gradient_of_k2_is_pi_times_u_less_its_mean() -> None:
     policy, reference = states(3)
     logp, ref = policy.log_softmax(-1), reference.log_softmax(-1)

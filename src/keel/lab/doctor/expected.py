@@ -13,6 +13,7 @@ from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
 from keel.kl.placement import kl_loss, kl_score_loss
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
+LEAST = 1e-6  # of a displacement: no nearer
 LAG = 0.8  # an older sampler has come this share of the way
 REVERSED = "reversed k3"
 GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
@@ -55,13 +56,17 @@ def measure_term(
 ) -> MeasuredGradient:
     """The configured term at states with these logits `[N, V]`, moved apart until their KL is about the target.
 
-    For each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if
-    that is less than the share `named`.
+    A policy that is sure of all it writes is left nearer, where the configured clamp of log-ratios does nothing. For
+    each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if that is
+    less than the share `named`.
     """
     reference = reference.double()
     direction = policy.double() - reference
+    ref_logp = reference.log_softmax(-1)
     factor = spread_factor(reference, direction, target)
-    logits, ref_logp = reference + factor * direction, reference.log_softmax(-1)
+    while clamped_share(reference + factor * direction, ref_logp, kl.log_ratio_clamp) > named / 10 and factor > LEAST:
+        factor /= 2
+    logits = reference + factor * direction
     gradient, value = term_gradient(logits, ref_logp, kl, pairing)
     targets = target_gradients(logits, ref_logp)
     exact = targets[POLICY_REF]
@@ -80,6 +85,16 @@ def measure_term(
     factor = factors[nearest] if name == nearest else 1.0
     cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
     return MeasuredGradient(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
+
+
+def clamped_share(logits: Tensor, ref_logp: Tensor, clamp: float | None) -> float:
+    """How much of the distance, by the policy's and the reference's probabilities, is of log-ratios over the clamp."""
+    if clamp is None:
+        return 0.0
+    logp = logits.log_softmax(-1)
+    distance = (logp - ref_logp).abs()
+    parts, over = (logp.exp() + ref_logp.exp()) * distance, distance > clamp
+    return float(parts[over].sum() / parts.sum().clamp_min(1e-300))
 
 
 def spread_factor(reference: Tensor, direction: Tensor, target: float = TARGET_KL) -> float:

@@ -29,6 +29,7 @@ NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state
 SEEN_KL = 0.1  # nats per token
 NEAR_KL = 1e-4  # where a run begins
+ROUNDING = 1e-12  # nats per token in fp64
 
 
 def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -55,6 +56,9 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     if is_import_path(config.kl.estimator):  # one's own formula may do nothing as near as training stays
         near = measure(off_policy=config.off_policy, target=NEAR_KL)
         measured = near if near.size < thresholds["kl_gradient_zero"] else measured
+    if measured.kl < ROUNDING:
+        certain = "kl/no-gradient, kl/reversed: the KL of a policy that is certain of all it writes is a rounding error"
+        return ProbeResult("kl_term", unneeded, figures, unchecked=(certain,))
     used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     expected = _expected(setup)

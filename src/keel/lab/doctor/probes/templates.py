@@ -164,7 +164,10 @@ def template_golds(setup: ProbeSetup, renderer: Renderer, count: int = PROBLEMS)
 
 
 def prompt_golds(setup: ProbeSetup, renderer: Renderer, count: int, *, filled: bool) -> list[tuple[Problem, Gold]]:
-    """Problems with their prompts and gold answers of one turn: those in a template, or those in none."""
+    """Problems with their prompts and gold answers of one turn: those in a template, or those in none.
+
+    None where all have the same answer, whose likelihood says nothing of what is asked.
+    """
     task, encode = setup.run.task, setup.policy.tokenizer.encode
     if task.unanswered or task.several_turns:
         return []
@@ -173,6 +176,8 @@ def prompt_golds(setup: ProbeSetup, renderer: Renderer, count: int, *, filled: b
     answered = [(p, turns[-1]) for p in problems if (turns := gold_or_none(task, p))]
     rows = [(p, Gold(renderer.prompt(p), tuple(encode(gold, add_special_tokens=False)))) for p, gold in answered]
     room = setup.policy.context_length or 1 << 30
+    if len(rows) > 1 and len({gold.answer for _, gold in rows}) == 1:
+        return []
     return [(p, gold) for p, gold in rows if gold.answer and 2 * len(gold.prompt) + len(gold.answer) < room]
 
 
