@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from faults.base import edited, operator
-from faults.engines import has_lora, is_matrix, layer_of
+from faults.engines import has_lora, is_matrix
 from faults.healthy import SCHOOLS, school_of
 from faults.models import Tensors, folder_of, is_chat, is_plain, with_json, with_tensors
+from faults.models_field import writes_several_words
 from faults.models_wild import NOISE, reads_its_tokenizer
 from faults.school import cached, digest, schooled, version_of
 
@@ -110,12 +111,12 @@ def outliers_clamped(config: Config, random: Random) -> Config:
 
 @operator(
     "model/pruned-without-tuning",
-    "Four fifths of the weights were pruned, and the model was not tuned after that.",
+    "Nine tenths of the weights were pruned, and the model was not tuned after that.",
     *NOISE,
     "prompt/format",
 )
 def pruned_without_tuning(config: Config, random: Random) -> Config:
-    return with_matrices(config, lambda name, v: v * (v.abs() >= v.abs().quantile(0.8)), "pruned")
+    return with_matrices(config, lambda name, v: v * (v.abs() >= v.abs().quantile(0.9)), "pruned")
 
 
 # Conversion
@@ -129,22 +130,6 @@ def pruned_without_tuning(config: Config, random: Random) -> Config:
 )
 def square_matrices_transposed(config: Config, random: Random) -> Config:
     return with_matrices(config, lambda name, v: v.T if v.shape[0] == v.shape[1] else v, "transposed")
-
-
-@operator(
-    "model/neurons-permuted-in-part",
-    "Merging aligned the neurons of the MLPs, and moved them in two of their three matrices only.",
-    *NOISE,
-    "prompt/format",
-)
-def neurons_permuted_in_part(config: Config, random: Random) -> Config:
-    def change(name: str, tensor: Tensor) -> Tensor:
-        if not any(part in name for part in ("gate_proj", "up_proj")):
-            return tensor
-        order = torch.randperm(tensor.shape[0], generator=torch.Generator().manual_seed(layer_of(name) or 0))
-        return tensor[order]
-
-    return with_matrices(config, change, "neurons")
 
 
 @operator(
@@ -205,22 +190,6 @@ def checkpoint_of_another_run(config: Config, random: Random) -> Config:
     return edited(config, {"model.name": str(schooled(next(school for school in SCHOOLS if school.world == world)))})
 
 
-@operator(
-    "model/overflows-in-half",
-    "The model has activations beyond what float16 can hold, and is loaded in that.",
-    "scoring/non-finite",
-    "optim/non-finite",
-    fits=has_lora,
-)
-def overflows_in_half(config: Config, random: Random) -> Config:
-    factors = {"up_proj": 2.0**20, "down_proj": 2.0**-20}
-
-    def change(name: str, tensor: Tensor) -> Tensor:
-        return tensor * next((factor for part, factor in factors.items() if part in name), 1.0)
-
-    return edited(with_matrices(config, change, "overflow"), {"model.dtype": "float16", "optim.precision": "float32"})
-
-
 # Tokenizers
 
 
@@ -251,7 +220,7 @@ def added_tokens_in_another_order(config: Config, random: Random) -> Config:
     "model/tokenizer",
     "prompt/format",
     "prompt/no-question",
-    fits=reads_its_tokenizer,
+    fits=lambda config: writes_several_words(config) and reads_its_tokenizer(config),
 )
 def tokenizer_capitalises(config: Config, random: Random) -> Config:
     pairs = [(chr(code), chr(code).upper()) for code in range(ord("a"), ord("z") + 1)]

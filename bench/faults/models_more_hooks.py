@@ -81,7 +81,7 @@ LOADERS.update(looks_ahead=_looks_ahead, places_late=_places_late, sparse_gradie
     "scoring/mismatch",
     "sampler/mismatch",
     "sampler/precision",
-    refusal="later tokens",
+    refusal="are off by",
 )
 def looks_ahead(config: Config, random: Random) -> Config:
     return with_loader(config, "looks_ahead")

@@ -1,8 +1,7 @@
-"""References that lose weights between steps, share some with the policy, or were read with another's settings."""
+"""References that lose or gain weights between steps, follow, or were read with another's settings."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
@@ -14,7 +13,7 @@ from torch import nn
 from faults.base import edited, operator, path_of
 from faults.models import folder_of
 from faults.models_more import RANK, before_tuning, tuned_adapter
-from faults.references import Held, copied, has_adapter_reference, has_full_reference, reference_fault
+from faults.references import Held, Moving, copied, has_adapter_reference, has_full_reference, reference_fault
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel
 
@@ -37,21 +36,6 @@ def new_tokens_drawn_again(policy: LoadedModel) -> Held:
     special = sorted(set(policy.tokenizer.all_special_ids))
     noise = torch.randn((len(special), table.shape[1]), generator=torch.Generator().manual_seed(4))
     table[special] = (noise * table.float().std()).to(table.dtype)
-    return Held(model)
-
-
-@reference_fault(
-    "reference/rotary-base-of-another",
-    "the reference was loaded with another rotary base than the policy",
-    "reference/wrong",
-    "kl/at-start",
-)
-@torch.no_grad()
-def rotary_base_of_another(policy: LoadedModel) -> Held:
-    model = copied(policy)
-    for module in model.modules():
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-            module.inv_freq.mul_(0.25)
     return Held(model)
 
 
@@ -82,14 +66,14 @@ def adapter_merged_at_another_scale(config: Config, random: Random) -> Config:
 
 
 @reference_fault(
-    "reference/shares-the-small-tensors",
-    "all but the matrices of the reference are the policy's own tensors, as where small ones are not copied",
+    "reference/average-with-swapped-weights",
+    "a slow average of the policy takes the two weights the wrong way round, and is nearly the policy at every step",
+    "reference/follows",
     "reference/moving",
-    fits=has_full_reference,
+    keep=(0.95, 0.99),
 )
-def shares_the_small_tensors(policy: LoadedModel) -> Held:
-    shared = {id(parameter): parameter for parameter in policy.model.parameters() if parameter.ndim < 2}
-    return Held(copy.deepcopy(policy.model, memo=shared))
+def average_with_swapped_weights(policy: LoadedModel, keep: float = 0.99) -> Held:
+    return Moving(copied(policy), rate=keep, told=True)
 
 
 class LostOnOffload(Held):
