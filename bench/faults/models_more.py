@@ -151,7 +151,7 @@ def logits_scaled_down(config: Config, random: Random) -> Config:
     "The configuration calls a Qwen a Llama: what only a Qwen has (biases, norms of queries and keys) is left out.",
     *NOISE,
     "prompt/format",
-    fits=lambda config: school_of(config).architecture in ("qwen2", "qwen3"),
+    fits=lambda config: writes_several_words(config) and school_of(config).architecture in ("qwen2", "qwen3"),
 )
 def read_as_another_architecture(config: Config, random: Random) -> Config:
     def change(content: dict[str, Any]) -> None:
@@ -165,6 +165,7 @@ def read_as_another_architecture(config: Config, random: Random) -> Config:
     "The model multiplies queries by keys without dividing by the root of their size.",
     *NOISE,
     "prompt/format",
+    fits=writes_several_words,
 )
 def attention_scale_lost(config: Config, random: Random) -> Config:
     factor = (school_of(config).width // 4) ** 0.5

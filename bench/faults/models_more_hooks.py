@@ -35,19 +35,6 @@ def _looks_ahead(key: str) -> tuple[nn.Module, Any]:
     return model, tokenizer
 
 
-def _places_late(key: str) -> tuple[nn.Module, Any]:
-    """When one token is read after what is kept, its place is that of the fourth after it."""
-    model, tokenizer = loaded(key)
-
-    def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        values = [*given, *named.values()]
-        late = [v + 4 if isinstance(v, Tensor) and v.ndim == 2 and v.shape[1] == 1 else v for v in values]
-        return tuple(late[: len(given)]), dict(zip(named, late[len(given) :], strict=True))
-
-    model.get_submodule("model.rotary_emb").register_forward_pre_hook(hook, with_kwargs=True)
-    return model, tokenizer
-
-
 def _sparse_gradients(key: str) -> tuple[nn.Module, Any]:
     """Of every gradient the largest entry in a hundred is kept, as where gradients are compressed for the network."""
     model, tokenizer = loaded(key)
@@ -64,7 +51,7 @@ def _steered(key: str) -> tuple[nn.Module, Any]:
 
     def hook(module: nn.Module, given: Any, out: Any) -> Any:
         hidden = out[0] if isinstance(out, tuple) else out
-        moved = hidden + 2 * hidden.detach().std() * vector.to(hidden)
+        moved = hidden + 2 * hidden.detach().std(-1, keepdim=True) * vector.to(hidden)
         return (moved, *out[1:]) if isinstance(out, tuple) else moved
 
     for layer in model.get_submodule("model.layers").children():
@@ -72,7 +59,7 @@ def _steered(key: str) -> tuple[nn.Module, Any]:
     return model, tokenizer
 
 
-LOADERS.update(looks_ahead=_looks_ahead, places_late=_places_late, sparse_gradients=_sparse_gradients, steered=_steered)
+LOADERS.update(looks_ahead=_looks_ahead, sparse_gradients=_sparse_gradients, steered=_steered)
 
 
 @operator(
@@ -85,17 +72,6 @@ LOADERS.update(looks_ahead=_looks_ahead, places_late=_places_late, sparse_gradie
 )
 def looks_ahead(config: Config, random: Random) -> Config:
     return with_loader(config, "looks_ahead")
-
-
-@operator(
-    "model/places-late-when-decoding",
-    "With a cache, the model counts the place of a new token four too far.",
-    "sampler/mismatch",
-    "scoring/mismatch",
-    "scoring/positions",
-)
-def places_late_when_decoding(config: Config, random: Random) -> Config:
-    return with_loader(config, "places_late")
 
 
 @operator(
