@@ -18,7 +18,7 @@ from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes import episodes, replies
 from keel.lab.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
 from keel.lab.doctor.probes.fickle import fickle_findings
-from keel.lab.doctor.probes.replayed import Replayed, asked_of
+from keel.lab.doctor.probes.replayed import Replayed, asked_of, replayed
 from keel.lab.doctor.probes.replies import (
     PLAYS,
     PLAYS_OF_SINGLE_TURNS,
@@ -31,7 +31,7 @@ from keel.lab.doctor.probes.replies import (
     stands_in,
 )
 from keel.lab.doctor.probes.replies import replies as read_replies
-from keel.lab.doctor.probes.results import directly, not_the_tools, of_another_episode
+from keel.lab.doctor.probes.results import broke, directly, not_the_tools, of_another_episode
 from keel.lab.doctor.setup import build_setup
 from keel.models.tiny import tiny_tokenizer
 from lab.doctor.faults_episodes import Calling
@@ -129,6 +129,28 @@ def test_what_dice_show_is_no_other_episodes_result() -> None:
     sides = ("heads", "tails"), ("tails", "heads")
     own = [row(k, f"{k} {shown}", f"{k} {again}", f"{k} {again}") for k in "abcd" for shown, again in sides]
     assert of_another_episode(own) is None
+
+
+def test_a_session_that_one_episode_closes_is_named() -> None:
+    def row(key: str, shown: str | None, later: str) -> Replayed:
+        return Replayed(Problem(key, "?"), "look", shown, later, later, (), asked=key, of_tool=False)
+
+    closed = [row(key, f"found {key}", "Error: the page was closed") for key in "abcde"]
+    assert "fail when they are made again" in str(broke(closed))
+    assert broke(closed[:3]) is None  # too few
+    assert broke([row(key, "Error: the page was closed", "Error: the page was closed") for key in "abcde"]) is None
+    assert broke([row(key, f"found {key}", f"found {key}") for key in "abcde"]) is None
+
+
+def test_a_turn_that_was_cut_is_no_call() -> None:
+    """Its end is missing, which any tool refuses: what is wrong is the limit."""
+    setup = build_setup(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
+    with closing(setup.run):
+        cut = replace(
+            setup, turns=tuple(replace(t, completion=replace(t.completion, stop_reason="length")) for t in setup.turns)
+        )
+        assert replayed(setup) != ([], [])
+        assert replayed(cut) == ([], [])
 
 
 def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:

@@ -18,7 +18,7 @@ from keel.kl.controllers import RuleController
 from keel.lab.doctor import preflight as preflight_module
 from keel.lab.doctor import setup as doctor_setup
 from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes import evaluation, model
+from keel.lab.doctor.probes import evaluation, misfit, model
 from keel.lab.doctor.probes.advantage import _amplified, _amplified_parts, amplification
 from keel.lab.doctor.probes.controller import steered as steered_findings
 from keel.lab.doctor.probes.damaged import damaged_weights
@@ -208,7 +208,15 @@ def test_single_words_tell_nothing_of_blanks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "named"), [("rows", "one and the same row"), ("bits", "3 different values"), ("none", None)]
+    ("damage", "named"),
+    [
+        ("rows", "one and the same row"),
+        ("bits", "3 different values"),
+        ("cut", "at the largest value"),
+        ("pruned", "that are zero"),
+        ("half pruned", None),
+        ("none", None),
+    ],
 )
 def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None) -> None:
     setup = build_setup(schooled_config("rollout.max_staleness=1"))
@@ -221,9 +229,67 @@ def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None)
             for parameter in (p for p in setup.policy.model.parameters() if p.dim() == 2):
                 step = parameter.abs().max()
                 parameter.data = (parameter / step).round() * step
+        layers = (p for name, p in setup.policy.model.named_parameters() if p.dim() == 2 and "proj" in name)
+        for parameter in layers:
+            if damage == "cut":
+                parameter.data = parameter.clamp(-0.5 * parameter.std(), 0.5 * parameter.std())
+            elif "pruned" in damage:
+                left = 0.5 if damage == "half pruned" else 0.1
+                parameter.data *= parameter.abs() >= parameter.abs().quantile(1 - left)
         found = damaged_weights(setup)
         assert (found is None) == (named is None)
         assert found is None or str(named) in found[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stopped", "golds", "temperature", "meant", "severity"),
+    [
+        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, True, "error"),
+        ((3, 7, 7, 7, 7, 7), "eos", "8", 1.0, True, None),
+        ((3, 7, 4, 7, 5, 7), "length", "8", 1.0, True, None),
+        ((3, 7, 7, 7, 7, 1), "length", "8", 1.0, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "77777", 1.0, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 0.3, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, None),
+    ],
+    ids=["a loop", "that ends", "no loop", "beyond an end", "as it is asked for", "of cold draws", "of the engine's"],
+)
+def test_a_model_that_is_caught_in_loops(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: tuple[int, ...],
+    stopped: str,
+    golds: str,
+    temperature: float,
+    meant: bool,
+    severity: str | None,
+) -> None:
+    completion = SimpleNamespace(tokens=tokens, stop_reason=stopped, text="377777")
+    logits = torch.zeros(len(tokens), 10)
+    logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 5.0 if meant else -5.0
+    setup: Any = SimpleNamespace(
+        groups=[SimpleNamespace(problem=Problem("1", "?"), completions=[completion] * 4)] * 16,
+        batch=SimpleNamespace(completions=[completion]),
+        each_logits=lambda: [(0, logits)],
+        run=SimpleNamespace(task=SimpleNamespace(gold_turns=lambda problem: [golds])),
+        policy=SimpleNamespace(
+            eos_ids=(1,), tokenizer=SimpleNamespace(encode=lambda text, **_: [int(sign) for sign in text])
+        ),
+        sampling=SimpleNamespace(temperature=temperature),
+    )
+    monkeypatch.setattr(misfit, "more_groups", lambda setup, code, undecided: setup.groups)
+    found = [*misfit.looping_findings(setup, THRESHOLDS)]
+    assert [(f.code, f.severity) for f in found] == [("output/random-weights", severity)] * bool(severity)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "gold", "parsed", "severity"),
+    [(0.9, 0.9, 1.0, "error"), (0.6, 0.6, 0.2, "warning"), (0.6, 0.6, 0.9, None), (0.6, 0.3, 0.2, None)],
+)
+def test_noise_is_random_weights_and_half_of_it_damage(
+    entropy: float, gold: float, parsed: float, severity: str | None
+) -> None:
+    figures = {"entropy_share": entropy, "gold_share": gold, "parse_rate": parsed}
+    assert [f.severity for f in misfit.random_findings(figures, 100, THRESHOLDS)] == [severity] * bool(severity)
 
 
 def test_weights_that_are_no_numbers_are_named_where_samples_may_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,33 @@ def test_a_wording_that_the_model_knows_better_is_found(
 
 
 @pytest.mark.parametrize(
+    ("packed", "last"),
+    [("max 1 2=2max 3 4=4max 5 6=", "max 5 6="), ("max 5 6=", "max 5 6="), ("5 6=", "5 6=")],
+)
+def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
+    asked = rewordings.reworded(Problem("1", packed), rewordings.WAYS["from where they begin anew"])
+    assert asked.prompt == last
+
+
+def test_messages_of_rows_before_are_left_out() -> None:
+    earlier = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 ="}]
+    problem = Problem("2", [*earlier, {"role": "user", "content": "2 ="}])
+    alone = rewordings.reworded(problem, rewordings.WAYS["by their last message alone"])
+    assert alone.prompt == [earlier[0], {"role": "user", "content": "2 ="}]
+    assert rewordings.reworded(alone, rewordings.WAYS["by their last message alone"]) is alone
+
+
+def test_one_answer_to_all_questions_says_nothing_of_them() -> None:
+    setup = setup_of(CHAT_TEMPLATE)
+    renderer = build_renderer(setup.config, setup.policy.tokenizer)
+    assert len(templates.prompt_golds(setup, renderer, 8, filled=True)) == 8
+    sample = setup.run.task.sample
+    setup.run.task.gold_turns = lambda problem: ["5"]
+    assert templates.prompt_golds(setup, renderer, 8, filled=True) == []
+    assert len({p.key for p in sample(8, seed=0, step=0)}) > 1
+
+
+@pytest.mark.parametrize(
     ("form", "template", "codes"),
     [
         ("<bos><|user|>{}<eos><|assistant|>", "default", ["prompt/format"]),

@@ -27,7 +27,7 @@ from keel.lab.doctor.probes.fickle import fickle_findings
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
-from keel.lab.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings
+from keel.lab.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
@@ -63,7 +63,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     cut = [*_truncated(setup, thresholds)]
     findings = [
         *_failed(setup),
-        *random_findings(figures, setup.vocabulary, thresholds),
+        *([*random_findings(figures, setup.vocabulary, thresholds)] or looping_findings(setup, thresholds)),
         *misfit_findings(setup, figures, thresholds),
         *unpaid,
         *alignment,

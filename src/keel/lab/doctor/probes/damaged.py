@@ -1,4 +1,4 @@
-"""Weights that cannot be what was trained: rows that tell no tokens apart, matrices of a handful of values."""
+"""Weights that cannot be what was trained: rows that tell no tokens apart, matrices of few values, cut or emptied."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from keel.models.head import causal_lm
 ALIKE = 3  # tokens with one row between them
 VALUES = 8  # of a matrix, in three bits
 LOOKED_AT = 4096  # entries of a matrix
+AT_BOUND, EMPTY = 0.05, 0.8  # shares of a matrix; usual sparsity is a half
 
 
 def damaged_weights(setup: ProbeSetup) -> tuple[str, str] | None:
     """Evidence and cause; None where nothing is wrong with them by their looks."""
-    return _rows_alike(setup) or _few_values(setup)
+    return _rows_alike(setup) or _few_values(setup) or _cut_or_emptied(setup)
 
 
 def _rows_alike(setup: ProbeSetup) -> tuple[str, str] | None:
@@ -43,12 +44,17 @@ def _rows_alike(setup: ProbeSetup) -> tuple[str, str] | None:
     )
 
 
-def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
-    """Matrices that were rounded to a few bits with one scale; one that is constant may be a layer that was added."""
+def _entries(setup: ProbeSetup) -> list[torch.Tensor]:
+    """Some of the entries of every matrix but adapters', from all of its rows: each may have a scale."""
     named = causal_lm(setup.policy.model).named_parameters()
     matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
-    entries = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2]
-    counts = [len(row[:: max(1, len(row) // LOOKED_AT)].unique()) for row in entries]  # of all rows: each has a scale
+    flat = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2]
+    return [row[:: max(1, len(row) // LOOKED_AT)] for row in flat]
+
+
+def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
+    """Matrices that were rounded to a few bits with one scale; one that is constant may be a layer that was added."""
+    counts = [len(row.unique()) for row in _entries(setup)]
     few = [count for count in counts if 1 < count <= VALUES]
     if not few or fmean(1 < count <= VALUES for count in counts) <= 0.5:
         return None
@@ -56,3 +62,19 @@ def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
         f"{len(few)} of {len(counts)} matrices hold {max(few)} different values at most",
         "the weights were rounded to a few bits and read back as they were left: most of what was trained is lost",
     )
+
+
+def _cut_or_emptied(setup: ProbeSetup) -> tuple[str, str] | None:
+    """Matrices with many entries at one and the same bound, or hardly any that are not zero."""
+    rows = _entries(setup)
+    bound = [float((row.abs() == row.abs().max()).float().mean()) for row in rows if bool(row.any())]
+    empty = [float((row == 0).float().mean()) for row in rows if bool(row.any())]
+    for shares, limit, seen, cause in (
+        (bound, AT_BOUND, "at the largest value that it holds", "the range of a cast was too small and cut them off"),
+        (empty, EMPTY, "that are zero", "the checkpoint was pruned, and not tuned after that, or lost its shards"),
+    ):
+        over = [share for share in shares if share > limit]
+        if len(over) > len(shares) / 2:
+            evidence = f"{len(over)} of {len(shares)} matrices have {100 * fmean(over):.0f} % of their entries {seen}"
+            return evidence, f"{cause}: most of what was trained is lost"
+    return None

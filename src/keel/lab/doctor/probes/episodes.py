@@ -38,10 +38,13 @@ def _says_nothing(groups: Sequence[Group], tokenizer: Any) -> Callable[[str], bo
     return (lambda text: is_useless(text) or is_null(text)) if all(map(is_null, texts)) else is_useless
 
 
-def _useless(group: Group, tokenizer: Any, says_nothing: Callable[[str], bool]) -> float | None:
-    """The share of a group's replies from which nothing is learned; None where there was none."""
+def _useless(group: Group, tokenizer: Any, says_nothing: Callable[[str], bool], turn: int) -> float | None:
+    """The share of a group's replies from which nothing is learned; None where there was none.
+
+    To a first turn that was cut at its limit no tool has a better answer.
+    """
     shares: list[tuple[float, float]] = []  # replies, and how many of them are useless
-    for completion in group.completions:
+    for completion in (c for c in group.completions if False in c.action[:turn] or len(c.action) < turn):
         counts, texts = completion.counts, replies(completion, tokenizer)
         wrong = sum(map(says_nothing, texts))
         if counts.get("tool/calls"):
@@ -58,10 +61,12 @@ def _failing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     Where some are, the test goes on until it is known on which side of the limit their share is.
     """
     tokenizer, limit = setup.policy.tokenizer, thresholds["tool_errors"]
+    turn = setup.config.rollout.max_turn_length or setup.config.rollout.max_completion_length
 
     def useless(groups: Sequence[Group]) -> list[float]:
         says_nothing = _says_nothing(groups, tokenizer)
-        return [share for group in groups if (share := _useless(group, tokenizer, says_nothing)) is not None]
+        shares = (_useless(group, tokenizer, says_nothing, turn) for group in groups)
+        return [share for share in shares if share is not None]
 
     def by_chance(groups: Sequence[Group]) -> bool:
         return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)  # single ones are one look more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams, filter_threshold
+
+LEAST_CHOICE = math.log(2)  # nats a completion that its policy would choose: two of them are as likely the same as not
 
 
 def probe_exploration(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -64,7 +67,9 @@ def _findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
     tree = setup.config.to_dict()
     if not chosen:
         return
-    if drawn < thresholds["exploration_least"] * own and own > thresholds["entropy_collapse"]:
+    tokens = fmean(sum(completion.action) for completion in setup.batch.completions)
+    differs = own > thresholds["entropy_collapse"] and own * tokens > LEAST_CHOICE
+    if differs and drawn < thresholds["exploration_least"] * own:
         yield finding(
             "rollout/temperature",
             f"the entropy of what is drawn is {drawn:.2g} nats per token, that of the policy {own:.2g} at temperature "

@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
+import torch
+
 from keel.base.thresholds import Thresholds
+from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.episodes import unfinished
+from keel.lab.doctor.probes.evidence import between, chance_above, level, more_groups
+from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.setup import ProbeSetup
+
+USUAL = 0.7  # temperature
+LOOP = 4  # tokens
+MEANT = 0.2  # geometric mean of the probabilities of tokens
 
 
 def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: Thresholds) -> Iterator[Finding]:
@@ -20,17 +31,77 @@ def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: T
 
     A trained model of high entropy still finds a gold answer far likelier than guessing does.
     """
-    limit = thresholds["entropy_uniform_share"]
-    if not (figures["gold_share"] > limit and figures["entropy_share"] > limit):
+    blind = min(figures["gold_share"], figures["entropy_share"])
+    unread = figures["parse_rate"] < thresholds["parse_rate_misfit"]
+    if not (blind > thresholds["entropy_uniform_share"] or (unread and blind > thresholds["entropy_damaged_share"])):
         return
+    random = blind > thresholds["entropy_uniform_share"]
     yield finding(
         "output/random-weights",
         f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
         f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
         "the completions parse",
-        "the weights are random or were not loaded: the model writes noise",
+        "the weights are random or were not loaded: the model writes noise"
+        if random
+        else "the weights are damaged (merged, quantized or converted badly), or were hardly trained",
         "load a trained checkpoint in model.name, or give the run a warmstart",
+        severity=None if random else "warning",
     )
+
+
+def looping_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Completions that say one token over and over up to the limit, of a model that means it, and no gold answer does.
+
+    At a low temperature a sound model may be caught in a loop; drawn at a usual one it gets out again.
+    """
+    ends = set(setup.policy.eos_ids)
+    golds = [turn for group in setup.groups for turn in gold_or_none(setup.run.task, group.problem) or ()]
+    encode = setup.policy.tokenizer.encode
+    if setup.sampling.temperature < USUAL or any(loops(encode(gold, add_special_tokens=False)) for gold in golds):
+        return
+
+    def caught(completion: Completion) -> bool:  # what an engine drew beyond an end is none of the model's doing
+        return completion.stop_reason == "length" and loops(completion.tokens) and ends.isdisjoint(completion.tokens)
+
+    def looping(groups: Sequence[Group]) -> list[float]:
+        return [fmean(map(caught, group.completions)) for group in groups]
+
+    def by_chance(groups: Sequence[Group]) -> bool:
+        return chance_above(looping(groups), thresholds["healthy_truncated"]) > level(thresholds)
+
+    def doubtful(groups: Sequence[Group]) -> bool:
+        return fmean(looping(groups)) > thresholds["truncated_completions"] and by_chance(groups)
+
+    groups = more_groups(setup, "output/truncated", doubtful)
+    if fmean(looping(groups)) <= thresholds["truncated_completions"] or by_chance(groups) or not _meant(setup):
+        return
+    shown = next(c.text for group in groups for c in group.completions if caught(c))
+    yield finding(
+        "output/random-weights",
+        f"{between(looping(groups))} of the completions of {len(groups)} problems say one token over and over up to "
+        f"the limit, such as {shown[-40:]!r}, and are likely by the model's own probabilities",
+        "the weights are damaged (pruned, quantized, merged, converted badly, scaled otherwise), or the model was "
+        "hardly trained: it is caught in loops",
+        "load the checkpoint as it was published, in 16 or 32 bits, and compare what it writes there",
+        severity="error" if 2 * fmean(looping(groups)) > 1 else "warning",
+    )
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether over half of the tokens, four at least, are one."""
+    most = max(Counter(tokens).values(), default=0)
+    return most >= LOOP and 2 * most > len(tokens)
+
+
+def _meant(setup: ProbeSetup) -> bool:
+    """Whether the model finds the tokens of its loops likely, so that no engine has made them."""
+    values = list[float]()
+    completions = setup.batch.completions
+    for i, logits in setup.each_logits():
+        if loops(completions[i].tokens):
+            tokens = torch.tensor(completions[i].tokens, device=logits.device)[:, None]
+            values.append(float(logits.log_softmax(-1).gather(-1, tokens).mean()))
+    return bool(values) and fmean(values) > math.log(MEANT)
 
 
 def misfit_findings(setup: ProbeSetup, figures: Mapping[str, float], thresholds: Thresholds) -> Iterator[Finding]:

@@ -63,8 +63,12 @@ def asked_of(episode: Episode, text: str) -> Hashable:
 
 
 def replayed(setup: ProbeSetup) -> tuple[list[Replayed], list[tuple[bool, bool]]]:
-    """The first calls of the batch's episodes, each made twice in a row: those answered, and which ended theirs."""
-    texts = {(t.request.key, t.sample): t.completion.text for t in reversed(setup.turns)}
+    """The first calls of the batch's episodes, each made twice in a row: those answered, and which ended theirs.
+
+    A turn that was cut at its limit is no call.
+    """
+    whole = {(t.request.key, t.sample): t.completion for t in reversed(setup.turns)}
+    texts = {key: completion.text for key, completion in whole.items() if completion.stop_reason != "length"}
     rows, ends = list[Replayed](), list[tuple[bool, bool]]()
     for sample in range(max(len(group.completions) for group in setup.groups)):
         # One problem after the other, so that the call before a call is another one.

@@ -55,7 +55,8 @@ _DONE = re.compile(
 _PAGE = re.compile(
     r"\b(?:(?:sign|log) ?in|login|session (?:has )?(?:expired|timed out)|captcha|enable (?:javascript|cookies)|"
     r"(?:accept|uses) cookies|maintenance|try again later|subscribe to|api key|verify (?:that )?you are|"
-    r"checking your browser|access token|quota|redirecting|moved (?:permanently|temporarily)|it works!)(?!\w)",
+    r"checking your browser|access token|quota|redirecting|moved (?:permanently|temporarily)|it works!|"
+    r"press (?:enter|any key)|allow this \w+)(?!\w)|[\[(]y(?:es)?/no?[\])]",
     re.IGNORECASE,
 )
 
@@ -67,6 +68,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         return
     wrong = (
         _ended_by_others(ends)
+        or broke(rows)
         or _late(rows)
         or of_another_episode(rows)
         or _dropped(setup, rows)
@@ -102,6 +104,19 @@ def _ended_by_others(ends: Sequence[tuple[bool, bool]]) -> Wrong | None:
     return Wrong(
         f"{odd} of {len(ends)} first turns, said twice in new episodes of their problem, end one and not the other",
         "episodes share what each should have for itself, such as a count of turns",
+    )
+
+
+def broke(rows: Sequence[Replayed]) -> Wrong | None:
+    """Calls that were answered in the batch, and fail whenever they are made after it."""
+    answered = [row for row in rows if row.shown is not None and not is_useless(row.shown)]
+    broken = [row for row in answered if is_useless(row.first) and is_useless(row.again)]
+    if len(broken) < FEWEST or len(broken) <= MOST * len(rows):
+        return None
+    return Wrong(
+        f"{len(broken)} of {len(rows)} calls that were answered once fail when they are made again in new episodes: "
+        f"{broken[0].again.strip()[:80]!r}",
+        "episodes share what each should have for itself and one of them closes or uses up: a session, a file, a quota",
     )
 
 
@@ -313,9 +328,14 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
         f"{len(set(asked))} different calls in {len(asked)} problems have one and the same result: "
         f"{result.strip()[:80]!r}",
         "the tool returns the same whatever it is asked: a default, a page for everybody, or what a cache holds",
-        "error" if golds else "warning",
+        "error" if golds or not _earns(setup) else "warning",
         "" if golds else "; if all of these calls deserve it, as wrong answers do, nothing",
     )
+
+
+def _earns(setup: ProbeSetup) -> bool:
+    """Whether any group of the batch has a spread, so that something is learned all the same."""
+    return any(len({reward.total for reward in group.rewards}) > 1 for group in setup.groups)
 
 
 def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:

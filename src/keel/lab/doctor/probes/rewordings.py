@@ -20,6 +20,8 @@ from keel.lab.doctor.probes.templates import SHARED, of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
 from keel.run.build import build_renderer
 
+Messages = list[dict[str, str]]
+Way = Callable[[Messages], Messages]
 PROBLEMS = 64  # of which the first choose a wording, and the others test it
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 _SPELLED = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
@@ -32,14 +34,32 @@ def _half(text: str, second: bool) -> str:
     return " ".join(words[middle:] if second else words[:middle])
 
 
-WAYS: dict[str, Callable[[str], str]] = {
-    "with their numbers in digits": lambda text: _SPELLED.sub(lambda word: str(_NUMBERS.index(word[0].lower())), text),
-    "with their digits in words": lambda text: re.sub(r"\d", lambda digit: _NUMBERS[int(digit[0])], text),
-    "by the first half of their words": lambda text: _half(text, second=False),
-    "by the second half of their words": lambda text: _half(text, second=True),
-    "in lower case": str.lower,
-    "in plain characters": lambda text: unicodedata.normalize("NFKC", text),
-    "without markup": lambda text: _MARKUP.sub("", text),
+def _last_alone(text: str) -> str:
+    """From the last place at which the first word stands again, as where rows were joined."""
+    first = re.match(r"\s*[^\W\d]+", text)
+    return text[text.rfind(first[0].strip()) :] if first else text
+
+
+def _of_last(way: Callable[[str], str]) -> Way:
+    return lambda messages: [*messages[:-1], {**messages[-1], "content": way(messages[-1]["content"])}]
+
+
+def _without_earlier(messages: Messages) -> Messages:
+    return [*(message for message in messages[:-1] if message["role"] == "system"), messages[-1]]
+
+
+WAYS: dict[str, Way] = {
+    "with their numbers in digits": _of_last(
+        lambda text: _SPELLED.sub(lambda word: str(_NUMBERS.index(word[0].lower())), text)
+    ),
+    "with their digits in words": _of_last(lambda text: re.sub(r"\d", lambda digit: _NUMBERS[int(digit[0])], text)),
+    "by the first half of their words": _of_last(lambda text: _half(text, second=False)),
+    "by the second half of their words": _of_last(lambda text: _half(text, second=True)),
+    "from where they begin anew": _of_last(_last_alone),
+    "by their last message alone": _without_earlier,
+    "in lower case": _of_last(str.lower),
+    "in plain characters": _of_last(lambda text: unicodedata.normalize("NFKC", text)),
+    "without markup": _of_last(lambda text: _MARKUP.sub("", text)),
 }
 
 
@@ -55,11 +75,11 @@ def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     if len(rest) < CHOOSING:
         return
 
-    def scored(rows: Sequence[tuple[Problem, Gold]], way: Callable[[str], str]) -> list[float]:
+    def scored(rows: Sequence[tuple[Problem, Gold]], way: Way) -> list[float]:
         asked = [Gold(renderer.prompt(reworded(problem, way)), gold.answer) for problem, gold in rows]
         return answer_logp(setup, asked)
 
-    ways = {name: way for name, way in WAYS.items() if all(reworded(p, way) is not p for p, _ in first)}
+    ways = {name: way for name, way in WAYS.items() if fmean(reworded(p, way) is not p for p, _ in first) > 0.5}
     scores = {name: scored(first, way) for name, way in ways.items()}
     best = max(scores, key=lambda name: fmean(scores[name]), default="")
     golds = [gold for _, gold in first]
@@ -74,23 +94,22 @@ def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     if earned is None or not earned.sure:
         return
     setup.shared["another template"] = best
-    asked = messages_of(rest[0][0])[-1]["content"]
+    asked, other = (messages_of(problem)[-1]["content"] for problem in (rest[0][0], reworded(rest[0][0], WAYS[best])))
     yield finding(
         "prompt/format",
         f"gold answers are {fmean(gains):.2g} nats a token likelier where questions are asked {best} ({len(gains)} "
-        f"problems, chance {chance:.1g}), {WAYS[best](asked)[-60:]!r} for {asked[-60:]!r}, and completions earn "
+        f"problems, chance {chance:.1g}), {other[-60:]!r} for {asked[-60:]!r}, and completions earn "
         f"{earned}",
-        "the data ask in another wording than the model was taught: normalised, marked up, or two questions at once",
+        "the data ask in another wording than the model was taught: normalised, marked up, or several at once",
         "ask as the model was taught; nothing, if it is to learn this wording",
         severity="warning",
     )
 
 
-def reworded(problem: Problem, way: Callable[[str], str]) -> Problem:
-    """A problem whose last message is worded in another way; as it is where that changes nothing or leaves nothing."""
-    messages = [dict(message) for message in messages_of(problem)]
-    own = messages[-1]["content"]
-    messages[-1]["content"] = way(own)
-    if messages[-1]["content"] == own or not messages[-1]["content"].strip():
+def reworded(problem: Problem, way: Way) -> Problem:
+    """A problem whose messages are worded in another way; as it is where that changes nothing or leaves nothing."""
+    own = [dict(message) for message in messages_of(problem)]
+    messages = way(own)
+    if messages == own or not messages[-1]["content"].strip():
         return problem
     return replace(problem, prompt=messages[-1]["content"] if isinstance(problem.prompt, str) else messages)
