@@ -14,6 +14,7 @@ from keel.kl.placement import kl_loss, kl_score_loss
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
 LEAST = 1e-6  # of a displacement: no nearer
+LOOSE = 5.0  # nats: a tighter clamp, of ratios under 150, has a part in every step
 LAG = 0.8  # an older sampler has come this share of the way
 REVERSED = "reversed k3"
 GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
@@ -88,8 +89,11 @@ def measure_term(
 
 
 def clamped_share(logits: Tensor, ref_logp: Tensor, clamp: float | None) -> float:
-    """How much of the distance, by the policy's and the reference's probabilities, is of log-ratios over the clamp."""
-    if clamp is None:
+    """How much of the distance, by the policy's and the reference's probabilities, is of log-ratios over the clamp.
+
+    A tight one is part of the term: it is measured as it is.
+    """
+    if clamp is None or clamp < LOOSE:
         return 0.0
     logp = logits.log_softmax(-1)
     distance = (logp - ref_logp).abs()
