@@ -375,13 +375,25 @@ def table(results: Sequence[Result]) -> str:
             )
             cells = " ".join(f"{cell:>14}" for cell in shares)
             lines += [f"  {row.kind:<26} {row.cases:>6} {cells} {row.refused:>8} {row.errors:>7}"]
-        lines += [""]
+        lines += [*by_operator(result for result in results if half in (result.half, "all")), ""]
     for kind, count, accused in accusations(results):
         lines += [f"{kind + ' runs accused':<28} {accused} of {count}"]
     seconds = sorted(result.seconds for result in results)
     if seconds:
         lines += [f"seconds a case: median {seconds[len(seconds) // 2]:.1f}, longest {seconds[-1]:.1f}"]
     return "\n".join(lines)
+
+
+def by_operator(results: Iterable[Result]) -> list[str]:
+    """How many operators are named in all of their draws, and in none, where one has several."""
+    draws: dict[str, list[bool]] = {}
+    for result in results:
+        if result.case.operator is not None and not result.case.healthy:
+            draws.setdefault(result.case.operator, []).append(result.first)
+    if max(map(len, draws.values()), default=0) < 2:
+        return []
+    always, never = sum(map(all, draws.values())), sum(not any(firsts) for firsts in draws.values())
+    return [f"  of {len(draws)} operators {always} are named first in all draws, {never} in none"]
 
 
 def misses(results: Sequence[Result]) -> str:

@@ -4,8 +4,8 @@ A subject is a configuration (a nested dict, for the preflight) or a log (`fault
 Whether an operator is held back is decided by the hash of its name: whoever writes probes looks at the other half. A
 test pins all names by a digest, so that no operator changes sides by being called otherwise. Of the first 203 that were
 held back 96, by the hash's next bit, were opened once the doctor had been measured on all, of the next 163 in the same
-way 82, and of 197 a quarter, 43: opened.txt names them, and 14 more whose code was seen by mistake. The operators of the
-modules `*_more` were written for whoever writes probes: all of them are seen, those that the hash would hold back too.
+way 82, and of 197 a quarter, 43: opened.txt names them, and 14 more whose code was seen by mistake. The operators of
+the modules `*_more` were written for whoever writes probes: all are seen, also those that the hash would hold back.
 """
 
 from __future__ import annotations

@@ -59,6 +59,13 @@ def test_recall_is_counted_by_hand() -> None:
     assert doctor.recall(r for r in RESULTS if r.half == "held")[-1] == doctor.Row("all", 2, 1, 0, 2, 1, 0)
 
 
+def test_operators_are_counted_by_all_of_their_draws() -> None:
+    """option/broken is named in three of five draws, log/broken in none of two; one draw each says nothing."""
+    assert doctor.by_operator(RESULTS) == ["  of 2 operators 0 are named first in all draws, 1 in none"]
+    assert doctor.by_operator([*RESULTS[:1], RESULTS[0]])[0].endswith("1 are named first in all draws, 0 in none")
+    assert doctor.by_operator([RESULTS[0], RESULTS[5]]) == []
+
+
 def test_a_note_accuses_nobody_and_a_traceback_does() -> None:
     assert doctor.accusations(RESULTS) == [("healthy", 2, 1), ("healthy log", 1, 0), ("look-alike", 1, 1)]
 
