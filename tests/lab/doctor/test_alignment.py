@@ -12,7 +12,7 @@ from torch import Tensor
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.alignment import association, far_rows, rearranged, shifts
 from keel.lab.doctor.probes.answers import deviations_of
-from keel.lab.doctor.probes.choices import Choice, surely_other
+from keel.lab.doctor.probes.choices import Choice, missed_rank, surely_other
 
 AFTER = [*range(1, 16), None]
 
@@ -124,3 +124,27 @@ def test_answers_of_others_are_told_from_those_a_model_fails(right: float) -> No
     ]
     assert not surely_other(Choice(likelihood, torch.tensor(failed)), thresholds)
     assert not surely_other(Choice(likelihood, torch.tensor(first)), thresholds)
+
+
+@pytest.mark.parametrize(("answers", "skill"), [(4, 0.45), (4, 0.8), (10, 0.45), (10, 1.2)])
+@pytest.mark.parametrize("sharpened", [2.0, 4.0])
+def test_a_model_that_is_too_sure_is_left_alone(answers: int, skill: float, sharpened: float) -> None:
+    """Right answers have `skill` more of normal evidence, which the model takes for many times what it is."""
+    draw, accused = torch.Generator().manual_seed(0), 0
+    for _ in range(200):
+        gold = torch.randint(answers, (96,), generator=draw)
+        evidence = torch.randn(96, answers, generator=draw, dtype=torch.float64)
+        evidence[torch.arange(96), gold] += skill
+        accused += surely_other(Choice((sharpened * evidence).log_softmax(-1), gold), load_thresholds())
+    assert accused <= 3
+
+
+@pytest.mark.parametrize(("answers", "skill"), [(3, 0.3), (10, 1.0)])
+def test_the_rank_of_a_missed_answer_is_that_of_a_simulation(answers: int, skill: float) -> None:
+    draw = torch.Generator().manual_seed(1)
+    evidence = torch.randn(40_000, answers, generator=draw, dtype=torch.float64)
+    evidence[:, 0] += skill
+    others = evidence[:, 1:] < evidence[:, :1]
+    right = others.all(-1)
+    simulated = (others[~right].sum(-1) / (answers - 2)).mean()
+    assert missed_rank(float(right.double().mean()), answers) == pytest.approx(float(simulated), abs=0.01)

@@ -140,6 +140,8 @@ def test_a_session_that_one_episode_closes_is_named() -> None:
     assert broke(closed[:3]) is None  # too few
     assert broke([row(key, "Error: the page was closed", "Error: the page was closed") for key in "abcde"]) is None
     assert broke([row(key, f"found {key}", f"found {key}") for key in "abcde"]) is None
+    framed = [row(key, "[/INST] [INST] Error: bad id", "Error: bad id") for key in "abcde"]
+    assert broke(framed) is None  # what it said in the batch, in a template's words
 
 
 def test_a_turn_that_was_cut_is_no_call() -> None:

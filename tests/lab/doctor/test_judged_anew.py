@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -242,39 +243,52 @@ def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stopped", "golds", "temperature", "meant", "severity"),
+    ("tokens", "stopped", "gold", "temperature", "filtered", "meant", "severity"),
     [
-        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, True, "error"),
-        ((3, 7, 7, 7, 7, 7), "eos", "8", 1.0, True, None),
-        ((3, 7, 4, 7, 5, 7), "length", "8", 1.0, True, None),
-        ((3, 7, 7, 7, 7, 1), "length", "8", 1.0, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "77777", 1.0, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "8", 0.3, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, True, "error"),
+        ((3, 7, 7, 7, 7, 7), "eos", "8", 1.0, False, True, None),
+        ((7, 3, 7, 4, 7, 5, 7, 6, 7), "length", "8", 1.0, False, True, None),
+        ((3, 7, 7, 7, 7, 1), "length", "8", 1.0, False, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "77777", 1.0, False, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 0.3, False, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, True, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", None, 1.0, False, True, None),
+        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, False, None),
     ],
-    ids=["a loop", "that ends", "no loop", "beyond an end", "as it is asked for", "of cold draws", "of the engine's"],
+    ids=[
+        "a loop",
+        "that ends",
+        "a list",
+        "beyond an end",
+        "as it is asked for",
+        "of cold draws",
+        "of a filter",
+        "of unknown answers",
+        "of the engine's",
+    ],
 )
 def test_a_model_that_is_caught_in_loops(
     monkeypatch: pytest.MonkeyPatch,
     tokens: tuple[int, ...],
     stopped: str,
-    golds: str,
+    gold: str | None,
     temperature: float,
+    filtered: bool,
     meant: bool,
     severity: str | None,
 ) -> None:
-    completion = SimpleNamespace(tokens=tokens, stop_reason=stopped, text="377777")
+    completion = SimpleNamespace(tokens=tokens, action=(True,) * len(tokens), stop_reason=stopped, text="377777")
     logits = torch.zeros(len(tokens), 10)
     logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 5.0 if meant else -5.0
     setup: Any = SimpleNamespace(
         groups=[SimpleNamespace(problem=Problem("1", "?"), completions=[completion] * 4)] * 16,
         batch=SimpleNamespace(completions=[completion]),
         each_logits=lambda: [(0, logits)],
-        run=SimpleNamespace(task=SimpleNamespace(gold_turns=lambda problem: [golds])),
+        run=SimpleNamespace(task=SimpleNamespace(gold_turns=lambda problem: [gold] if gold else [])),
         policy=SimpleNamespace(
             eos_ids=(1,), tokenizer=SimpleNamespace(encode=lambda text, **_: [int(sign) for sign in text])
         ),
-        sampling=SimpleNamespace(temperature=temperature),
+        sampling=SimpleNamespace(temperature=temperature, filtered=filtered),
     )
     monkeypatch.setattr(misfit, "more_groups", lambda setup, code, undecided: setup.groups)
     found = [*misfit.looping_findings(setup, THRESHOLDS)]
@@ -283,13 +297,21 @@ def test_a_model_that_is_caught_in_loops(
 
 @pytest.mark.parametrize(
     ("entropy", "gold", "parsed", "severity"),
-    [(0.9, 0.9, 1.0, "error"), (0.6, 0.6, 0.2, "warning"), (0.6, 0.6, 0.9, None), (0.6, 0.3, 0.2, None)],
+    [
+        (0.9, 0.9, 1.0, "error"),
+        (0.6, 0.6, 0.2, "warning"),
+        (0.6, 0.6, 0.9, None),
+        (0.6, 0.3, 0.2, None),
+        (math.nan, 0.9, 0.2, None),
+    ],
 )
 def test_noise_is_random_weights_and_half_of_it_damage(
     entropy: float, gold: float, parsed: float, severity: str | None
 ) -> None:
     figures = {"entropy_share": entropy, "gold_share": gold, "parse_rate": parsed}
     assert [f.severity for f in misfit.random_findings(figures, 100, THRESHOLDS)] == [severity] * bool(severity)
+    mild = severity == "warning"  # of sixteen tokens most may be answers
+    assert [*misfit.random_findings(figures, 16, THRESHOLDS)] == [] or not mild
 
 
 def test_weights_that_are_no_numbers_are_named_where_samples_may_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,15 @@ import torch
 from keel.base.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact
-from keel.lab.doctor.expected import REVERSED, TARGET_KL, cosine, measure_term, sampled_values, term_gradient
+from keel.lab.doctor.expected import (
+    REVERSED,
+    TARGET_KL,
+    clamped_share,
+    cosine,
+    measure_term,
+    sampled_values,
+    term_gradient,
+)
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.share import GradientNorms
 from keel.lab.doctor.setup import build_setup
@@ -48,16 +56,21 @@ def test_every_proven_row_is_measured_as_what_it_claims(fact: Fact) -> None:
         assert measured.size == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("fact", ON_POLICY, ids=lambda f: f"{f.estimator}-{f.placement}-{f.gradient}-{f.level}")
-@pytest.mark.parametrize("certain", [12.0, 25.0])
-def test_a_certain_policy_does_not_reach_the_clamp(fact: Fact, certain: float) -> None:
+@pytest.mark.parametrize("fact", [fact for fact in ON_POLICY if fact.expected_gradient == POLICY_REF], ids=str)
+def test_a_certain_policy_does_not_reach_the_clamp(fact: Fact) -> None:
     """To be 0.3 nats apart it would have to change its mind: ratios of e^20, at which the term is clamped."""
     policy, reference = states()
-    reference[:, 0] += certain
+    reference[:, 0] += 25.0
     measured = measure_term(policy + (reference - states()[1]), reference, *options(fact))
-    if fact.expected_gradient == POLICY_REF:
-        assert measured.name == POLICY_REF
-        assert measured.size == pytest.approx(1.0, abs=0.05)
+    assert measured.name == POLICY_REF
+    assert measured.size == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("clamp", "share"), [(None, 0.0), (0.1, 0.0), (4.9, 0.0), (5.0, 1.0), (40.0, 0.0)])
+def test_a_tight_clamp_is_part_of_its_term(clamp: float | None, share: float) -> None:
+    """Two tokens that change places, 30 nats apart: all of the distance is over a clamp of 5 and under one of 40."""
+    policy, reference = torch.tensor([[30.0, 0.0]]).double(), torch.tensor([[0.0, 30.0]]).double().log_softmax(-1)
+    assert clamped_share(policy, reference, clamp) == pytest.approx(share)
 
 
 def test_the_gradient_of_k2_is_pi_times_u_less_its_mean() -> None:

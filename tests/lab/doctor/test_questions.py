@@ -218,7 +218,12 @@ def test_a_wording_that_the_model_knows_better_is_found(
 
 @pytest.mark.parametrize(
     ("packed", "last"),
-    [("max 1 2=2max 3 4=4max 5 6=", "max 5 6="), ("max 5 6=", "max 5 6="), ("5 6=", "5 6=")],
+    [
+        ("max 1 2=2max 3 4=4max 5 6=", "max 5 6="),
+        ("max 5 6=", "max 5 6="),
+        ("5 6=", "5 6="),
+        ("An ant, Ants:", "An ant, Ants:"),
+    ],
 )
 def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
     asked = rewordings.reworded(Problem("1", packed), rewordings.WAYS["from where they begin anew"])

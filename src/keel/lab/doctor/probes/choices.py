@@ -14,7 +14,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
-from keel.lab.doctor.probes.evidence import level, more_groups
+from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.setup import ProbeSetup
 
 LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16
@@ -42,7 +42,7 @@ class Choice:
     @property
     def beyond_usual(self) -> Tensor:
         """By how many nats each answer is likelier after this prompt than after all of them `[n, answers]`."""
-        return self.chosen - self.chosen.exp().mean(0).log()
+        return self.chosen - (self.chosen.logsumexp(0) - math.log(len(self.chosen)))
 
     @property
     def opinion(self) -> float:
@@ -80,10 +80,9 @@ def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Threshol
     golds = gold_texts(setup, problems)
     if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
         return None
-    groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
     read = Counter(
         completion.text
-        for group in groups
+        for group in setup.groups
         for completion, reward in zip(group.completions, group.rewards, strict=True)
         if reward.parsed and completion.text
     )
@@ -133,14 +132,39 @@ def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], threshold
 def surely_other(choice: Choice, thresholds: Thresholds) -> bool:
     """Whether the gold answers that a model misses are ones that it cannot know, of all it seems to be sure of.
 
-    One that has learned a task is surer where it is right, and its second thought is better than chance where it is
-    wrong. Answers of which a part are others' agree with it as often as they are right, whatever it thinks.
+    One that has learned a task as well as it agrees with the gold answers is surer where it is right, and its second
+    thought is better than chance where it is wrong, however sure it is. Answers of which a part are others' agree with
+    it as often as they are right, whatever it thinks.
     """
     from scipy.special import bdtr
 
     sure, right = choice.first
-    ranks, edge = choice.ranks_of_missed(), thresholds["answers_foreseen"]
+    ranks, limit = choice.ranks_of_missed(), thresholds["false_alarms"]
     by_chance = bdtr(int(right.sum()), len(right), float(sure.mean()))
-    if len(ranks) < FEWEST or by_chance >= thresholds["false_alarms"]:
+    if min(len(ranks), int(right.sum())) < FEWEST or by_chance >= limit:
         return False
-    return bool(ranks.mean() + 2 * ranks.std() / len(ranks) ** 0.5 < edge and choice.foresight() < edge)
+    expected = missed_rank(float(right.double().mean()), choice.likelihood.shape[-1])
+    below = (expected - ranks.mean()) / (ranks.std() / len(ranks) ** 0.5).clamp_min(1e-12)
+    return bool(below > deviations_of(limit) and choice.foresight() < thresholds["answers_foreseen"])
+
+
+def missed_rank(accuracy: float, answers: int) -> float:
+    """The mean of `ranks_of_missed` of a model with this accuracy, whose evidence for each answer has normal noise.
+
+    The gold one has d more of it: P(first) = ∫ φ(x − d) Φ(x)^(n−1) dx, by bisection, whatever it makes of it.
+    """
+    x = torch.linspace(-8.0, 12.0, 2001, dtype=torch.float64)
+    lower = torch.special.ndtr(x)
+
+    def density(d: float) -> Tensor:
+        values = torch.exp(-((x - d) ** 2) / 2)
+        return values / values.sum()
+
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        first = float((density(middle) * lower ** (answers - 1)).sum())
+        low, high = (middle, high) if first < accuracy else (low, middle)
+    weights, others = density(low), answers - 1
+    missed = float((weights * (1 - lower**others)).sum())
+    return float((weights * others * (lower - lower**others)).sum()) / (others - 1) / max(missed, 1e-12)

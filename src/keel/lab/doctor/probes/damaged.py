@@ -49,7 +49,12 @@ def _entries(setup: ProbeSetup) -> list[torch.Tensor]:
     named = causal_lm(setup.policy.model).named_parameters()
     matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
     flat = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2]
-    return [row[:: max(1, len(row) // LOOKED_AT)] for row in flat]
+    return [row if len(row) <= LOOKED_AT else row[_scattered(len(row)).to(row.device)] for row in flat]
+
+
+def _scattered(count: int) -> torch.Tensor:
+    """Some numbers below this one, in no step that a matrix's width may divide."""
+    return torch.randint(count, (LOOKED_AT,), generator=torch.Generator().manual_seed(0))
 
 
 def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
@@ -71,7 +76,7 @@ def _cut_or_emptied(setup: ProbeSetup) -> tuple[str, str] | None:
     empty = [float((row == 0).float().mean()) for row in rows if bool(row.any())]
     for shares, limit, seen, cause in (
         (bound, AT_BOUND, "at the largest value that it holds", "the range of a cast was too small and cut them off"),
-        (empty, EMPTY, "that are zero", "the checkpoint was pruned, and not tuned after that, or lost its shards"),
+        (empty, EMPTY, "that are zero", "the checkpoint was pruned, or lost its shards"),
     ):
         over = [share for share in shares if share > limit]
         if len(over) > len(shares) / 2:

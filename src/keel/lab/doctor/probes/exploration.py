@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
-LEAST_CHOICE = math.log(2)  # nats a completion that its policy would choose: two of them are as likely the same as not
+LEAST_CHOICE = math.log(2)  # nats a group that its policy would choose beyond the first completion
 
 
 def probe_exploration(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
@@ -67,8 +66,8 @@ def _findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
     tree = setup.config.to_dict()
     if not chosen:
         return
-    tokens = fmean(sum(completion.action) for completion in setup.batch.completions)
-    differs = own > thresholds["entropy_collapse"] and own * tokens > LEAST_CHOICE
+    spread = own * setup.completion_length * (rollout.num_generations - 1)
+    differs = own > thresholds["entropy_collapse"] and spread > LEAST_CHOICE
     if differs and drawn < thresholds["exploration_least"] * own:
         yield finding(
             "rollout/temperature",

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 import torch
@@ -22,7 +22,8 @@ from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.setup import ProbeSetup
 
 USUAL = 0.7  # temperature
-LOOP = 4  # tokens
+LOOP = 3  # tokens that are the one before them
+LARGE = 64  # tokens of a vocabulary: of a handful most may be answers
 MEANT = 0.2  # geometric mean of the probabilities of tokens
 
 
@@ -31,11 +32,14 @@ def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: T
 
     A trained model of high entropy still finds a gold answer far likelier than guessing does.
     """
-    blind = min(figures["gold_share"], figures["entropy_share"])
-    unread = figures["parse_rate"] < thresholds["parse_rate_misfit"]
-    if not (blind > thresholds["entropy_uniform_share"] or (unread and blind > thresholds["entropy_damaged_share"])):
+
+    def blind(name: str) -> bool:  # no number is none
+        return figures["gold_share"] > thresholds[name] and figures["entropy_share"] > thresholds[name]
+
+    unread = figures["parse_rate"] < thresholds["parse_rate_misfit"] and vocabulary >= LARGE
+    random = blind("entropy_uniform_share")
+    if not random and not (unread and blind("entropy_damaged_share")):
         return
-    random = blind > thresholds["entropy_uniform_share"]
     yield finding(
         "output/random-weights",
         f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
@@ -52,16 +56,19 @@ def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: T
 def looping_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Completions that say one token over and over up to the limit, of a model that means it, and no gold answer does.
 
-    At a low temperature a sound model may be caught in a loop; drawn at a usual one it gets out again.
+    Drawn coldly or by a filter a sound model may be caught in a loop; else it gets out again.
     """
     ends = set(setup.policy.eos_ids)
     golds = [turn for group in setup.groups for turn in gold_or_none(setup.run.task, group.problem) or ()]
     encode = setup.policy.tokenizer.encode
-    if setup.sampling.temperature < USUAL or any(loops(encode(gold, add_special_tokens=False)) for gold in golds):
+    if setup.sampling.temperature < USUAL or setup.sampling.filtered or not golds:
+        return
+    if any(loops(encode(gold, add_special_tokens=False)) for gold in golds):
         return
 
     def caught(completion: Completion) -> bool:  # what an engine drew beyond an end is none of the model's doing
-        return completion.stop_reason == "length" and loops(completion.tokens) and ends.isdisjoint(completion.tokens)
+        own = [token for token, action in zip(completion.tokens, completion.action, strict=True) if action]
+        return completion.stop_reason == "length" and loops(own) and ends.isdisjoint(own)
 
     def looping(groups: Sequence[Group]) -> list[float]:
         return [fmean(map(caught, group.completions)) for group in groups]
@@ -73,7 +80,7 @@ def looping_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         return fmean(looping(groups)) > thresholds["truncated_completions"] and by_chance(groups)
 
     groups = more_groups(setup, "output/truncated", doubtful)
-    if fmean(looping(groups)) <= thresholds["truncated_completions"] or by_chance(groups) or not _meant(setup):
+    if fmean(looping(groups)) <= thresholds["truncated_completions"] or by_chance(groups) or not _meant(setup, caught):
         return
     shown = next(c.text for group in groups for c in group.completions if caught(c))
     yield finding(
@@ -83,22 +90,21 @@ def looping_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         "the weights are damaged (pruned, quantized, merged, converted badly, scaled otherwise), or the model was "
         "hardly trained: it is caught in loops",
         "load the checkpoint as it was published, in 16 or 32 bits, and compare what it writes there",
-        severity="error" if 2 * fmean(looping(groups)) > 1 else "warning",
     )
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether over half of the tokens, four at least, are one."""
-    most = max(Counter(tokens).values(), default=0)
-    return most >= LOOP and 2 * most > len(tokens)
+    """Whether over half of the tokens, and some at least, are the one before them."""
+    again = sum(token == before for before, token in pairwise(tokens))
+    return again >= LOOP and 2 * again >= len(tokens)
 
 
-def _meant(setup: ProbeSetup) -> bool:
+def _meant(setup: ProbeSetup, caught: Callable[[Completion], bool]) -> bool:
     """Whether the model finds the tokens of its loops likely, so that no engine has made them."""
     values = list[float]()
     completions = setup.batch.completions
     for i, logits in setup.each_logits():
-        if loops(completions[i].tokens):
+        if caught(completions[i]):
             tokens = torch.tensor(completions[i].tokens, device=logits.device)[:, None]
             values.append(float(logits.log_softmax(-1).gather(-1, tokens).mean()))
     return bool(values) and fmean(values) > math.log(MEANT)

@@ -40,8 +40,9 @@ _ERRORS = re.compile(
     r"(?:(?:an?|the|internal|server|unknown|unexpected|fatal)\s+)*\w*(?:error|exception|failure)s?\b"
     r"(?!\W*(?:null|none|nil|false|0)\b|\W*(?:\"\"|''|\[\]|\{\}))"
     r"|(?:(?!(?:no|not|never|without|\d\d?)\b)\w+\W+){0,3}(?:traceback|timed out|timeout(?!\W*\d)|unavailable|"
-    r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|no (?:\w+ )?results?|"
-    r"rate limit|bad request|undefined|failed to|requests? too (?:quickly|fast|often)|too many requests)\b"
+    r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|"
+    r"no (?:search |matching |relevant )?results?|rate limit|bad request|undefined|failed to|"
+    r"requests? too (?:quickly|fast|often)|too many requests)\b"
     # a command's own name may stand before what it could not do, and a number of its error
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"

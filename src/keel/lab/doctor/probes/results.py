@@ -109,13 +109,14 @@ def _ended_by_others(ends: Sequence[tuple[bool, bool]]) -> Wrong | None:
 
 def broke(rows: Sequence[Replayed]) -> Wrong | None:
     """Calls that were answered in the batch, and fail whenever they are made after it."""
-    answered = [row for row in rows if row.shown is not None and not is_useless(row.shown)]
-    broken = [row for row in answered if is_useless(row.first) and is_useless(row.again)]
+    answered = [row for row in rows if row.shown is not None and squeezed(row.again) not in squeezed(row.shown)]
+    failed = [row for row in answered if is_useless(row.first) and is_useless(row.again)]
+    broken = [row for row in failed if not is_useless(row.shown or "")]
     if len(broken) < FEWEST or len(broken) <= MOST * len(rows):
         return None
     return Wrong(
-        f"{len(broken)} of {len(rows)} calls that were answered once fail when they are made again in new episodes: "
-        f"{broken[0].again.strip()[:80]!r}",
+        f"{len(broken)} of {len(answered)} calls that were answered once fail when they are made again, in new "
+        f"episodes: {broken[0].again.strip()[:80]!r}",
         "episodes share what each should have for itself and one of them closes or uses up: a session, a file, a quota",
     )
 
@@ -328,14 +329,9 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
         f"{len(set(asked))} different calls in {len(asked)} problems have one and the same result: "
         f"{result.strip()[:80]!r}",
         "the tool returns the same whatever it is asked: a default, a page for everybody, or what a cache holds",
-        "error" if golds or not _earns(setup) else "warning",
+        "error" if golds else "warning",
         "" if golds else "; if all of these calls deserve it, as wrong answers do, nothing",
     )
-
-
-def _earns(setup: ProbeSetup) -> bool:
-    """Whether any group of the batch has a spread, so that something is learned all the same."""
-    return any(len({reward.total for reward in group.rewards}) > 1 for group in setup.groups)
 
 
 def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:

@@ -36,8 +36,9 @@ def _half(text: str, second: bool) -> str:
 
 def _last_alone(text: str) -> str:
     """From the last place at which the first word stands again, as where rows were joined."""
-    first = re.match(r"\s*[^\W\d]+", text)
-    return text[text.rfind(first[0].strip()) :] if first else text
+    first = re.match(r"\s*([^\W\d]{2,})", text)
+    places = re.finditer(rf"(?<![^\W\d]){re.escape(first[1])}(?![^\W\d])", text) if first else ()
+    return text[[place.start() for place in places][-1] :] if first else text
 
 
 def _of_last(way: Callable[[str], str]) -> Way:
@@ -94,7 +95,11 @@ def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     if earned is None or not earned.sure:
         return
     setup.shared["another template"] = best
-    asked, other = (messages_of(problem)[-1]["content"] for problem in (rest[0][0], reworded(rest[0][0], WAYS[best])))
+    changed = next(problem for problem, _ in first if reworded(problem, WAYS[best]) is not problem)
+    asked, other = (
+        " ".join(message["content"] for message in messages_of(problem))
+        for problem in (changed, reworded(changed, WAYS[best]))
+    )
     yield finding(
         "prompt/format",
         f"gold answers are {fmean(gains):.2g} nats a token likelier where questions are asked {best} ({len(gains)} "
