@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Problem
+from keel.base.types import Group, Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
-from keel.lab.doctor.probes.evidence import level
+from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.setup import ProbeSetup
 
 LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16
+LONGER = 4  # times as long as a gold answer: a text beyond that is no answer of its kind
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,38 @@ def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Threshol
     golds = gold_texts(setup, problems)
     if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
         return None
-    read = Counter(
+    choice = _between(setup, problems, golds, setup.groups, thresholds)
+    if choice is not None and choice.mass < thresholds["answers_mass"]:  # it may write more than the batch shows
+        groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
+        choice = _between(setup, problems, golds, groups, thresholds)
+    if choice is None or not choice.mass >= thresholds["answers_mass"]:  # no number is not
+        return None
+    return choice if choice.opinion >= thresholds["answers_opinion"] else None
+
+
+def _between(
+    setup: ProbeSetup,
+    problems: Sequence[Problem],
+    golds: Sequence[str],
+    groups: Sequence[Group],
+    thresholds: Thresholds,
+) -> Choice | None:
+    """Gold answers and what the model has written of their length; None where that is something else."""
+    longest = LONGER * max(map(len, golds))
+    written = [
         completion.text
-        for group in setup.groups
+        for group in groups
         for completion, reward in zip(group.completions, group.rewards, strict=True)
         if reward.parsed and completion.text
-    )
+    ]
+    read = Counter(text for text in written if len(text) <= longest)
     texts = list(dict.fromkeys([*golds, *(text for text, _ in read.most_common())]))[:MOST_ANSWERS]
-    if len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * read.total():
+    if len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * len(written):
         return None
     likelihood = likelihoods(setup, problems, texts)
     if len(likelihood) < LEAST_PROMPTS:
         return None
-    choice = Choice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
-    sure = choice.mass >= thresholds["answers_mass"] and choice.opinion >= thresholds["answers_opinion"]
-    return choice if sure else None  # no number is neither
+    return Choice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
 
 
 def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:

@@ -176,7 +176,7 @@ def prompt_golds(setup: ProbeSetup, renderer: Renderer, count: int, *, filled: b
     answered = [(p, turns[-1]) for p in problems if (turns := gold_or_none(task, p))]
     rows = [(p, Gold(renderer.prompt(p), tuple(encode(gold, add_special_tokens=False)))) for p, gold in answered]
     room = setup.policy.context_length or 1 << 30
-    if len(rows) > 1 and len({gold.answer for _, gold in rows}) == 1:
+    if len({problem.key for problem, _ in rows}) > 1 and len({gold.answer for _, gold in rows}) == 1:
         return []
     return [(p, gold) for p, gold in rows if gold.answer and 2 * len(gold.prompt) + len(gold.answer) < room]
 
