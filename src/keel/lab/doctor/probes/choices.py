@@ -107,7 +107,7 @@ def _between(
     ]
     read = Counter(text for text in written if len(text) <= longest)
     texts = list(dict.fromkeys([*golds, *(text for text, _ in read.most_common())]))[:MOST_ANSWERS]
-    if len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * len(written):
+    if not written or len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * len(written):
         return None
     likelihood = likelihoods(setup, problems, texts)
     if len(likelihood) < LEAST_PROMPTS:
