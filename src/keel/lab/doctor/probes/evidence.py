@@ -204,14 +204,22 @@ def more_groups(
             _sample(setup, further, count)
             doubt = undecided([*setup.groups, *further])
     groups = [*setup.groups, *further]
-    if doubt and single and len(groups) < 4**LOOKS and doubt_seconds(setup) <= setup.doubt_s:
-        _sample(setup, groups, 4**LOOKS - len(groups), generations=1)
+    if doubt and single:
+        groups = with_single_ones(setup, groups)
         doubt = undecided(groups)
     if doubt:
         completions = sum(len(group.completions) for group in groups)
         why = f"{setup.doubt_s:g} s are up" if doubt_seconds(setup) > setup.doubt_s else "as many as are sampled"
         leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
     return groups
+
+
+def with_single_ones(setup: ProbeSetup, groups: Sequence[Group]) -> list[Group]:
+    """These groups and one completion each of further problems, as many as a last look has."""
+    sampled = list(groups)
+    if len(sampled) < 4**LOOKS and doubt_seconds(setup) <= setup.doubt_s:
+        _sample(setup, sampled, 4**LOOKS - len(sampled), generations=1)
+    return sampled
 
 
 def most_completions(setup: ProbeSetup) -> int:

@@ -39,6 +39,7 @@ TESTING = 64  # that are drawn to test it, where it promises something
 ALL_PAIRS = 6  # layers up to which any two are exchanged; of more, neighbours
 BASES = (1e4, 5e5, 1e6)  # of rotary positions
 _ROTATED = re.compile(r"\b[qk]_proj\.(?:base_layer\.)?(?:weight|bias)$")
+_FUSED = "q_proj", "k_proj", "v_proj"
 _SIMPLER = 0.7  # of a gain that other questions or another template have to make to be the likelier cause
 SECONDS = 20.0  # after which no further change is tried
 
@@ -126,6 +127,7 @@ def changes(model: nn.Module) -> Iterator[Change]:
         yield from _exchanged_layers(layers)
     if len(layers):
         yield from _within_layers(layers)
+        yield from _fused(layers)
     yield from _rotary(model, layers)
     yield from other_settings(model)
 
@@ -173,15 +175,40 @@ def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
                 a.data, b.data = b.data, a.data
 
         yield Change(f"{one} and {other} of all layers exchanged", exchange, exchange)
-    for name, weight in named.items():
-        if weight.dim() == 2 and weight.shape[0] == weight.shape[1]:
-            squares = [_weight(layer, name) for layer in layers]
+    squares = [name for name, weight in named.items() if weight.dim() == 2 and weight.shape[0] == weight.shape[1]]
+    for names in [(name,) for name in squares] + ([tuple(squares)] if len(squares) > 1 else []):
+        turned = [_weight(layer, name) for layer in layers for name in names]
 
-            def transpose(squares: list[nn.Parameter] = squares) -> None:
-                for square in squares:
-                    square.data = square.data.t().contiguous()
+        def transpose(turned: list[nn.Parameter] = turned) -> None:
+            for square in turned:
+                square.data = square.data.t().contiguous()
 
-            yield Change(f"{name} of all layers transposed", transpose, transpose)
+        yield Change(f"{' and '.join(names)} of all layers transposed", transpose, transpose)
+
+
+def _fused(layers: nn.ModuleList) -> Iterator[Change]:
+    """Queries, keys and values that lay in one matrix, group by group, and were split as if all queries came first."""
+    attentions = [m for layer in layers for m in layer.modules() if all(hasattr(m, part) for part in _FUSED)]
+    parts = [[getattr(getattr(m, part), "base_layer", getattr(m, part)).weight for part in _FUSED] for m in attentions]
+    if not parts or any(not hasattr(m, "head_dim") for m in attentions):
+        return
+    before = [[weight.data for weight in weights] for weights in parts]
+
+    def split() -> None:
+        for attention, weights in zip(attentions, parts, strict=True):
+            groups = len(weights[1]) // int(attention.head_dim)  # heads of keys, with their queries and values
+            rows = torch.cat([weight.data for weight in weights]).unflatten(0, (groups, -1))
+            sizes = [len(weight) // groups for weight in weights]
+            for weight, part in zip(weights, rows.split(sizes, dim=1), strict=True):
+                weight.data = part.flatten(0, 1).contiguous()
+
+    def restore() -> None:
+        for weights, own in zip(parts, before, strict=True):
+            for weight, data in zip(weights, own, strict=True):
+                weight.data = data
+
+    if all(len(k) == len(v) and len(k) > m.head_dim for m, (_, k, v) in zip(attentions, parts, strict=True)):
+        yield Change("queries, keys and values taken from one matrix group by group", split, restore)
 
 
 def _weight(layer: nn.Module, name: str) -> nn.Parameter:

@@ -21,6 +21,7 @@ from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import more_groups
+from keel.lab.doctor.probes.helpful import unhelpful
 from keel.lab.doctor.probes.independence import by_others, echoed, of_its_episode, unreadable
 from keel.lab.doctor.probes.leaks import answer_of, leak_findings
 from keel.lab.doctor.probes.rendering import words
@@ -83,6 +84,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         or echoed(rows)
         or by_others(setup, rows)
         or of_its_episode(setup, rows)
+        or unhelpful(setup, rows, thresholds)
     )
     if wrong is not None:
         yield finding(

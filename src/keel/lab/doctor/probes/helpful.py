@@ -1,0 +1,120 @@
+"""Whether what a tool returns helps: gold answers after an episode's own result, and after those of others.
+
+A result that belongs to its call makes the answer likelier than results of other questions do. That says something of
+the tool only where the call is about its own question, and the model believes what it is told in the result's place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from random import Random
+from statistics import median
+
+from keel.base.thresholds import Thresholds
+from keel.base.types import Completion, Group, Problem
+from keel.lab.doctor.probes.evidence import between, chance_above, level, with_single_ones
+from keel.lab.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
+from keel.lab.doctor.probes.leaks import answer_of
+from keel.lab.doctor.probes.rendering import words
+from keel.lab.doctor.probes.replayed import Replayed, Wrong
+from keel.lab.doctor.probes.replies import is_useless
+from keel.lab.doctor.setup import ProbeSetup
+
+OTHERS = 5  # results of other episodes that stand in the place of an episode's own
+FEWEST = 16  # episodes
+BELIEVED = 1.0  # nats by which the gold answer is likelier where it stands in the result's place itself
+SECONDS = 6.0
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Told:
+    """An episode that a result was told before its last turn."""
+
+    problem: Problem
+    before: Tokens  # what was said up to there, with the prompt
+    result: Tokens
+    call: frozenset[str]  # the words of it
+    gold: Tokens  # the last turn that would be right
+
+    def about(self, other: Told) -> int:
+        """How many words of the call stand in the question of an episode."""
+        return len(self.call & frozenset(words(str(other.problem.prompt))))
+
+
+def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Wrong | None:
+    """Own results after which gold answers are less likely than after most of other episodes'."""
+    if setup.run.task.unanswered or not rows or not all(row.is_result for row in rows):
+        return None
+    limit, episodes = thresholds["results_against"], _told(setup, setup.groups)
+    if len(episodes) < len(setup.groups) / 2:
+        return None
+    episodes = _told(setup, with_single_ones(setup, setup.groups))
+    shares, began = list[float](), time.monotonic()
+    for told in episodes:
+        others = [other for other in episodes if other.result != told.result and other.gold != told.gold]
+        if len(others) >= OTHERS and time.monotonic() - began < SECONDS:
+            shares += _against(setup, told, Random(told.problem.key).sample(others, OTHERS))
+    if len(shares) < FEWEST or chance_above(shares, limit) > level(thresholds, 1):
+        return None
+    return Wrong(
+        f"in {between(shares)} of {len(shares)} episodes the gold answer is less likely after the episode's own result "
+        "than after most results of other episodes, although its call is about its own question and the model believes "
+        "what it reads there",
+        "the tool returns what another call asked for (another row, argument, unit, tool), something that says nothing "
+        "to the model, or the contrary; or its calls are answered by a search that does not find",
+        "warning",
+        "; make some calls by hand, with their questions and gold answers beside what they return",
+    )
+
+
+def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
+    """Of each problem the first episode that went on after a result, and ended by itself."""
+    tokenizer, found = setup.policy.tokenizer, dict[str, Told]()
+    for group, completion in ((group, c) for group in groups for c in group.completions):
+        place, gold = _last_result(completion), gold_or_none(setup.run.task, group.problem)
+        if group.problem.key in found or place is None or completion.stop_reason != "eos" or not gold:
+            continue
+        start, end = place
+        before, result = completion.tokens[:start], completion.tokens[start:end]
+        call = frozenset(words(str(tokenizer.decode(list(before), skip_special_tokens=True))))
+        answer = tuple(tokenizer.encode(gold[-1], add_special_tokens=False))
+        if answer and not is_useless(str(tokenizer.decode(list(result), skip_special_tokens=True))):
+            told = Told(group.problem, (*group.prompt_tokens, *before), tuple(result), call, answer)
+            found[group.problem.key] = told
+    return list(found.values())
+
+
+def _last_result(completion: Completion) -> tuple[int, int] | None:
+    """Where what the environment said before the last turn begins and ends."""
+    action = completion.action
+    if False not in action or not action[-1]:
+        return None
+    end = len(action) - action[::-1].index(False)
+    start = end - (action[:end][::-1].index(True) if True in action[:end] else end)
+    return start, end
+
+
+def _against(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> list[float]:
+    """1 where the gold answer is less likely than after most of the others' results, 0 where not; [] of no use."""
+    if told.about(told) <= median(told.about(other) for other in others):
+        return []
+    results = [told.result, _with_answer(setup, told, others), *(other.result for other in others)]
+    rows = [Gold((*told.before, *result), told.gold) for result in results]
+    if max(len(row.prompt) + len(row.answer) for row in rows) > (setup.policy.context_length or 1 << 30):
+        return []
+    own, right, *wrong = (float(logp.sum()) for logp in answer_tokens(setup, rows))
+    return [float(own < median(wrong))] if right > median(wrong) + BELIEVED else []
+
+
+def _with_answer(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> Tokens:
+    """The answer in the place of a result: between what all results begin with and what they end with."""
+    tokenizer = setup.policy.tokenizer
+    results = [told.result, *(other.result for other in others)]
+    head = commonprefix(results)
+    tail = commonprefix([result[len(head) :][::-1] for result in results])[::-1]
+    return (*head, *tokenizer.encode(answer_of(setup, told.problem), add_special_tokens=False), *tail)
