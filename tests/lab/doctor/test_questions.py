@@ -52,6 +52,7 @@ class Only(nn.Module):
 
 
 MORE, LESS, NONE = Earned(0.0, 0.5, 64, 1e-9, True), Earned(0.5, 0.1, 4, 1.0, False), Earned(0.0, 0.0, 4, 1.0, False)
+UNSURE = Earned(0.0, 0.1, 64, 1e-5, True)  # for one test, and not for one of several
 
 
 @pytest.mark.parametrize(
@@ -199,8 +200,15 @@ def test_plain_prompts_that_are_ended_are_named() -> None:
         (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", NONE, None),
         (lambda n: " ".join(rewordings._NUMBERS[int(d)] for d in str(n)) + " =", None, None),
         (lambda n: f"{n} =", MORE, None),
+        (lambda n: f"{n}.000 =", MORE, "numbers written plainly"),
+        (lambda n: f"{n} =".translate(str.maketrans("0123456789", "OlZEASGTBg")), MORE, "letters read as the digits"),
+        (lambda n: f"{n} = {7 * n + 1001}", MORE, "without their last word"),
+        (lambda n: f"{n}.000 =", UNSURE, None),
     ],
-    ids=["spelt out", "two questions", "earns no more", "a judge elsewhere", "as it was taught"],
+    ids=[
+        *("spelt out", "two questions", "earns no more", "a judge elsewhere", "as it was taught"),
+        *("floats", "scanned", "numbers of rows", "earns little more"),
+    ],
 )
 def test_a_wording_that_the_model_knows_better_is_found(
     monkeypatch: pytest.MonkeyPatch, wording: Callable[[int], str], earned: Earned | None, named: str | None
@@ -212,7 +220,7 @@ def test_a_wording_that_the_model_knows_better_is_found(
     ]
     monkeypatch.setattr(rewordings, "earned_otherwise", lambda *_: earned)
     found = [*reworded_findings(setup, LIMITS)]
-    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")] * bool(named)
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "error")] * bool(named)
     assert not found or (named or "") in found[0].evidence
 
 
@@ -228,6 +236,37 @@ def test_a_wording_that_the_model_knows_better_is_found(
 def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
     asked = rewordings.reworded(Problem("1", packed), rewordings.WAYS["from where they begin anew"])
     assert asked.prompt == last
+
+
+@pytest.mark.parametrize(
+    ("way", "asked", "other"),
+    [
+        ("with their numbers written plainly", "add 8.000000 and +7", "add 8 and 7"),
+        ("with their numbers written plainly", "add 1,250.50, 1e3 and 007.", "add 1250.5, 1000 and 7."),
+        ("with their numbers written plainly", "v1.0.0, 12:30, x2 and -3", "v1.0.0, 12:30, x2 and -3"),
+        ("with letters read as the digits they look like", "max Z lO=", "max 2 10="),
+        ("without blanks around them", "max 1 2=    ", "max 1 2="),
+        ("with single blanks", "max  1\t2=", "max 1 2="),
+        ("without single blanks", "m a x  1  2 =", "max 1 2="),
+        ("with blanks for the signs between words", "max_1,2=", "max 1 2="),
+        ("with blanks between words and numbers", "max12 of3", "max 12 of 3"),
+        ("without markup", "\\begin{problem}1 < 2\\end{problem}", "1 < 2"),
+        ("without labels", "**Problem.** 1 =\n\n**Solution.**", "1 ="),
+        ("in plain characters", "1 &lt; 2\u200b", "1 < 2"),
+        ("by their last line", "Sure.\n1 =\n", "1 ="),
+        ("without their last line", "1 =\nYours, Ann", "1 ="),
+    ],
+)
+def test_ways_to_ask_change_what_they_say(way: str, asked: str, other: str) -> None:
+    assert rewordings.reworded(Problem("1", asked), rewordings.WAYS[way]).prompt == other
+
+
+def test_of_wordings_that_are_as_good_the_one_that_changes_least_is_named() -> None:
+    problems = [Problem("1", "max 1 2=      ")]
+    scores = {"by the first half of their words": -0.5, "without single blanks": -0.51, "with single blanks": -0.52}
+    assert rewordings._gentlest({**scores, "without their last word": -0.1}, problems) == "without their last word"
+    assert rewordings._gentlest(scores, problems) == "with single blanks"
+    assert rewordings._gentlest({}, problems) == ""
 
 
 def test_messages_of_rows_before_are_left_out() -> None:
