@@ -15,6 +15,7 @@ from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.around import around_findings
 from keel.lab.doctor.probes.frames import frame_findings
+from keel.lab.doctor.probes.given_away import given_away_findings
 from keel.lab.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.lab.doctor.probes.leaks import leak_findings, system_leaks
 from keel.lab.doctor.probes.marks import mark_findings
@@ -92,6 +93,7 @@ def _leaks(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds)
         [*system_leaks(setup, [prompt.problem for prompt in prompts], thresholds)]
         or [*leak_findings(setup, given, thresholds)]
         or [*leak_findings(setup, read, thresholds)]
+        or [*given_away_findings(setup, given, thresholds)]
     )
 
 
