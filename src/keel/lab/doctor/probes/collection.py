@@ -26,6 +26,7 @@ from keel.lab.doctor.probes.evidence import (
 from keel.lab.doctor.probes.fickle import fickle_findings
 from keel.lab.doctor.probes.gold_likelihood import golds, read_golds
 from keel.lab.doctor.probes.gold_rewards import gold_findings
+from keel.lab.doctor.probes.idle import idle_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
@@ -72,6 +73,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
         *(cut or (() if of_gold or unpaid else unwritable_findings(setup, judged, thresholds))),
         *episode_findings(setup, thresholds),
+        *(() if any(found.code == "reward/exploit" for found in of_gold) else idle_findings(setup, thresholds)),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged), thresholds),
         *fickle_findings(setup, thresholds),

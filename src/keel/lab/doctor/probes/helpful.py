@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from random import Random
 from statistics import median
 
@@ -75,7 +75,7 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
 def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
     """Of each problem the first episode that went on after a result, and ended by itself."""
     tokenizer, found = setup.policy.tokenizer, dict[str, Told]()
-    for group, completion in ((group, c) for group in groups for c in group.completions):
+    for group, completion in [(own, c) for own in groups for c in own.completions]:
         place, gold = _last_result(completion), gold_or_none(setup.run.task, group.problem)
         if group.problem.key in found or place is None or completion.stop_reason != "eos" or not gold:
             continue
@@ -115,6 +115,11 @@ def _with_answer(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> Token
     """The answer in the place of a result: between what all results begin with and what they end with."""
     tokenizer = setup.policy.tokenizer
     results = [told.result, *(other.result for other in others)]
-    head = commonprefix(results)
-    tail = commonprefix([result[len(head) :][::-1] for result in results])[::-1]
+    head = _alike(results)
+    tail = _alike([result[len(head) :][::-1] for result in results])[::-1]
     return (*head, *tokenizer.encode(answer_of(setup, told.problem), add_special_tokens=False), *tail)
+
+
+def _alike(rows: Sequence[Tokens]) -> Tokens:
+    """What all of them begin with."""
+    return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False)))

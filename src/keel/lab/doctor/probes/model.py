@@ -22,7 +22,7 @@ from keel.lab.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, re
 from keel.lab.doctor.probes.initial import untrained_weights
 from keel.lab.doctor.probes.misplaced import misplaced_weights
 from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
-from keel.lab.doctor.probes.renumbering import shifted_findings, tokenizer_finding
+from keel.lab.doctor.probes.renumbering import added_findings, shifted_findings, tokenizer_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -36,13 +36,18 @@ _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapte
 def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     """Weights that were not loaded, a tokenizer of another model, an end that nobody stops at."""
     chosen = golds(setup)
+    missing = [*_missing(setup, thresholds)]
+    tokenizer = (
+        [*_round_trip(setup, thresholds)]
+        or [*_relabelled(setup, chosen, thresholds)]
+        or [*_beyond(setup, chosen, thresholds)]
+        or [*shifted_findings(setup, thresholds)]
+        or [*added_findings(setup, thresholds)]
+    )
     findings = [
-        *_missing(setup, thresholds),
-        *(
-            [*_round_trip(setup, thresholds)]
-            or [*_relabelled(setup, chosen, thresholds)]
-            or [*shifted_findings(setup, thresholds)]
-        ),
+        *missing,
+        *(() if missing or tokenizer else _misplaced(setup, thresholds)),  # ids of other tokens are explanation enough
+        *tokenizer,
         *_end(setup, chosen, thresholds),
     ]
     return ProbeResult("model", tuple(findings))
@@ -91,7 +96,9 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
             cause,
             advice,
         )
-        return
+
+
+def _misplaced(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     if found := misplaced_weights(setup, thresholds):
         yield finding(
             "model/missing-weights",
@@ -233,6 +240,20 @@ def _among_random(setup: ProbeSetup, written: Tensor, tokens: Sequence[int]) -> 
     others = torch.stack([values[order[chosen]].mean() for order in orders])
     own = float(values[chosen].mean())
     return own, float(others.mean()), float((others >= own).float().mean())
+
+
+def _beyond(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+    """What the model writes that is no token of the tokenizer's, although it is sure of what it writes."""
+    if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
+        return
+    written, known = read_golds(setup).written, set(setup.policy.tokenizer.get_vocab().values())
+    unknown = [i for i in range(len(written)) if i not in known]
+    mass = float(written[unknown].sum())
+    if mass > thresholds["unknown_tokens"]:
+        yield tokenizer_finding(
+            f"over {len(chosen)} prompts and gold answers the model gives {100 * mass:.0f} % of its probability to "
+            f"{len(unknown)} ids that are no token of the tokenizer"
+        )
 
 
 def _end(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:

@@ -1,15 +1,26 @@
-"""Token ids that are off by a constant: gold answers are likelier once all ids are moved back."""
+"""Token ids that the model does not know: gold answers are likelier under others that stand for the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.frames import unframed_logp
-from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, drawn_golds, golds, read_golds
+from keel.lab.doctor.probes.gold_likelihood import (
+    Gold,
+    answer_logp,
+    answer_tokens,
+    blind_surprise,
+    drawn_golds,
+    golds,
+    read_golds,
+)
 from keel.lab.doctor.probes.templates import of_gains
 from keel.lab.doctor.setup import ProbeSetup
 
@@ -33,25 +44,76 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
     best = max(gains, key=lambda way: (round(gains[way], 1), -abs(way[0])), default=None)  # the nearest that does
     if best is None or gains[best] <= least:
         return
-    (by, whole), rest = best, list(dict.fromkeys(g for g in drawn_golds(setup, TESTING) if g not in first))
+    by, whole = best
+    if proof := _proof(setup, partial(shifted, setup, by=by, whole=whole), thresholds):
+        words = f"the ids of all {'' if whole else 'ordinary '}tokens are {abs(by)} {'higher' if by > 0 else 'lower'}"
+        yield tokenizer_finding(f"gold answers are {proof[0]:.2g} nats a token likelier where {words} {proof[1]}")
+
+
+def added_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+    """Tokens that were added to the vocabulary and stand in prompts and answers, written as they were before."""
+    first, spelt = golds(setup)[:CHOOSING], _spelt_out(setup)
+    used = spelt.keys() & {token for gold in first for token in (*gold.prompt, *gold.answer)}
+    if not used:
+        return
+
+    def unadded(gold: Gold) -> Gold:
+        prompt, answer = (tuple(t for token in part for t in spelt.get(token, (token,))) for part in _parts(gold))
+        return Gold(prompt, answer)
+
+    if proof := _proof(setup, unadded, thresholds):
+        names = ", ".join(repr(setup.policy.tokenizer.decode([token])) for token in sorted(used)[:4])
+        yield tokenizer_finding(
+            f"gold answers are {proof[0]:.2g} nats a token likelier where tokens that were added to the vocabulary, "
+            f"such as {names}, are written as the tokens they had before {proof[1]}"
+        )
+
+
+def _parts(gold: Gold) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return gold.prompt, gold.answer
+
+
+def _spelt_out(setup: ProbeSetup) -> dict[int, tuple[int, ...]]:
+    """Of each ordinary token that was added, what its text was before; nothing of tokenizers that cannot be read."""
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = setup.policy.tokenizer
+    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if not token.special}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not added or backend is None:
+        return {}
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+    before = Tokenizer.from_str(json.dumps(content))
+    spelt = {i: tuple(before.encode(text, add_special_tokens=False).ids) for i, text in added.items()}
+    return {i: ids for i, ids in spelt.items() if ids and i not in ids}
+
+
+def _proof(setup: ProbeSetup, change: Callable[[Gold], Gold], thresholds: Thresholds) -> tuple[float, str] | None:
+    """By how many nats a token gold answers are likelier under a change, with its evidence; None where that is none.
+
+    The right ids leave little of the surprise: a task may be much the same with all its digits moved.
+    """
+    first = golds(setup)[:CHOOSING]
+    rest = list(dict.fromkeys(g for g in drawn_golds(setup, TESTING) if g not in first))
     if len(rest) < CHOOSING:
-        return
-    unmoved, scored = answer_logp(setup, rest), answer_logp(setup, [shifted(setup, g, by, whole=whole) for g in rest])
-    tested = [after - before for before, after in zip(unmoved, scored, strict=True)]
-    chance = of_gains(tested)
-    # the right ids leave little of the surprise: a task may be much the same with all its digits moved
+        return None
+    unmoved, scored = totals(setup, rest), totals(setup, map(change, rest))
+    tested = [(after - before) / len(gold.answer) for gold, before, after in zip(rest, unmoved, scored, strict=True)]
+    chance, left = of_gains(tested), -fmean(after / len(gold.answer) for gold, after in zip(rest, scored, strict=True))
     if (
-        fmean(tested) <= max(least, -fmean(unmoved) / 2)
+        fmean(tested) <= max(thresholds["template_gain"], (left + fmean(tested)) / 2)
         or chance > level(thresholds, looks=1)
-        or -fmean(scored) >= blind_surprise(setup, thresholds)
-        or unframed_logp(setup) > fmean(scored)  # it is the template that confuses the model, and not the ids
+        or left >= blind_surprise(setup, thresholds)
+        or unframed_logp(setup) > -left  # it is the template that confuses the model, and not the ids
     ):
-        return
-    yield tokenizer_finding(
-        f"gold answers are {fmean(tested):.2g} nats a token likelier where the ids of all "
-        f"{'' if whole else 'ordinary '}tokens are {abs(by)} {'higher' if by > 0 else 'lower'} ({len(tested)} "
-        f"problems, chance {chance:.1g})"
-    )
+        return None
+    return fmean(tested), f"({len(tested)} problems, chance {chance:.1g})"
+
+
+def totals(setup: ProbeSetup, chosen: Iterable[Gold]) -> list[float]:
+    """The log-probability of each answer, however many tokens it is written in."""
+    return [float(logp.sum()) for logp in answer_tokens(setup, list(chosen))]
 
 
 def shifted(setup: ProbeSetup, gold: Gold, by: int, *, whole: bool) -> Gold:
