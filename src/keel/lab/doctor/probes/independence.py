@@ -21,6 +21,7 @@ from keel.lab.doctor.setup import ProbeSetup
 PLAYED = 8  # calls that are made in another order
 PAIRS = 5  # of calls that are made in one episode
 
+_TERMINAL = re.compile(r"\x1b[\[\]][0-9;?]*[A-Za-z]")
 _BYTES = re.compile(r"\s*b(['\"]).*\1\s*", re.DOTALL)
 
 
@@ -49,7 +50,7 @@ def _said(row: Replayed) -> set[str]:
 
 
 def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
-    """Results of which the tokenizer keeps no word, or that are bytes written out."""
+    """Results of which the tokenizer keeps no word, that are bytes written out, or what moves a terminal's cursor."""
     results = [row.again for row in rows if words(row.again)]
     if len(results) < FEWEST or len(results) < len(rows):
         return None
@@ -57,6 +58,11 @@ def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
         return Wrong(
             f"all of {len(results)} results are bytes written out, such as {results[0].strip()[:60]!r}",
             "the tool returns bytes and not a text: what is not ASCII is unreadable",
+        )
+    if all(_TERMINAL.search(result) for result in results):
+        return Wrong(
+            f"all of {len(results)} results hold the codes of a terminal, such as {results[0].strip()[:60]!r}",
+            "the tool returns what a terminal would show, with its colours and its cursor: the model reads the codes",
         )
     encode, decode = setup.policy.tokenizer.encode, setup.policy.tokenizer.decode
     for result in results:

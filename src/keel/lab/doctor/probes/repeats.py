@@ -14,6 +14,7 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import leave_undecided
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of, rendered
+from keel.lab.doctor.probes.replies import answers, contents, first_turn
 from keel.lab.doctor.setup import ProbeSetup
 
 _DRAWN = 1024  # training problems that are looked at
@@ -75,7 +76,10 @@ def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterato
     Of the prompts that are met twice: how many are asked with an answer that their other row does not take.
     """
     task, judge = setup.run.task, setup.built.judge
-    if task.unanswered or task.several_turns or judge.remote:
+    if task.unanswered or judge.remote:
+        return
+    if task.several_turns:
+        yield from _never_told(setup)
         return
     met: dict[tuple[int, ...], dict[str, Problem]] = {}
     times: Counter[tuple[int, ...]] = Counter()
@@ -103,6 +107,29 @@ def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterato
         "column alone",
         "read the rows of one such question; keep those whose answer is right",
         share=len(doubtful) / len(repeated),
+    )
+
+
+def _never_told(setup: ProbeSetup) -> Iterator[Finding]:
+    """Episodes that all begin with one prompt, have different answers, and reply alike to whatever is said first."""
+    rows = [pair for step in training_steps(setup) for pair in step]
+    problems = {str(problem.answer): problem for problem, _ in rows}
+    if len({prompt for _, prompt in rows}) > 1 or len(problems) < _FEWEST:
+        return
+    chosen = [*problems.values()][:_FEWEST]
+    texts = [first_turn(group.completions[0], setup.policy.tokenizer, setup.sampling.stop) for group in setup.groups]
+    try:
+        for text in dict.fromkeys(texts[:_FEWEST]):
+            if len({contents(answers(setup.run.task, problem, [text])[0]) for problem in chosen}) > 1:
+                return  # the first reply tells what is asked
+    except Exception:  # a user's environment may raise anything
+        return
+    yield finding(
+        "prompt/no-question",
+        f"{len(rows)} problems with {len(problems)} different answers have one and the same prompt, and episodes of "
+        f"{len(chosen)} of them reply the same to the same first turn",
+        "what is asked stands neither in the prompt nor in what the environment replies: no policy can know the answer",
+        "write the question into the problem's prompt (Task.sample), or let Episode.step tell it",
     )
 
 
