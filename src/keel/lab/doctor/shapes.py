@@ -8,6 +8,7 @@ and Rao).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -205,6 +206,43 @@ def _chance(change: float, deviation: float, time: float, first: int, last: int)
         return 1.0
     error = MEDIAN_ERROR * deviation * math.sqrt(time * (1 / first + 1 / last))
     return 2 * float(stats.t.sf(abs(change) / error, first + last - 2)) if error > 0 else 0.0
+
+
+def jitter(series: Series) -> float:
+    """The deviation of a value from the line between its neighbours: jumps, slopes and slow swings hardly count."""
+    bends = np.diff(np.asarray(series.finite.values), 2)
+    return MAD * float(np.median(np.abs(bends))) / math.sqrt(6) if len(bends) else math.nan  # of 1, −2 and 1 values
+
+
+def around(series: Series, step: float, window: int) -> Change | None:
+    """The levels before a step and from it on, with the chance by the changes from value to value; None at the ends."""
+    values, at = series.finite.values, bisect_left(series.finite.steps, step)
+    before, after = values[max(0, at - window) : at], values[at : at + window]
+    if min(len(before), len(after)) < window // 3:
+        return None
+    first, last = float(np.median(before)), float(np.median(after))
+    return Change(first, last, int(step), _chance(last - first, jitter(series), 1.0, len(before), len(after)))
+
+
+def turns(series: Series, size: float) -> tuple[int, float]:
+    """How often the level goes up and down by more than `size`, one after the other; the chance of one such turn."""
+    from scipy import stats
+
+    values = np.asarray(series.finite.values)
+    if len(values) < LEAST:
+        return 0, 1.0
+    width = max(3, len(values) // 40)
+    levels = [float(np.median(values[i : i + width])) for i in range(0, len(values) - width + 1, width)]
+    count, direction, low, high = 0, 0, levels[0], levels[0]
+    for value in levels:
+        low, high = min(low, value), max(high, value)
+        if direction <= 0 and value > low + size:
+            count, direction, high = count + 1, 1, value
+        elif direction >= 0 and value < high - size:
+            count, direction, low = count + 1, -1, value
+    error = MEDIAN_ERROR * jitter(series) * math.sqrt(2 / width)
+    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 0.0
+    return count, min(1.0, chance * len(levels))
 
 
 def frozen_since(series: Series) -> tuple[int, int]:

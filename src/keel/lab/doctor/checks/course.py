@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.checks.base import RECENT, CheckResults, level, not_recorded, reward_size, saturated
+from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, saturated
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.shapes import LEAST, Change, jumps, noise
+from keel.lab.doctor.shapes import LEAST, Change, around, jumps, noise
 
 # What jumps for the same reason counts once: one name a family is looked at, the first that was recorded.
 FAMILIES = (
@@ -28,6 +29,7 @@ FAMILIES = (
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
 BETWEEN = 2  # steps from one line to the next, of a log that shows single updates
 UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
+REWRITTEN = 0.25  # of a figure: learning changes less within a few steps
 BEGUN = 0.3  # of a log, after which a gradient is no longer that of a beginning
 LITTLE, TINY = 1e-4, 1e-300  # of the largest value, below which a logarithm is not taken
 Jump = tuple[str, Change]
@@ -124,6 +126,13 @@ def _moved(series: Series, step: int) -> bool:
     }
     least = max(3 * noise(series)[0], UNMOVED * abs(statistics.median(values)))
     return at not in changes or abs(changes[at] - statistics.median(changes.values())) > least
+
+
+def rewritten(history: History, step: int, thresholds: Thresholds, names: Sequence[str] = WRITTEN) -> bool:
+    """Whether what the policy writes is another from that step on, by one of these figures and beyond noise."""
+    shown = (series for name in names if (series := history.get(name)) is not None)
+    changes = (change for series in shown if (change := around(series, step, RECENT)) is not None)
+    return any(clear(c, thresholds) and abs(c.size) > REWRITTEN * max(abs(c.before), abs(c.after)) for c in changes)
 
 
 def shift_steps(history: History, thresholds: Thresholds) -> tuple[int, ...]:

@@ -11,7 +11,15 @@ from typing import Any
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, reward_trend
+from keel.lab.doctor.checks.base import (
+    RECENT,
+    CheckResults,
+    clear,
+    level,
+    not_recorded,
+    reward_size,
+    reward_trend,
+)
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series, finite, in_order, step_of
 from keel.lab.judge import Accuracy, accuracies
@@ -61,6 +69,7 @@ def train_gap(history: History, thresholds: Thresholds) -> CheckResults:
         return
     yield from _nothing_held_out(history, _recorded(history), thresholds)
     yield from _perfect(history, _recorded(history), thresholds)
+    yield from _by_heart(history, _recorded(history), thresholds)
     yield from _stuck(history, _recorded(history), thresholds)
     rewards = history.series["reward/mean"].finite.values
     range_ = max(rewards) - min(rewards)
@@ -83,6 +92,7 @@ def _logged_gap(history: History, logged: dict[str, Series], thresholds: Thresho
     yield from nothing
     yield from _perfect(history, logged, thresholds)
     scores = {name: series for name, series in logged.items() if any(word in name for word in SCORES)}
+    yield from _by_heart(history, scores, thresholds)
     yield from _stuck(history, scores, thresholds)
     rises = _rises(history, thresholds)
     if nothing or not rises:
@@ -205,6 +215,44 @@ def _perfect(history: History, logged: dict[str, Series], thresholds: Thresholds
         )
 
 
+def _by_heart(history: History, logged: dict[str, Series], thresholds: Thresholds) -> CheckResults:
+    """Training that comes to be solved, to the last problem, while held-out ones stay far from that and do not gain."""
+    rewards = history.get("reward/mean")
+    gain = shapes.course(rewards) if rewards is not None else None
+    learned = gain is not None and clear(gain, thresholds) and gain.size > thresholds["flat_gain"] * abs(gain.after)
+    if gain is None or not learned or not _all_solved(history, thresholds):
+        return
+    for name, series in logged.items():
+        values = series.finite.values
+        if not _is_share(name) or name.startswith(PART) or len(values) < STUCK or min(values) <= 0:
+            continue
+        third = max(1, len(values) // 3)
+        before, after = (statistics.fmean(part) for part in (values[:third], values[-third:]))
+        room = thresholds["flat_gain"] * (1 - before)
+        if max(values) < thresholds["mostly_paid"] and abs(after - before) < room:
+            yield finding(
+                "eval/train-gap",
+                f"the reward goes from {gain.before:.3g} to {gain.after:.3g}, next to all there is, while held-out "
+                f"{name.removeprefix('eval/')} is {before:.3g} at first and {after:.3g} at the end ({len(values)} "
+                "evaluations)",
+                "what is trained on is learned by heart, or by a trait that held-out problems lack: too few problems, "
+                "asked too often, or another kind than those that are held out",
+                "more problems, or fewer steps; judge held-out completions by the training reward, too",
+            )
+            return
+
+
+def _all_solved(history: History, thresholds: Thresholds) -> bool:
+    """Whether all of the highest reward is paid, of 1 where it is not logged; or completions now earn the same."""
+    rewards, highest, spread = (history.get(name) for name in ("reward/mean", "reward/max", "reward/std"))
+    if rewards is None:
+        return False
+    best, now = 1.0 if highest is None else max(highest.finite.values), rewards.tail(RECENT).mean
+    left = spread.tail(RECENT).mean / spread.head(3).mean if spread is not None and spread.head(3).mean > 0 else 1.0
+    alike = left < 1 - thresholds["zero_variance_groups"]
+    return alike or best >= now >= thresholds["held_out_all"] * best > 0
+
+
 def _unpaid(history: History, name: str, thresholds: Thresholds) -> str:
     """That training pays little of a part, of 1 as a share is, as text; "" where it pays more or is not logged."""
     part = history.get(_trained(name))
@@ -234,8 +282,8 @@ def _missed(history: History, thresholds: Thresholds) -> str:
         return f"{100 * share:.0f} % of the groups hold no right completion" if share > 0.1 else ""
     if spread is not None and min(mean.finite.values) >= 0:
         width = shapes.median(spread)
-        missed = usual**2 < thresholds["mostly_paid"] * (usual**2 + width**2)
-        return f"rewards are {usual:.3g} ± {width:.2g} a completion" if missed else ""
+        if usual**2 < thresholds["mostly_paid"] * (usual**2 + width**2):
+            return f"rewards are {usual:.3g} ± {width:.2g} a completion"
     alike, size = history.get("reward/zero_variance_fraction"), history.figure("rollout.num_generations")
     if alike is None or size is None:
         return ""

@@ -13,6 +13,7 @@ from keel.lab.doctor.checks.base import (
     Unchecked,
     clear,
     equal_groups,
+    level,
     not_recorded,
     opt,
     reward_rose,
@@ -22,8 +23,8 @@ from keel.lab.doctor.checks.base import (
     solved,
 )
 from keel.lab.doctor.findings import Options, finding
-from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import LEAST, course, median
+from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.shapes import LEAST, course, median, turns
 
 
 def temperature(history: History, thresholds: Thresholds) -> CheckResults:
@@ -129,8 +130,41 @@ def collapse(history: History, thresholds: Thresholds) -> CheckResults:
         )
 
 
+def _swinging(history: History, thresholds: Thresholds) -> CheckResults:
+    """Entropy that goes up and down by a multiple of itself, again and again."""
+    series = history.get("entropy/mean")
+    values = series.finite.values if series is not None else ()
+    if series is None or min(values) <= 0 or max(values) < thresholds["entropy_rise_least"]:
+        return
+    logarithm = Series(series.finite.steps, tuple(map(math.log, values)))
+    times_turned, chance = turns(logarithm, math.log(thresholds["entropy_swing"]))
+    if times_turned < AGAIN or chance > level(thresholds):
+        return
+    bonus = _bonus(history)
+    yield finding(
+        "entropy/too-strong" if bonus else "entropy/rising",
+        f"entropy goes up and down {times_turned} times by more than {thresholds['entropy_swing']:g} times, between "
+        f"{min(values):.3g} and {max(values):.3g} nats per token over {series.span} (chance of such a turn under "
+        f"noise: {chance:.1g})" + (f"; the bonus has a coefficient of {bonus:g}" if bonus else ""),
+        "something answers to the entropy too strongly or too late, as a bonus that is steered, or updates overshoot: "
+        "the policy is by turns next to noise and next to one answer",
+        either(
+            setting("set {}", {opt(history, "loss.entropy_coef"): 0} if bonus else {}),
+            times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+            stronger(history.config, history.source),
+        ),
+    )
+
+
+def _bonus(history: History) -> float | None:
+    """The coefficient of a bonus on entropy: the last that was logged, or the configured one."""
+    logged = history.get("entropy/coefficient")
+    return logged.finite.values[-1] if logged is not None else history.figure("loss.entropy_coef")
+
+
 def rising(history: History, thresholds: Thresholds) -> CheckResults:
-    """Entropy above its start, beyond noise, without a gain."""
+    """Entropy above its start, beyond noise, without a gain; or one that swings."""
+    yield from _swinging(history, thresholds)
     code = "entropy/rising"
     shape = shape_of(history, code, "entropy/mean", "the entropy")
     if isinstance(shape, Unchecked):
@@ -141,8 +175,7 @@ def rising(history: History, thresholds: Thresholds) -> CheckResults:
     far = now > thresholds["entropy_rise"] * first and now - first > thresholds["entropy_rise_least"]
     if not far or change.size <= 0 or not clear(change, thresholds) or reward_rose(history, thresholds):
         return
-    logged = history.get("entropy/coefficient")
-    bonus = logged.finite.values[-1] if logged is not None else history.figure("loss.entropy_coef")
+    bonus = _bonus(history)
     trend_text = f"; {reward.text}" if (reward := reward_trend(history)) is not None else ""
     evidence = (
         f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
@@ -172,6 +205,7 @@ def rising(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
+AGAIN = 3  # turns: what rises and falls once is a course
 BONUS = {"loss.entropy_coef": 0.001}
 
 

@@ -15,6 +15,7 @@ from keel.lab.doctor.checks.base import (
     omitted_steps,
     opt,
     reward_ranges,
+    reward_rose,
 )
 from keel.lab.doctor.checks.reward import advantage_size
 from keel.lab.doctor.findings import Options, finding
@@ -26,6 +27,20 @@ def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
     """A gradient of 0 at steps whose groups differ in reward."""
     code, norms = "loss/no-gradient", history.get("grad/norm")
     differing = _differing(history, thresholds)
+    without = _moved_without(history, norms, thresholds) if norms is not None else ""
+    if without:
+        yield finding(
+            code,
+            without,
+            "what moves the policy is not the gradient of its loss: weight decay, noise that is added to the weights, "
+            "or weights that are written from elsewhere; the loss is detached, or scaled to nothing",
+            either(
+                times(history.config, "optim.weight_decay", 0.01, "a hundredth of", history.source),
+                "take the gradient of the loss on one batch; see what else writes weights",
+                joined="; and ",
+            ),
+        )
+        return
     if norms is None or differing is None:
         yield not_recorded(code, "the gradient norm" if norms is None else "whether the groups' rewards differ")
         return
@@ -44,6 +59,20 @@ def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:
             "take the gradient of the loss on one batch; see the loss mask, requires_grad, and where advantages are "
             "multiplied in",
         )
+
+
+def _moved_without(history: History, norms: Series, thresholds: Thresholds) -> str:
+    """That the policy goes away from its start under next to no gradient, and gains nothing; "" where it does not."""
+    usual, moved = median(norms), course(history.kl[1]) if history.kl is not None else None
+    if usual > thresholds["grad_moves"] or moved is None or history.kl is None or history.moves_reference:
+        return ""
+    far = moved.size > 0 and moved.after > thresholds["kl_without_gain"] and clear(moved, thresholds)
+    if not far or reward_rose(history, thresholds):
+        return ""
+    return (
+        f"the gradient norm is {usual:.2g} (median over {norms.span}), while {history.kl[0]} goes from "
+        f"{moved.before:.2g} to {moved.after:.3g} nats per token (chance under noise: {moved.chance:.1g})"
+    )
 
 
 def _differing(history: History, thresholds: Thresholds) -> set[float] | None:

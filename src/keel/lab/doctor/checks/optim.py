@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, warmed_up
 from keel.lab.doctor.checks.base import (
     KL,
+    MOVED,
     RECENT,
     CheckResults,
     Unchecked,
+    level,
     movement,
     not_recorded,
     opt,
@@ -20,7 +24,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.checks.clip import unlike
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.history import History
+from keel.lab.doctor.history import KL_NAMES, History
 from keel.lab.doctor.shapes import LEAST, frozen_since, median
 
 
@@ -71,7 +75,8 @@ def _too_high(history: History, evidence: str) -> Finding:
 
 
 def no_update(history: History, thresholds: Thresholds) -> CheckResults:
-    """A rate of 0 for a lasting part of the run, or a policy that stands still although it should not."""
+    """A rate of 0 for a lasting part of the run, or a policy that stands still, or starts again, and should not."""
+    yield from _again(history, thresholds)
     code, rates = "optim/no-update", history.get("optim/learning_rate")
     name = opt(history, "optim.learning_rate")
     if rates is not None:
@@ -190,6 +195,48 @@ def _standstill(history: History, thresholds: Thresholds) -> tuple[str | None, i
 
 # What a new batch changes, if only in its last digits; not what may be 0 for good reasons.
 FROZEN = {"entropy/mean": "the entropy", "grad/norm": "the gradient norm", "loss/total": "the loss"}
+
+
+def _again(history: History, thresholds: Thresholds) -> CheckResults:
+    """A stretch of the log that comes back to the last digit: the same batches under the same weights."""
+    names = [name for name in (*TOLD, *KL_NAMES) if history.get(name) is not None]
+    steps = sorted(set.intersection(*(set(history.series[name].steps) for name in names))) if names else []
+    rows = [dict(zip(history.series[n].steps, history.series[n].values, strict=True)) for n in names]
+    lines = [tuple(row[step] for row in rows) for step in steps]
+    lag, first, count = _repeated(lines)
+    fresh = lines[:first]
+    pairs = len(fresh) * (len(fresh) - 1) / 2
+    same = sum(n * (n - 1) / 2 for n in Counter(fresh).values())
+    different = len(set(lines[first : first + count]))
+    chance = len(lines) ** 2 * ((same + 1) / (pairs + 1)) ** different
+    if count > thresholds["idle_share"] * len(lines) and different >= STRETCH and chance <= level(thresholds):
+        yield finding(
+            "optim/no-update",
+            f"the {lag} lines before step {steps[first]:.0f} come back to the last digit in the {count} lines from "
+            f"there on, in {', '.join(names)}",
+            "the same weights meet the same batches again: a checkpoint is restored over and over while steps are "
+            "counted on, so that what the updates did in between is lost",
+            "see what restores weights, and how often; weights, optimizer and the place in the data go on from the "
+            "last step that was made",
+        )
+
+
+def _repeated(lines: Sequence[tuple[float, ...]]) -> tuple[int, int, int]:
+    """(lag, first line, number of lines) of the longest stretch whose lines equal those a fixed number before them."""
+    seen: dict[tuple[float, ...], int] = {}
+    best, lag, first = (0, 0, 0), 0, 0
+    for index, line in enumerate(lines):
+        apart = index - seen[line] if line in seen else 0
+        seen[line] = index
+        if apart != lag:
+            lag, first = apart, index
+        if lag and index + 1 - first > best[2]:
+            best = (lag, first, index + 1 - first)
+    return best
+
+
+TOLD = (*MOVED, "grad/norm", "loss/total", "loss/policy")  # what a new batch or another policy changes
+STRETCH = 5  # different lines at least: one that stays is another matter
 
 
 def decayed(history: History, thresholds: Thresholds) -> CheckResults:

@@ -75,6 +75,8 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
     else:
         yield not_recorded("output/truncated", "the share of truncated completions")
         return
+    if not alarm and (same := _all_as_long(history, longest, thresholds)):
+        evidence, alarm, grave, share = same, True, True, 1.0
     if not alarm:
         return
     yield finding(
@@ -90,6 +92,30 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
         severity="error" if grave else "warning",
         share=share,
     )
+
+
+def _all_as_long(history: History, limit: float | None, thresholds: Thresholds) -> str:
+    """That all completions of the last steps are as long as the longest may be, whatever is counted as cut; "" else.
+
+    By the limit, or by mean and longest that are the same to the token at every step: texts that end by themselves
+    differ, unless they are short by their form.
+    """
+    length, longest = history.get("length/mean"), history.get("length/max")
+    if length is None:
+        return ""
+    now = length.finite.tail(RECENT)
+    if limit is not None and limit > 0 and min(now.values) > thresholds["near_limit_from"] * limit:
+        return f"completions of {now.span} have {now.mean:.4g} tokens on average, of {limit:g}, and few count as cut"
+    if longest is None or len(now) < RECENT or min(now.values) < thresholds["same_length"]:
+        return ""
+    at = dict(zip(longest.steps, longest.values, strict=True))
+    if any(abs(at.get(step, 0.0) - value) > HALF_A_TOKEN for step, value in zip(now.steps, now.values, strict=True)):
+        return ""
+    same = max(now.values) - min(now.values) <= HALF_A_TOKEN
+    return f"every completion of {now.span} has {now.mean:.6g} tokens, as many as the longest" if same else ""
+
+
+HALF_A_TOKEN = 0.5
 
 
 def prompts(history: History, thresholds: Thresholds) -> CheckResults:

@@ -16,9 +16,10 @@ from keel.lab.doctor.checks.base import (
     reward_ranges,
     reward_size,
 )
+from keel.lab.doctor.checks.course import rewritten
 from keel.lab.doctor.findings import finding
-from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import LEAST, Change, course, fall, noise
+from keel.lab.doctor.history import History, Series
+from keel.lab.doctor.shapes import LEAST, Change, course, fall, jitter, turns
 
 
 def follows(history: History, thresholds: Thresholds) -> CheckResults:
@@ -124,13 +125,12 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
         return
     name, series = history.kl
     finite = series.finite
-    drops = []
-    least = max(thresholds["kl_at_start"], (6 if name.endswith("k1") else 3) * noise(series)[0])
-    for index in range(5, len(finite) - 2):
-        before, after = finite.values[index - 5 : index], finite.values[index : index + 3]
-        usual = sorted(before)[2]
-        if usual > least and after[0] <= thresholds["reference_follows"] * usual and max(after) < 0.5 * min(before):
-            drops.append((int(finite.steps[index]), usual, after[0]))
+    least = max(thresholds["kl_at_start"], (6 if name.endswith("k1") else 3) * jitter(series))
+    drops = _drops(finite, 5, least, thresholds)
+    short = _drops(finite, 2, least, thresholds)  # teeth of a few values, which chance brings back to 0 once
+    often = [drop for drop in short if drop[2] <= thresholds["kl_at_start"]]
+    drops = often if len(often) >= max(3, len(drops)) else drops
+    drops = [drop for drop in drops if not rewritten(history, drop[0], thresholds)]  # else the policy has come nearer
     if not drops:
         yield from _wasting(history, thresholds)
         return
@@ -147,6 +147,17 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
+def _drops(kl: Series, before: int, least: float, thresholds: Thresholds) -> list[tuple[int, float, float]]:
+    """(step, KL before, KL after) where it falls to next to nothing after so many values, and stays down for some."""
+    found = []
+    for index in range(before, len(kl) - before // 2):
+        high, low = kl.values[index - before : index], kl.values[index : index + before // 2 + 1]
+        usual = sorted(high)[before // 2] if before > 2 else min(high)
+        if usual > least and low[0] <= thresholds["reference_follows"] * usual and max(low) < 0.5 * min(high):
+            found.append((int(kl.steps[index]), usual, low[0]))
+    return found
+
+
 def _wasting(history: History, thresholds: Thresholds) -> CheckResults:
     """KL that goes back to next to nothing little by little, while the reward keeps what it gained."""
     if history.kl is None:
@@ -157,6 +168,7 @@ def _wasting(history: History, thresholds: Thresholds) -> CheckResults:
         return
     lost = fall(reward) if reward is not None else None
     back = lost is None or (clear(lost, thresholds) and -lost.size > thresholds["gap_reward"] * reward_size(history))
+    back = back or turns(series, change.before / 2)[0] > 2  # up and down more than once
     if change.after <= thresholds["reference_follows"] * change.before and not back:
         yield finding(
             "reference/moving",

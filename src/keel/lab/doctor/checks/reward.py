@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from bisect import bisect_left
 
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, stronger, times
@@ -13,6 +14,7 @@ from keel.lab.doctor.checks.base import (
     Unchecked,
     clear,
     equal_groups,
+    level,
     no_trend,
     not_recorded,
     omitted_steps,
@@ -27,10 +29,10 @@ from keel.lab.doctor.checks.base import (
     solved,
     undecided,
 )
-from keel.lab.doctor.checks.course import shift_steps
+from keel.lab.doctor.checks.course import WRITTEN, rewritten, shift_steps
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.history import History, Record, finite, step_of
-from keel.lab.doctor.shapes import course, fall, median, rise, trend
+from keel.lab.doctor.history import History, Record, Series, finite, step_of
+from keel.lab.doctor.shapes import LEAST, course, fall, frozen_since, median, noise, rise, trend, turns
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -71,7 +73,9 @@ FINITE_REWARD = (
 
 
 def failed(history: History, thresholds: Thresholds) -> CheckResults:
-    """Calls of a reward that gave no value, beside those that gave no number."""
+    """Calls of a reward that gave no value, beside those that gave no number; or rewards that only such calls pay."""
+    yield from _unpaid(history, thresholds)
+    yield from _stopped(history, thresholds)
     failures = [event for event in _failures(history) if not _no_number(event)]
     if failures:
         steps = sorted({step_of(event) for event in failures})
@@ -83,6 +87,72 @@ def failed(history: History, thresholds: Thresholds) -> CheckResults:
             "mend the function: what fails is paid as reward.on_error says, whatever the completion was worth",
             severity="error" if many else "warning",
         )
+
+
+def _unpaid(history: History, thresholds: Thresholds) -> CheckResults:
+    """Batches that earn one and the same reward, far off those around them, again and again."""
+    rewards = history.get("reward/mean")
+    for value in set() if rewards is None else {min(rewards.finite.values), max(rewards.finite.values)}:
+        steps = _off_course(history, value, thresholds)
+        if rewards is not None and len(steps) > thresholds["spike_share"] * len(rewards.finite):
+            yield finding(
+                "reward/failed",
+                f"the mean reward is {value:.6g}, to the last digit, at {_steps(steps)} ({len(rewards.finite)} are "
+                f"logged), far from what the batches around them earn (median {median(rewards):.3g})",
+                "these batches were not judged: a worker that fails or is not reached pays them all the same; or their "
+                "problems are of a kind on which all completions fare alike",
+                "see what judged these batches, and that a failure is an error and no reward",
+            )
+            return
+
+
+def _off_course(history: History, value: float, thresholds: Thresholds) -> list[int]:
+    """Steps whose mean reward is that value, far from those of the others around them, where these are never alike.
+
+    Several stretches of them, each with others before and after it: what comes once is a collapse, or a task solved.
+    """
+    rewards, alike = history.series["reward/mean"].finite, equal_groups(history)
+    others = [(s, v) for s, v in zip(rewards.steps, rewards.values, strict=True) if v != value]
+    if len(others) < max(LEAST, len(rewards) / 2):
+        return []
+    usual, deviation = Series.of(others), noise(Series.of(others))[0]
+    silent = {s for s, v in zip(alike.steps, alike.values, strict=True) if v == 1} if alike is not None else None
+    found: list[int] = []
+    stretches: set[int] = set()
+    for step in (s for s, v in zip(rewards.steps, rewards.values, strict=True) if v == value):
+        at = bisect_left(usual.steps, step)
+        near = usual.values[max(0, at - 5) : at + 5]
+        far = abs(value - statistics.median(near)) > OFF * deviation and 0 < at < len(others)
+        if far and (silent is None or step in silent):
+            found.append(int(step))
+            stretches.add(at)
+    return found if len(stretches) >= 3 and deviation > 0 else []
+
+
+OFF = 5.0  # deviations from the batches around them: chance does that once in a million, and never to the same digit
+
+
+def _stopped(history: History, thresholds: Thresholds) -> CheckResults:
+    """A part of the reward that falls to one value at once and stays there to the last digit."""
+    for name in (name for name in history.series if name.startswith("reward/part/")):
+        series = history.get(name)
+        since, count = frozen_since(series) if series is not None else (0, 0)
+        if series is None or count < LEAST or len(series.finite) - count < RECENT:
+            continue
+        before, value = series.finite.head(len(series.finite) - count), series.finite.values[-1]
+        last = before.tail(RECENT)
+        lost = median(last) - value
+        at_once = lost > OFF * noise(before)[0] and min(last.values) - value > lost / 2 and len(set(last.values)) > 2
+        at_once = at_once and not rewritten(history, since, thresholds, WRITTEN[1:])  # else it is the policy that broke
+        if at_once and value <= min(before.values) and lost > thresholds["gap_reward"] * reward_size(history):
+            yield finding(
+                "reward/failed",
+                f"{name.removeprefix('reward/part/')} is {value:.6g}, to the last digit, at each of {count} logged "
+                f"steps since step {since}, and was {median(last):.3g} over {last.span}",
+                "what judges this part fails or is not reached any more, and pays all completions alike: no policy "
+                "unlearns a part to the last completion from one step to the next",
+                f"see the verifier's own log from step {since} on; go on from a checkpoint before it",
+            )
 
 
 def _failures(history: History) -> list[Record]:
@@ -106,13 +176,13 @@ def constant(history: History, thresholds: Thresholds) -> CheckResults:
     finite_shares = share.finite.values
     idle = sum(value > limit for value in finite_shares) / len(finite_shares)
     reward = history.get("reward/mean")
-    level = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
+    paid = f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else ""
     done = solved(history, thresholds) or (not all_along and reward_rose(history, thresholds))
     done = done or (saturated(history, thresholds) and same_rewards(history) is None)
     done = done and not any(isinstance(result, Finding) for result in part_falling(history, thresholds))
     yield finding(
         "reward/constant",
-        f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{level}"
+        f"{100 * now.mean:.0f} % of the groups had equal rewards over {now.span}{paid}"
         + ("; so it was in the whole run" if all_along else f"; so it was at {100 * idle:.0f} % of the steps"),
         "the task is solved: every completion earns the full reward"
         if done
@@ -137,6 +207,7 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
     if isinstance(shape, Unchecked):
         yield shape
         return
+    yield from _relapses(history, thresholds)
     rewards, change = shape
     floor = min(0.0, *rewards.finite.values)
     lost, course = -change.size, trend(rewards)
@@ -169,6 +240,33 @@ def collapsed(history: History, thresholds: Thresholds) -> CheckResults:
             ),
             severity=None if far else "warning",
         )
+
+
+def _relapses(history: History, thresholds: Thresholds) -> CheckResults:
+    """A reward that falls apart and comes back, more than once."""
+    rewards = history.get("reward/mean")
+    if rewards is None:
+        return
+    floor, best = min(0.0, *rewards.finite.values), rise(rewards)
+    size = thresholds["reward_collapse"] * (best.after - floor) if best is not None else 0.0
+    count, chance = turns(rewards, max(size, thresholds["gap_reward"] * reward_size(history)))
+    if count >= AGAIN and chance <= level(thresholds) and size > 0:
+        yield finding(
+            "reward/collapse",
+            f"the level of the reward goes down and up {count} times by more than {size:.3g}, half of what is earned "
+            f"at best ({rewards.span}; chance of such a turn under noise: {chance:.1g}){_beside(history)}",
+            "the policy falls apart and recovers by turns: updates too large for what the batches say, something that "
+            "is steered and overshoots, or batches of different kinds that come in turns",
+            either(
+                times(history.config, "optim.learning_rate", 0.3, "a third of", history.source),
+                stronger(history.config, history.source),
+                "read completions from where the reward is lowest",
+            ),
+            severity="warning",
+        )
+
+
+AGAIN = 3  # turns: down, up and down again
 
 
 def _beside(history: History) -> str:
@@ -293,6 +391,8 @@ def amplified(history: History, thresholds: Thresholds) -> CheckResults:
     if spread is None:
         yield not_recorded(code, "the spread of the rewards within groups")
         return
+    if silent is None and saturated(history, thresholds):
+        spread = spread.head(RECENT)  # most groups are alike by now, and a mean over all does not tell of the others
     live = dict(zip(silent.steps, silent.values, strict=True)) if silent is not None else {}
     typical = [
         value / (1 - live.get(step, 0.0))
