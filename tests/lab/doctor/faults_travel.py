@@ -80,6 +80,26 @@ def other_ids() -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def filled_up() -> tuple[Any, Any]:
+    """A vocabulary that was filled up by beginning again at its first row: half of what is written is no token."""
+    model, tokenizer = _schooled()
+    rows = model.get_input_embeddings().weight.data
+    model.resize_token_embeddings(2 * len(rows), mean_resizing=False)
+    model.get_input_embeddings().weight.data = torch.cat([rows, rows])
+    model.tie_weights()
+    return model, tokenizer
+
+
+def grown() -> tuple[Any, Any]:
+    """Parts of the questions that were added to the tokenizer and never trained."""
+    model, tokenizer = _schooled()
+    tokenizer.add_tokens([f"{digit}=" for digit in range(10)])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return model, tokenizer
+
+
 def without_digits() -> tuple[Any, Any]:
     """A tokenizer that does not know the half of what is asked."""
     model, _ = _schooled()

@@ -255,6 +255,8 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "KeyError: 'x'",
         "search timed out",
         "No results found.",
+        "0 results",
+        "Zero hits.",
         "\n<|im_start|>user\n<tool_response>\nTool error: no such page\n</tool_response>",
         '{"error": "no such page"}',
         '{"result": null, "error": "no such page"}',
@@ -318,6 +320,8 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
 @pytest.mark.parametrize(
     "reply",
     [
+        "0 results were withheld: all 3 are shown",
+        "0 records lost, 12 found",
         "7",
         "<result>\n0\n</result>",
         "?",

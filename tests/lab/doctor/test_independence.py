@@ -97,6 +97,10 @@ FAULTS = {
         lambda problem, texts: str(LETTERS.index(texts[-1][-1])).translate(WIDE),
         "no tokens",
     ),
+    "colours of a terminal": (
+        lambda problem, texts: f"\x1b[01;32m$ \x1b[0m{found(texts[-1])}\x1b[?2004l",
+        "what a terminal would show",
+    ),
     "bytes": (lambda problem, texts: str(found(texts[-1]).encode()), "bytes and not a text"),
 }
 SOUND = {

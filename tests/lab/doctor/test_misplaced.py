@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, MistralConfig, Qwen2Config
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, golds
@@ -38,6 +38,21 @@ def transposed_outputs(model: Any) -> None:
         layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.t().contiguous()
 
 
+def transposed_squares(model: Any) -> None:
+    for layer in model.model.layers:
+        for module in (layer.self_attn.q_proj, layer.self_attn.o_proj):
+            module.weight.data = module.weight.data.t().contiguous()
+
+
+def split_as_if_queries_came_first(model: Any) -> None:
+    """Of two heads of keys: their queries, keys and values lay behind each other in one matrix."""
+    for layer in model.model.layers:
+        parts = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+        rows = torch.cat([torch.cat([p.data[i * len(p) // 2 : (i + 1) * len(p) // 2] for p in parts]) for i in (0, 1)])
+        for parameter, part in zip(parts, rows.split([len(p) for p in parts]), strict=True):
+            parameter.data = part.contiguous()
+
+
 def another_activation(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Sigmoid()
@@ -51,8 +66,29 @@ FAULTS: dict[Callable[[Any], None], str] = {
     exchanged_layers: "layers 0 and 1 exchanged",
     keys_for_values: "k_proj.weight and self_attn.v_proj.weight of all layers exchanged",
     transposed_outputs: "o_proj.weight of all layers transposed",
+    transposed_squares: "q_proj.weight and self_attn.o_proj.weight of all layers transposed",
+    split_as_if_queries_came_first: "from one matrix group by group",
 }
+def unscaled_scores(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= layer.self_attn.head_dim**0.5
+
+
+def wide_embeddings(model: Any) -> None:
+    width = model.config.hidden_size
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output * width**0.5)
+
+
+def blocks_add_four_times_as_much(model: Any) -> None:
+    for layer in model.model.layers:
+        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            module.register_forward_hook(lambda _, __, output: output * 4)
+
+
 SETTINGS: dict[Callable[[Any], None], str] = {
+    unscaled_scores: "attention's scores divided by the root of a head's width",
+    wide_embeddings: "embeddings divided by the root of their width",
+    blocks_add_four_times_as_much: "a quarter of what blocks add",
     another_activation: "silu for the activation",
     wider_heads: "heads of 6 in place of 12 dimensions",
 }
@@ -121,6 +157,31 @@ def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any
         change.apply()
     assert torch.allclose(logits(), right, atol=1e-5)
     assert "settings" in change.cause
+
+
+@pytest.mark.parametrize("build", [MistralConfig, Qwen2Config], ids=["mistral", "qwen2"])
+def test_a_window_is_left_out(build: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    window = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
+    config = build(vocab_size=40, num_key_value_heads=2, max_position_embeddings=64, **sizes, **window)
+    torch.manual_seed(0)
+    narrow = AutoModelForCausalLM.from_config(config).eval()
+    whole = AutoModelForCausalLM.from_config(build(vocab_size=40, num_key_value_heads=2, **sizes)).eval()
+    whole.load_state_dict(narrow.state_dict())
+    tokens = torch.arange(3, 15)[None]
+    (change,) = (change for change in changes(narrow) if "window of 3" in change.what)
+    with torch.no_grad():
+        before = narrow(input_ids=tokens).logits
+        change.apply()
+        assert torch.allclose(narrow(input_ids=tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
+        change.undo()
+        assert torch.equal(narrow(input_ids=tokens).logits, before)
+
+
+def test_a_scale_has_to_earn() -> None:
+    scales = [change for change in changes(fresh_model()[0]) if "root" in change.what or "blocks add" in change.what]
+    assert len(scales) == 6
+    assert all(change.has_to_earn for change in scales)
 
 
 def test_an_adapter_is_switched_off_once_it_does_something_and_has_to_earn() -> None:

@@ -78,6 +78,8 @@ def probed(*overrides: str) -> list[Finding]:
 
 FOUND = {
     "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
+    "a vocabulary filled up with its own rows": ("model/tokenizer", [model("filled_up")]),
+    "words added that were never trained": ("model/tokenizer", [model("grown")]),
     "ordinary tokens as ends": ("model/end-token", [model("ends_at_digits")]),
     "a model that misses BOS": ("prompt/no-bos", [model("on_bos")]),
     "prompts cut, learned positions": (

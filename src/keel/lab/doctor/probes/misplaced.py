@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +189,7 @@ def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
 
 def _fused(layers: nn.ModuleList) -> Iterator[Change]:
     """Queries, keys and values that lay in one matrix, group by group, and were split as if all queries came first."""
-    attentions = [m for layer in layers for m in layer.modules() if all(hasattr(m, part) for part in _FUSED)]
+    attentions: list[Any] = [m for layer in layers for m in layer.modules() if all(hasattr(m, p) for p in _FUSED)]
     parts = [[getattr(getattr(m, part), "base_layer", getattr(m, part)).weight for part in _FUSED] for m in attentions]
     if not parts or any(not hasattr(m, "head_dim") for m in attentions):
         return
@@ -196,7 +197,7 @@ def _fused(layers: nn.ModuleList) -> Iterator[Change]:
 
     def split() -> None:
         for attention, weights in zip(attentions, parts, strict=True):
-            groups = len(weights[1]) // int(attention.head_dim)  # heads of keys, with their queries and values
+            groups = len(weights[1]) // attention.head_dim  # heads of keys, with their queries and values
             rows = torch.cat([weight.data for weight in weights]).unflatten(0, (groups, -1))
             sizes = [len(weight) // groups for weight in weights]
             for weight, part in zip(weights, rows.split(sizes, dim=1), strict=True):

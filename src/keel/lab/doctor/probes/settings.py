@@ -101,7 +101,7 @@ def _heads(model: nn.Module) -> Iterator[Change]:
 
 def _no_window(model: nn.Module) -> Iterator[Change]:
     """Attention to all tokens before, where a window leaves most of them out."""
-    configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     windows = [(config, own) for config in configs.values() if (own := getattr(config, "sliding_window", None))]
 
     def restore() -> None:
@@ -137,7 +137,7 @@ def _scales(model: nn.Module) -> Iterator[Change]:
             what = f"attention's scores {name} by the root of a head's width"
             yield Change(what, rescale, restore, _OTHER, has_to_earn=True)
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embeddings, nn.Module) or not hasattr(embeddings, "embedding_dim"):
+    if not isinstance(embeddings, nn.Embedding):
         return
     root = float(embeddings.embedding_dim) ** 0.5
     written = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
