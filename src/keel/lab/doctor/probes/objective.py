@@ -13,6 +13,7 @@ from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.advantage import token_weights
 from keel.lab.doctor.probes.controller import LEVELS, controller_findings
+from keel.lab.doctor.probes.ratios import ratio_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
 from keel.losses import LossOptions, objective
@@ -30,10 +31,10 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, setup.loss_length)
     figures: dict[str, float] = {}
-    findings = [
-        *_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds),
-        *controller_findings(setup, figures, thresholds),
-    ]
+    pushes = [*_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
+    if not pushes or pushes[0].severity == "note":
+        pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
+    findings = [*pushes, *controller_findings(setup, figures, thresholds)]
     line = (
         f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
         f"{figures.get('factor', 0.0):.3g} times as far as its reduction says; β is {figures['beta_start']:.3g} at "
