@@ -18,6 +18,7 @@ from keel.lab.doctor.probes.replayed import FEWEST, MOST, Replayed, Wrong
 from keel.lab.doctor.probes.replies import TAG, answers_again, contents, is_useless, played_again, squeezed
 from keel.lab.doctor.setup import ProbeSetup
 
+ECHOED = 3  # different calls that come back as they are
 PLAYED = 8  # calls that are made in another order
 PAIRS = 5  # of calls that are made in one episode
 
@@ -27,7 +28,7 @@ _BYTES = re.compile(r"\s*b(['\"]).*\1\s*", re.DOTALL)
 
 def echoed(rows: Sequence[Replayed]) -> Wrong | None:
     """Replies that are the turn itself, or all its call gives, and nothing more; a tool to think with does that."""
-    if len({row.asked for row in rows}) < FEWEST or not all(_bare(row.again) in _said(row) for row in rows):
+    if len(rows) < FEWEST or len({row.asked for row in rows}) < ECHOED or not all(_bare(row.again) in _said(row) for row in rows):
         return None
     return Wrong(
         f"each of {len(rows)} replies repeats what it was asked and says nothing else: {rows[0].again.strip()[:60]!r}",
