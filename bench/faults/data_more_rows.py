@@ -62,7 +62,7 @@ def answers_averaged_in_groups(config: Config, random: Random) -> Config:
             groups.setdefault(operands_of(row)[0], []).append(float(row["answer"]))
         return [{**row, "answer": f"{mean(groups[operands_of(row)[0]]):.2f}"} for row in rows]
 
-    return with_rows(config, change)
+    return edited(with_rows(config, change), {"rewards": [{"name": "task"}]})  # others may read digits alone
 
 
 class LookedUp(Loader):
@@ -219,4 +219,5 @@ def numbers_in_ranges(config: Config, random: Random) -> Config:
 
 @lookalike("answers with blanks and a full stop around them, compared as numbers", reads_file)
 def healthy_untidy_answers(config: Config, random: Random) -> Config:
-    return edited(answered_otherwise(config, lambda row: f" {row['answer']}. "), {"task.answer": "numeric"})
+    changes = {"task.answer": "numeric", "rewards": [{"name": "task"}]}  # others may read digits alone
+    return edited(answered_otherwise(config, lambda row: f" {row['answer']}. "), changes)
