@@ -62,6 +62,7 @@ def setup_of(groups: Sequence[Group], task: Any = TASK, judge: Any = None) -> An
         built=SimpleNamespace(judge=judge),
         sampling=SimpleNamespace(stop=()),
         failures=(),
+        judgements_left=1000,
         shared={"seconds for doubts": 1.0},
         doubt_s=0.0,  # nothing is sampled
     )

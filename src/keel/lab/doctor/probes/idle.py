@@ -20,6 +20,7 @@ from keel.lab.doctor.probes.replies import contents, first_turn, is_useless
 from keel.lab.doctor.setup import ProbeSetup
 
 FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how many those are
+JUDGED = 4  # episodes of a problem
 SECONDS = 5.0
 
 
@@ -31,7 +32,7 @@ def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding
     paid: dict[str, list[float]] = {"that is made until the turns are used up": [], "with nothing behind it": []}
     shown = ""
     for number, (problem, call) in enumerate(_calls(setup)):
-        if number >= PROBLEMS or time.monotonic() - began > SECONDS:
+        if number >= PROBLEMS or setup.judgements_left < JUDGED or time.monotonic() - began > SECONDS:
             break
         if number >= FIRST and max(map(fmean, paid.values())) < thresholds["exploit_share"]:
             break

@@ -28,7 +28,9 @@ _BYTES = re.compile(r"\s*b(['\"]).*\1\s*", re.DOTALL)
 
 def echoed(rows: Sequence[Replayed]) -> Wrong | None:
     """Replies that are the turn itself, or all its call gives, and nothing more; a tool to think with does that."""
-    if len(rows) < FEWEST or len({row.asked for row in rows}) < ECHOED or not all(_bare(row.again) in _said(row) for row in rows):
+    if len(rows) < FEWEST or len({row.asked for row in rows}) < ECHOED:
+        return None
+    if not all(_bare(row.again) in _said(row) for row in rows):
         return None
     return Wrong(
         f"each of {len(rows)} replies repeats what it was asked and says nothing else: {rows[0].again.strip()[:60]!r}",
