@@ -69,6 +69,8 @@ FAULTS: dict[Callable[[Any], None], str] = {
     transposed_squares: "q_proj.weight and self_attn.o_proj.weight of all layers transposed",
     split_as_if_queries_came_first: "from one matrix group by group",
 }
+
+
 def unscaled_scores(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.scaling *= layer.self_attn.head_dim**0.5
