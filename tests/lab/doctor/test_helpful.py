@@ -15,6 +15,7 @@ from keel.base.types import Completion, Group, Problem, Reward
 from keel.envs import Episode, build_task
 from keel.envs.judge import Judge
 from keel.envs.rewards.part import RewardPart
+from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.probes import helpful
 from keel.lab.doctor.probes.gold_likelihood import Gold
 from keel.lab.doctor.probes.helpful import unhelpful
@@ -24,7 +25,7 @@ from keel.lab.doctor.probes.replayed import Replayed
 from keel.models.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-PAIRS = [(a, b) for a in range(10) for b in range(10) if a != b][::2]
+PAIRS = [(a, b) for a in range(10) for b in range(10) if a != b]
 
 
 def larger(pair: str) -> str:
@@ -62,7 +63,6 @@ def setup_of(groups: Sequence[Group], task: Any = TASK, judge: Any = None) -> An
         built=SimpleNamespace(judge=judge),
         sampling=SimpleNamespace(stop=()),
         failures=(),
-        judgements_left=1000,
         shared={"seconds for doubts": 1.0},
         doubt_s=0.0,  # nothing is sampled
     )
@@ -136,10 +136,16 @@ PAYING: dict[str, Callable[[Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*PAYING, "for the answer"])
+HONEST: dict[str, Callable[[Any], float]] = {
+    "for the answer": lambda own: 0.0,
+    "for a call and the answer": lambda own: float(any(not result.is_error for result in own.every_result)),
+}
+
+
+@pytest.mark.parametrize("what", [*PAYING, *HONEST])
 def test_calls_that_are_paid_are_an_exploit(what: str) -> None:
     groups = [episode(a, b, str(max(a, b))) for a, b in PAIRS[:24]]
-    pays = PAYING.get(what, lambda own: 0.0)
+    pays = (PAYING | HONEST)[what]
     found = [*idle_findings(setup_of(groups, judge=paying(pays)), load_thresholds())]
     assert [finding.code for finding in found] == ["reward/exploit"] * (what in PAYING)
 
@@ -147,23 +153,32 @@ def test_calls_that_are_paid_are_an_exploit(what: str) -> None:
 # Prompts that tell nothing
 
 
-class Untold(Episode):
-    """An episode that tells its numbers, if at all, in its first reply."""
+class Untold(ToolEpisode):
+    """An episode with a tool, that tells its numbers, if at all, in its first reply."""
 
     def __init__(self, problem: Problem, tells: bool) -> None:
         self.problem, self.tells = problem, tells
 
     def step(self, text: str) -> str:
-        return self.problem.key if self.tells else "Go on."
+        return self.problem.key if self.tells else f"It is {len(text)}."
 
 
-@pytest.mark.parametrize("tells", [False, True])
-def test_one_prompt_for_all_is_no_question_unless_the_first_reply_tells_it(tells: bool) -> None:
-    groups = [replace(episode(a, b, "0"), prompt_tokens=(5,)) for a, b in PAIRS]
+class Game(Episode):
+    """A game that hides a number."""
+
+    def step(self, text: str) -> str:
+        return f"Not {text}."
+
+
+@pytest.mark.parametrize("of", ["silent", "telling", "game"])
+def test_one_prompt_for_all_is_no_question_unless_the_first_reply_tells_it(of: str) -> None:
+    groups = [replace(episode(a, b, "0", asked="1 " * (1 + a % 3)), prompt_tokens=(5,)) for a, b in PAIRS]
     task = SimpleNamespace(
-        unanswered=False, several_turns=True, start=lambda problem: Untold(problem, tells), max_turns=2
+        unanswered=False,
+        several_turns=True,
+        start=lambda problem: Game() if of == "game" else Untold(problem, of == "telling"),
     )
     setup = setup_of(groups, task, SimpleNamespace(remote=False))
     setup.shared["steps"] = [[(group.problem, group.prompt_tokens) for group in groups]]
     found = [*contradiction_findings(setup, load_thresholds())]
-    assert [finding.code for finding in found] == ["prompt/no-question"] * (not tells)
+    assert [finding.code for finding in found] == ["prompt/no-question"] * (of == "silent")

@@ -210,3 +210,21 @@ def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
     assert not _tells_apart([*same, *others[:1]], [-0.4] * 10)
     assert _tells_apart([*same, *others[:1]], [-0.1] * 10)
     assert _tells_apart(others, [-5.0] * 9)
+
+
+def test_what_was_split_is_put_back_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = fresh_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    (change,) = (change for change in changes(model) if "group by group" in change.what)
+    joined, cat = iter(range(9)), torch.cat
+
+    def at_the_second(*rows: Any, **options: Any) -> torch.Tensor:
+        if next(joined):
+            raise torch.OutOfMemoryError("no memory")
+        return cat(*rows, **options)
+
+    monkeypatch.setattr(torch, "cat", at_the_second)
+    with pytest.raises(torch.OutOfMemoryError):
+        change.apply()
+    monkeypatch.undo()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -210,8 +210,10 @@ def _chance(change: float, deviation: float, time: float, first: int, last: int)
 
 def jitter(series: Series) -> float:
     """The deviation of a value from the line between its neighbours: jumps, slopes and slow swings hardly count."""
-    bends = np.diff(np.asarray(series.finite.values), 2)
-    return MAD * float(np.median(np.abs(bends))) / math.sqrt(6) if len(bends) else math.nan  # of 1, −2 and 1 values
+    bends = np.diff(np.asarray(series.finite.values), 2) / math.sqrt(6)  # of 1, −2 and 1 values
+    if not len(bends):
+        return math.nan
+    return MAD * float(np.median(np.abs(bends))) or 0.2 * float(np.std(bends))  # where most values are the same
 
 
 def around(series: Series, step: float, window: int) -> Change | None:
@@ -241,7 +243,7 @@ def turns(series: Series, size: float) -> tuple[int, float]:
         elif direction >= 0 and value < high - size:
             count, direction, low = count + 1, -1, value
     error = MEDIAN_ERROR * jitter(series) * math.sqrt(2 / width)
-    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 0.0
+    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 1.0
     return count, min(1.0, chance * len(levels))
 
 

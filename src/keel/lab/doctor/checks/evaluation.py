@@ -232,7 +232,7 @@ def _by_heart(history: History, logged: dict[str, Series], thresholds: Threshold
         if max(values) < thresholds["mostly_paid"] and abs(after - before) < room:
             yield finding(
                 "eval/train-gap",
-                f"the reward goes from {gain.before:.3g} to {gain.after:.3g}, next to all there is, while held-out "
+                f"the reward goes from {gain.before:.3g} to {gain.after:.3g}, as far as it goes, while held-out "
                 f"{name.removeprefix('eval/')} is {before:.3g} at first and {after:.3g} at the end ({len(values)} "
                 "evaluations)",
                 "what is trained on is learned by heart, or by a trait that held-out problems lack: too few problems, "

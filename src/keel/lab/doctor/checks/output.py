@@ -76,7 +76,7 @@ def truncated(history: History, thresholds: Thresholds) -> CheckResults:
         yield not_recorded("output/truncated", "the share of truncated completions")
         return
     if not alarm and (same := _all_as_long(history, longest, thresholds)):
-        evidence, alarm, grave, share = same, True, True, 1.0
+        evidence, alarm, grave, share = same, True, False, None
     if not alarm:
         return
     yield finding(

@@ -214,12 +214,20 @@ def more_groups(
     return groups
 
 
-def with_single_ones(setup: ProbeSetup, groups: Sequence[Group]) -> list[Group]:
+def with_single_ones(setup: ProbeSetup, groups: Sequence[Group], most: int = 4**LOOKS) -> list[Group]:
     """These groups and one completion each of further problems, as many as a last look has."""
     sampled = list(groups)
-    if len(sampled) < 4**LOOKS and doubt_seconds(setup) <= setup.doubt_s:
-        _sample(setup, sampled, 4**LOOKS - len(sampled), generations=1)
+    if len(sampled) < most and doubt_seconds(setup) <= setup.doubt_s:
+        _sample(setup, sampled, most - len(sampled), generations=1)
     return sampled
+
+
+def single_ones(setup: ProbeSetup, most: int = 128) -> list[Group]:
+    """The batch's groups and one completion each of further problems, sampled once."""
+    if "single ones" not in setup.shared:
+        setup.shared["single ones"] = with_single_ones(setup, setup.groups, most)
+    groups: list[Group] = setup.shared["single ones"]
+    return groups
 
 
 def most_completions(setup: ProbeSetup) -> int:

@@ -15,7 +15,7 @@ from statistics import median
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Problem
-from keel.lab.doctor.probes.evidence import between, chance_above, level, with_single_ones
+from keel.lab.doctor.probes.evidence import between, chance_above, level, single_ones
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
 from keel.lab.doctor.probes.leaks import answer_of
 from keel.lab.doctor.probes.rendering import words
@@ -53,7 +53,7 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
     limit, episodes = thresholds["results_against"], _told(setup, setup.groups)
     if len(episodes) < len(setup.groups) / 2:
         return None
-    episodes = _told(setup, with_single_ones(setup, setup.groups))
+    episodes = _told(setup, single_ones(setup))
     shares, began = list[float](), time.monotonic()
     for told in episodes:
         others = [other for other in episodes if other.result != told.result and other.gold != told.gold]
@@ -73,10 +73,10 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
 
 
 def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
-    """Of each problem the first episode that went on after a result, and ended by itself."""
+    """Of each problem the first episode with one result, after which it went on and ended by itself."""
     tokenizer, found = setup.policy.tokenizer, dict[str, Told]()
     for group, completion in [(own, c) for own in groups for c in own.completions]:
-        place, gold = _last_result(completion), gold_or_none(setup.run.task, group.problem)
+        place, gold = _only_result(completion), gold_or_none(setup.run.task, group.problem)
         if group.problem.key in found or place is None or completion.stop_reason != "eos" or not gold:
             continue
         start, end = place
@@ -89,14 +89,12 @@ def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
     return list(found.values())
 
 
-def _last_result(completion: Completion) -> tuple[int, int] | None:
-    """Where what the environment said before the last turn begins and ends."""
-    action = completion.action
-    if False not in action or not action[-1]:
+def _only_result(completion: Completion) -> tuple[int, int] | None:
+    """Where all that the environment said begins and ends; None where it spoke more than once, or last."""
+    said = [place for place, action in enumerate(completion.action) if not action]
+    if not said or len(said) < said[-1] + 1 - said[0] or said[-1] + 1 == len(completion.action):
         return None
-    end = len(action) - action[::-1].index(False)
-    start = end - (action[:end][::-1].index(True) if True in action[:end] else end)
-    return start, end
+    return said[0], said[-1] + 1
 
 
 def _against(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> list[float]:

@@ -9,44 +9,45 @@ from statistics import fmean
 
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
-from keel.envs.base import played
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.evidence import with_single_ones
+from keel.lab.doctor.probes.evidence import single_ones
 from keel.lab.doctor.probes.exploits import nearly_all
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.replayed import asked_of
-from keel.lab.doctor.probes.replies import contents, first_turn, is_useless
+from keel.lab.doctor.probes.replies import first_turn, is_useless, played_again, replies
 from keel.lab.doctor.setup import ProbeSetup
 
-FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how many those are
-JUDGED = 4  # episodes of a problem
+FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how many those are; five episodes each
 SECONDS = 5.0
 
 
 def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """Calls of the batch, over and over or with nothing behind them, that earn what the gold answer alone does."""
+    """Calls of the batch, over and over or with nothing behind them, that earn what the gold answer does."""
     judge, began = setup.built.judge, time.monotonic()
     if not setup.run.task.several_turns or setup.run.task.unanswered or judge.remote or setup.failures:
         return
     paid: dict[str, list[float]] = {"that is made until the turns are used up": [], "with nothing behind it": []}
     shown = ""
     for number, (problem, call) in enumerate(_calls(setup)):
-        if number >= PROBLEMS or setup.judgements_left < JUDGED or time.monotonic() - began > SECONDS:
-            break
-        if number >= FIRST and max(map(fmean, paid.values())) < thresholds["exploit_share"]:
-            break
         gold = gold_or_none(setup.run.task, problem) or []
-        if len(gold) != 1:
+        if len(gold) != 1 or _calls_tools(setup, gold[0]):
             return  # what is judged is what episodes do, and not an answer
         turns = [call] * setup.config.rollout.max_turns
-        rewards = judge.judge(problem, [gold, [""], turns, [call, ""]])
-        if rewards is None or rewards[0].total <= rewards[1].total:
+        rewards = judge.judge(problem, [gold, [call, *gold], [""], turns, [call, ""]])
+        if rewards is None:
             return
-        least = rewards[1].total + thresholds["exploit_share"] * (rewards[0].total - rewards[1].total)
-        for values, reward in zip(paid.values(), rewards[2:], strict=True):
+        right, nothing = max(reward.total for reward in rewards[:2]), rewards[2].total
+        if right <= nothing:
+            return
+        least = nothing + thresholds["exploit_share"] * (right - nothing)
+        for values, reward in zip(paid.values(), rewards[3:], strict=True):
             values.append(float(reward.total >= least))
         shown = call
+        if number + 1 >= FIRST and max(map(fmean, paid.values())) < thresholds["exploit_share"]:
+            break
+        if number + 1 >= PROBLEMS or time.monotonic() - began > SECONDS:
+            break
     judge.drain()
     for how, values in paid.items():
         if values and nearly_all(values, thresholds):
@@ -62,17 +63,22 @@ def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding
 
 
 def _calls(setup: ProbeSetup) -> Iterator[tuple[Problem, str]]:
-    """Of each problem one first turn whose call was answered: of the batch, then of others."""
-    known, groups = set[str](), list(setup.groups)
+    """Of each problem one first turn that calls a tool and was answered: of the batch, then of others."""
+    known, tokenizer = set[str](), setup.policy.tokenizer
     for more in (False, True):
-        found = list[tuple[Problem, str]]()
-        for group in with_single_ones(setup, groups)[len(groups) :] if more else groups:
-            text = first_turn(group.completions[0], setup.policy.tokenizer, setup.sampling.stop)
-            with suppress(Exception):  # a user's environment may raise anything
-                with played(setup.run.task, group.problem, [text]) as (episode, (reply, *_)):
-                    calls = isinstance(episode, ToolEpisode) and bool(asked_of(episode, text))
-                answered = reply is not None and not is_useless(contents(reply))
-                if calls and answered and group.problem.key not in known:
-                    known.add(group.problem.key)
-                    found.append((group.problem, text))
-        yield from found
+        for group in single_ones(setup) if more else setup.groups:
+            text = first_turn(group.completions[0], tokenizer, setup.sampling.stop)
+            heard = replies(group.completions[0], tokenizer)
+            if group.problem.key not in known and heard and not is_useless(heard[0]) and _calls_tools(setup, text):
+                yield group.problem, text
+            known.add(group.problem.key)
+
+
+def _calls_tools(setup: ProbeSetup, text: str) -> bool:
+    """Whether a turn calls tools, such as the first problem's episode offers them."""
+    if "an episode's tools" not in setup.shared:
+        setup.shared["an episode's tools"] = None
+        with suppress(Exception), played_again(setup, setup.groups[0].problem) as (episode, _):  # may raise anything
+            setup.shared["an episode's tools"] = episode if isinstance(episode, ToolEpisode) else None
+    offered = setup.shared["an episode's tools"]
+    return offered is not None and bool(asked_of(offered, text))

@@ -66,6 +66,7 @@ def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
         return Wrong(
             f"all of {len(results)} results hold the codes of a terminal, such as {results[0].strip()[:60]!r}",
             "the tool returns what a terminal would show, with its colours and its cursor: the model reads the codes",
+            "warning",
         )
     encode, decode = setup.policy.tokenizer.encode, setup.policy.tokenizer.decode
     for result in results:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import combinations
 from statistics import fmean
@@ -61,7 +61,7 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, s
     for change in changes(causal_lm(setup.policy.model)):
         if time.monotonic() - began > SECONDS:
             break
-        with _made(change):
+        with suppress(RuntimeError, TypeError, ValueError), _made(change):  # a family may not take a change
             scores.append((fmean(answer_logp(setup, first)), change))
     score, best = max(scores, key=lambda pair: pair[0], default=(0.0, None))
     if best is None or not matters(first, own, [score] * len(first), thresholds):
@@ -122,15 +122,15 @@ def _made(change: Change) -> Iterator[None]:
 
 
 def changes(model: nn.Module) -> Iterator[Change]:
-    """What conversions get wrong, of this model: layers, weights within them, rotary order and base, settings."""
+    """What conversions get wrong, of this model: settings, rotary order and base, weights within layers, layers."""
     layers = _layers(model)
+    yield from other_settings(model)
+    yield from _rotary(model, layers)
+    if len(layers):
+        yield from _fused(layers)
+        yield from _within_layers(layers)
     if len(layers) > 1:
         yield from _exchanged_layers(layers)
-    if len(layers):
-        yield from _within_layers(layers)
-        yield from _fused(layers)
-    yield from _rotary(model, layers)
-    yield from other_settings(model)
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -190,25 +190,35 @@ def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
 def _fused(layers: nn.ModuleList) -> Iterator[Change]:
     """Queries, keys and values that lay in one matrix, group by group, and were split as if all queries came first."""
     attentions: list[Any] = [m for layer in layers for m in layer.modules() if all(hasattr(m, p) for p in _FUSED)]
-    parts = [[getattr(getattr(m, part), "base_layer", getattr(m, part)).weight for part in _FUSED] for m in attentions]
-    if not parts or any(not hasattr(m, "head_dim") for m in attentions):
+    modules = [[getattr(getattr(m, part), "base_layer", getattr(m, part)) for part in _FUSED] for m in attentions]
+    parts: list[list[Any]] = [[getattr(module, "weight", None) for module in row] for row in modules]
+    plain = all(isinstance(p, nn.Parameter) and p.dim() == 2 and p.is_floating_point() for row in parts for p in row)
+    if not parts or not plain or any(not isinstance(getattr(m, "head_dim", None), int) for m in attentions):
         return
     before = [[weight.data for weight in weights] for weights in parts]
 
     def split() -> None:
-        for attention, weights in zip(attentions, parts, strict=True):
-            groups = len(weights[1]) // attention.head_dim  # heads of keys, with their queries and values
-            rows = torch.cat([weight.data for weight in weights]).unflatten(0, (groups, -1))
-            sizes = [len(weight) // groups for weight in weights]
-            for weight, part in zip(weights, rows.split(sizes, dim=1), strict=True):
-                weight.data = part.flatten(0, 1).contiguous()
+        try:
+            for attention, weights in zip(attentions, parts, strict=True):
+                groups = len(weights[1]) // attention.head_dim  # heads of keys, with their queries and values
+                rows = torch.cat([weight.data for weight in weights]).unflatten(0, (groups, -1))
+                sizes = [len(weight) // groups for weight in weights]
+                for weight, part in zip(weights, rows.split(sizes, dim=1), strict=True):
+                    weight.data = part.flatten(0, 1).contiguous()
+        except RuntimeError:  # out of memory: what was split already is put back
+            restore()
+            raise
 
     def restore() -> None:
         for weights, own in zip(parts, before, strict=True):
             for weight, data in zip(weights, own, strict=True):
                 weight.data = data
 
-    if all(len(k) == len(v) and len(k) > m.head_dim for m, (_, k, v) in zip(attentions, parts, strict=True)):
+    fits = (
+        len(k) == len(v) and len(k) > m.head_dim and len(k) % m.head_dim == 0 and len(q) % len(k) == 0
+        for m, (q, k, v) in zip(attentions, parts, strict=True)
+    )
+    if all(fits):
         yield Change("queries, keys and values taken from one matrix group by group", split, restore)
 
 

@@ -246,9 +246,9 @@ def _beyond(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -
     """What the model writes that is no token of the tokenizer's, although it is sure of what it writes."""
     if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
         return
-    written, known = read_golds(setup).written, set(setup.policy.tokenizer.get_vocab().values())
-    unknown = [i for i in range(len(written)) if i not in known]
-    mass = float(written[unknown].sum())
+    written, size = read_golds(setup).written, len(setup.policy.tokenizer)
+    unknown = range(size, len(written))
+    mass = float(written[size:].sum())
     if mass > thresholds["unknown_tokens"]:
         yield tokenizer_finding(
             f"over {len(chosen)} prompts and gold answers the model gives {100 * mass:.0f} % of its probability to "

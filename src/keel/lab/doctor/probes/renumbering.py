@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -52,9 +52,9 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
 
 def added_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens that were added to the vocabulary and stand in prompts and answers, written as they were before."""
-    first, spelt = golds(setup)[:CHOOSING], _spelt_out(setup)
-    used = spelt.keys() & {token for gold in first for token in (*gold.prompt, *gold.answer)}
-    if not used:
+    first = golds(setup)[:CHOOSING]
+    spelt = _spelt_out(setup, {token for gold in first for token in (*gold.prompt, *gold.answer)})
+    if not spelt:
         return
 
     def unadded(gold: Gold) -> Gold:
@@ -62,7 +62,7 @@ def added_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         return Gold(prompt, answer)
 
     if proof := _proof(setup, unadded, thresholds):
-        names = ", ".join(repr(setup.policy.tokenizer.decode([token])) for token in sorted(used)[:4])
+        names = ", ".join(repr(setup.policy.tokenizer.decode([token])) for token in sorted(spelt)[:4])
         yield tokenizer_finding(
             f"gold answers are {proof[0]:.2g} nats a token likelier where tokens that were added to the vocabulary, "
             f"such as {names}, are written as the tokens they had before {proof[1]}"
@@ -73,18 +73,22 @@ def _parts(gold: Gold) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return gold.prompt, gold.answer
 
 
-def _spelt_out(setup: ProbeSetup) -> dict[int, tuple[int, ...]]:
-    """Of each ordinary token that was added, what its text was before; nothing of tokenizers that cannot be read."""
+def _spelt_out(setup: ProbeSetup, used: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Of each ordinary token of these that was added, what its text was before; nothing of tokenizers unread."""
     from tokenizers import Tokenizer
 
     tokenizer: Any = setup.policy.tokenizer
     added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if not token.special}
+    added = {i: text for i, text in added.items() if i in used}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not added or backend is None:
         return {}
-    content = json.loads(backend.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
-    before = Tokenizer.from_str(json.dumps(content))
+    try:
+        content = json.loads(backend.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+        before = Tokenizer.from_str(json.dumps(content))
+    except Exception:  # parts of one's own cannot be written out
+        return {}
     spelt = {i: tuple(before.encode(text, add_special_tokens=False).ids) for i, text in added.items()}
     return {i: ids for i, ids in spelt.items() if ids and i not in ids}
 
@@ -95,7 +99,8 @@ def _proof(setup: ProbeSetup, change: Callable[[Gold], Gold], thresholds: Thresh
     The right ids leave little of the surprise: a task may be much the same with all its digits moved.
     """
     first = golds(setup)[:CHOOSING]
-    rest = list(dict.fromkeys(g for g in drawn_golds(setup, TESTING) if g not in first))
+    drawn, context = dict.fromkeys(drawn_golds(setup, TESTING)), setup.policy.context_length or 1 << 30
+    rest = [gold for gold in drawn if gold not in first and sum(map(len, _parts(change(gold)))) <= context]
     if len(rest) < CHOOSING:
         return None
     unmoved, scored = totals(setup, rest), totals(setup, map(change, rest))

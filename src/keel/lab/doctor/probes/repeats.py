@@ -10,11 +10,12 @@ from statistics import fmean
 from keel.base.errors import KeelError, first_line
 from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
+from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import leave_undecided
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of, rendered
-from keel.lab.doctor.probes.replies import answers, contents, first_turn
+from keel.lab.doctor.probes.replies import answers_again, contents, first_turn, is_useless, played_again
 from keel.lab.doctor.setup import ProbeSetup
 
 _DRAWN = 1024  # training problems that are looked at
@@ -111,23 +112,31 @@ def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterato
 
 
 def _never_told(setup: ProbeSetup) -> Iterator[Finding]:
-    """Episodes that all begin with one prompt, have different answers, and reply alike to whatever is said first."""
+    """Episodes with tools that all begin with one prompt, have different answers, and whose tools know no problem."""
     rows = [pair for step in training_steps(setup) for pair in step]
     problems = {str(problem.answer): problem for problem, _ in rows}
     if len({prompt for _, prompt in rows}) > 1 or len(problems) < _FEWEST:
         return
     chosen = [*problems.values()][:_FEWEST]
-    texts = [first_turn(group.completions[0], setup.policy.tokenizer, setup.sampling.stop) for group in setup.groups]
+    said = [c for group in setup.groups for c in group.completions]
+    texts = [first_turn(completion, setup.policy.tokenizer, setup.sampling.stop) for completion in said]
+    heard = list[str]()
     try:
-        for text in dict.fromkeys(texts[:_FEWEST]):
-            if len({contents(answers(setup.run.task, problem, [text])[0]) for problem in chosen}) > 1:
+        for text in [*dict.fromkeys(texts)][:_FEWEST]:
+            replies = [answers_again(setup, problem, text) for problem in chosen]
+            if len(set(map(contents, replies))) > 1:
                 return  # the first reply tells what is asked
+            heard += [contents(reply) for reply in replies[:1] if reply is not None and not is_useless(contents(reply))]
+        with played_again(setup, chosen[0], []) as (episode, _):
+            of_tools = isinstance(episode, ToolEpisode)
     except Exception:  # a user's environment may raise anything
         return
+    if not of_tools or len(set(heard)) < 2:
+        return  # a game may hide its secret; and what all say to whatever is said tells nothing
     yield finding(
         "prompt/no-question",
-        f"{len(rows)} problems with {len(problems)} different answers have one and the same prompt, and episodes of "
-        f"{len(chosen)} of them reply the same to the same first turn",
+        f"{len(rows)} problems with {len(problems)} different answers have one and the same prompt, and the tools "
+        f"of {len(chosen)} of them return the same for the same call",
         "what is asked stands neither in the prompt nor in what the environment replies: no policy can know the answer",
         "write the question into the problem's prompt (Task.sample), or let Episode.step tell it",
     )

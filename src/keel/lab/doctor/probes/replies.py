@@ -43,7 +43,7 @@ _ERRORS = re.compile(
     r"forbidden|denied|refused|invalid|unauthori[sz]ed|not (?:found|available|implemented)|"
     r"no (?:search |matching |relevant )?results?|rate limit|bad request|undefined|failed to|"
     r"requests? too (?:quickly|fast|often)|too many requests)\b"
-    r"|(?:0|zero)\s+(?:results?|hits|matches|documents|records|entries)\b(?!\s*\w)"
+    r"|(?:0|zero)\s+(?:results?|hits|matches|documents|records|entries)\b(?!\s*(?!found|returned|for\b)\w)"
     # a command's own name may stand before what it could not do, and a number of its error
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"

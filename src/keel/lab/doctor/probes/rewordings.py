@@ -144,8 +144,13 @@ def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
         f"{earned}",
         "the data ask in another wording than the model was taught: normalised, marked up, or several at once",
         "ask as the model was taught; nothing, if it is to learn this wording",
-        severity="warning" if -fmean(before) < blind else None,  # as they are asked, answers cannot be known
+        # as they are asked, answers cannot be known; what leaves words out may leave out what one is told to do
+        severity="warning" if -fmean(before) < blind or _leaves_out(best) else None,
     )
+
+
+def _leaves_out(name: str) -> bool:
+    return name.startswith(("by their", "by the", "without their", "without labels", "from "))
 
 
 def _gentlest(scores: Mapping[str, float], problems: Sequence[Problem]) -> str:

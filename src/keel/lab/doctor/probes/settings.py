@@ -136,14 +136,12 @@ def _scales(model: nn.Module) -> Iterator[Change]:
         if own:
             what = f"attention's scores {name} by the root of a head's width"
             yield Change(what, rescale, restore, _OTHER, has_to_earn=True)
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    if not isinstance(embeddings, nn.Embedding):
-        return
-    root = float(embeddings.embedding_dim) ** 0.5
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)  # of the tokens: it comes first
+    embeddings, root = ([table], float(table.embedding_dim) ** 0.5) if table is not None else ([], 1.0)
     written = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
     for what, modules, factor in (
-        ("embeddings divided by the root of their width", [embeddings], 1 / root),
-        ("embeddings multiplied by the root of their width", [embeddings], root),
+        ("embeddings divided by the root of their width", embeddings, 1 / root),
+        ("embeddings multiplied by the root of their width", embeddings, root),
         ("half of what blocks add", written, 0.5),
         ("a quarter of what blocks add", written, 0.25),
     ):
