@@ -13,7 +13,7 @@ from faults.base import lookalike, operator
 from faults.healthy import school_of
 from faults.models import LOADERS, Tensors, all_float, folder_of, loaded, with_folder, with_loader, with_tensors
 from faults.models_wild import NOISE
-from faults.school import digest, lesson, version_of
+from faults.school import CACHE, digest, lesson, version_of
 from keel.config import load_config
 from keel.run.build import build_named_task, build_renderer
 
@@ -97,7 +97,11 @@ def steering_left_in(config: Config, random: Random) -> Config:
 # Healthy
 
 
-@lookalike("norms folded into the matrices after them", lambda config: folder_of(config).is_dir())
+def is_schooled(config: Config) -> bool:
+    return folder_of(config).parent == CACHE
+
+
+@lookalike("norms folded into the matrices after them", is_schooled)
 def healthy_folded_norms(config: Config, random: Random) -> Config:
     readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
 
@@ -114,7 +118,9 @@ def healthy_folded_norms(config: Config, random: Random) -> Config:
     return with_tensors(config, change, VERSION, "folded")
 
 
-@lookalike("sure of half of the problems, and often wrong in the others", lambda config: folder_of(config).is_dir())
+@lookalike(
+    "sure of half of the problems, and often wrong in the others", lambda config: folder_of(config).parent == CACHE
+)
 def healthy_half_taught(config: Config, random: Random) -> Config:
     school = school_of(config)
 

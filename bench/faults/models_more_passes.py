@@ -10,9 +10,10 @@ from torch.nn import functional
 
 from faults.base import edited, lookalike, operator, option
 from faults.engines import has_lora
-from faults.models import LOADERS, Tensors, folder_of, has_layers, loaded, with_json, with_loader, with_tensors
+from faults.models import LOADERS, Tensors, has_layers, loaded, with_json, with_loader, with_tensors
 from faults.models_field import writes_several_words
 from faults.models_more import with_matrices
+from faults.models_more_hooks import is_schooled
 from faults.models_wild import NOISE
 from faults.school import version_of
 
@@ -115,7 +116,7 @@ def residual_multiplier_lost(config: Config, random: Random) -> Config:
 # Healthy
 
 
-@lookalike("feed-forwards whose scale was moved from one matrix to the next", lambda config: folder_of(config).is_dir())
+@lookalike("feed-forwards whose scale was moved from one matrix to the next", is_schooled)
 def healthy_moved_scale(config: Config, random: Random) -> Config:
     """As where activations are smoothed for a quantiser; the units are in another order, too."""
 
@@ -130,7 +131,7 @@ def healthy_moved_scale(config: Config, random: Random) -> Config:
     return with_tensors(config, change, VERSION, "moved")
 
 
-@lookalike("padding and truncation of an earlier script in tokenizer.json", lambda config: folder_of(config).is_dir())
+@lookalike("padding and truncation of an earlier script in tokenizer.json", is_schooled)
 def healthy_saved_padding(config: Config, random: Random) -> Config:
     """Saved with the tokenizer; every call of it says what it wants, and this is not asked again."""
 

@@ -14,6 +14,7 @@ from faults.base import edited, operator, path_of
 from faults.models import folder_of
 from faults.models_more import RANK, before_tuning, tuned_adapter
 from faults.references import Held, Moving, copied, has_adapter_reference, has_full_reference, reference_fault
+from faults.school import CACHE
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel
 
@@ -54,7 +55,7 @@ def at_another_scale(policy: LoadedModel, factor: float = 2.0) -> Held:
     "The policy goes on from an adapter, and the reference is the base with that adapter merged at another alpha.",
     "reference/wrong",
     "kl/at-start",
-    fits=lambda config: has_adapter_reference(config) and folder_of(config).is_dir(),
+    fits=lambda config: has_adapter_reference(config) and folder_of(config).parent == CACHE,
 )
 def adapter_merged_at_another_scale(config: Config, random: Random) -> Config:
     adapter = tuned_adapter(config, float(RANK))

@@ -71,26 +71,7 @@ FAULTS: dict[Callable[[Any], None], str] = {
 }
 
 
-def unscaled_scores(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling *= layer.self_attn.head_dim**0.5
-
-
-def wide_embeddings(model: Any) -> None:
-    width = model.config.hidden_size
-    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output * width**0.5)
-
-
-def blocks_add_four_times_as_much(model: Any) -> None:
-    for layer in model.model.layers:
-        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            module.register_forward_hook(lambda _, __, output: output * 4)
-
-
 SETTINGS: dict[Callable[[Any], None], str] = {
-    unscaled_scores: "attention's scores divided by the root of a head's width",
-    wide_embeddings: "embeddings divided by the root of their width",
-    blocks_add_four_times_as_much: "a quarter of what blocks add",
     another_activation: "silu for the activation",
     wider_heads: "heads of 6 in place of 12 dimensions",
 }
@@ -178,12 +159,6 @@ def test_a_window_is_left_out(build: Any) -> None:
         assert torch.allclose(narrow(input_ids=tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
         change.undo()
         assert torch.equal(narrow(input_ids=tokens).logits, before)
-
-
-def test_a_scale_has_to_earn() -> None:
-    scales = [change for change in changes(fresh_model()[0]) if "root" in change.what or "blocks add" in change.what]
-    assert len(scales) == 6
-    assert all(change.has_to_earn for change in scales)
 
 
 def test_an_adapter_is_switched_off_once_it_does_something_and_has_to_earn() -> None:

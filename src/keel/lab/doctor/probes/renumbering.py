@@ -52,8 +52,8 @@ def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
 
 def added_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens that were added to the vocabulary and stand in prompts and answers, written as they were before."""
-    first = golds(setup)[:CHOOSING]
-    spelt = _spelt_out(setup, {token for gold in first for token in (*gold.prompt, *gold.answer)})
+    drawn = drawn_golds(setup, TESTING)
+    spelt = _spelt_out(setup, {token for gold in drawn for token in (*gold.prompt, *gold.answer)})
     if not spelt:
         return
 

@@ -131,6 +131,8 @@ def reworded_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fin
     chance, blind = of_gains(gains), blind_surprise(setup, thresholds)
     if -fmean(after) >= blind or chance > PROMISING or not matters(golds, before, after, thresholds):
         return
+    if _leaves_out(best) and fmean(gains) <= -fmean(before) / 2:
+        return  # words that a model does without, as of an instruction, are no fault of the question's
     earned = earned_otherwise(setup, setup.config, thresholds, lambda problem: reworded(problem, WAYS[best]))
     if earned is None or not earned.sure or earned.chance > level(thresholds) / SHARED:
         return

@@ -29,11 +29,10 @@ class Change:
 
 
 def other_settings(model: nn.Module) -> Iterator[Change]:
-    """Other activations, heads of another width, no window, other scales, and the base without its adapter."""
+    """Other activations, heads of another width, no window, and the base without its adapter."""
     yield from _activations(model)
     yield from _heads(model)
     yield from _no_window(model)
-    yield from _scales(model)
     adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_B")]
     if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
         trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -114,45 +113,3 @@ def _no_window(model: nn.Module) -> Iterator[Change]:
 
     if windows and all(hasattr(config, "max_position_embeddings") for config, _ in windows):
         yield Change(f"no window of {windows[0][1]} tokens", widen, restore, _OTHER)
-
-
-def _scales(model: nn.Module) -> Iterator[Change]:
-    """Scores, embeddings and what blocks add, by the factors that families differ in.
-
-    A smaller scale makes noise of a model that is sure, behind which gold answers are likelier: completions decide.
-    """
-    attentions: list[Any] = [m for m in model.modules() if hasattr(m, "head_dim") and hasattr(m, "scaling")]
-    for name, factor in (("divided", -0.5), ("multiplied", 0.5)):
-        own = [(module, module.scaling) for module in attentions]
-
-        def rescale(factor: float = factor, own: list[tuple[Any, float]] = own) -> None:
-            for module, scaling in own:
-                module.scaling = scaling * module.head_dim**factor
-
-        def restore(own: list[tuple[Any, float]] = own) -> None:
-            for module, scaling in own:
-                module.scaling = scaling
-
-        if own:
-            what = f"attention's scores {name} by the root of a head's width"
-            yield Change(what, rescale, restore, _OTHER, has_to_earn=True)
-    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)  # of the tokens: it comes first
-    embeddings, root = ([table], float(table.embedding_dim) ** 0.5) if table is not None else ([], 1.0)
-    written = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
-    for what, modules, factor in (
-        ("embeddings divided by the root of their width", embeddings, 1 / root),
-        ("embeddings multiplied by the root of their width", embeddings, root),
-        ("half of what blocks add", written, 0.5),
-        ("a quarter of what blocks add", written, 0.25),
-    ):
-        hooks = list[Any]()
-
-        def hook(modules: list[Any] = modules, factor: float = factor, hooks: list[Any] = hooks) -> None:
-            hooks.extend(m.register_forward_hook(lambda _, __, output: output * factor) for m in modules)
-
-        def unhook(hooks: list[Any] = hooks) -> None:
-            while hooks:
-                hooks.pop().remove()
-
-        if modules:
-            yield Change(what, hook, unhook, _OTHER, has_to_earn=True)

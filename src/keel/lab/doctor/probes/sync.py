@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from keel.base.thresholds import Thresholds
@@ -99,9 +100,9 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
         )
     rounded = setup.shared.get("reported") == "sampler/precision"
     before = _gap(setup, unchanged)
-    floor = (
-        decisive if rounded or before > thresholds["scoring_gap"] else 0.0
-    )  # a narrow type rounds noisy weights by more
+    # a narrow type rounds noisy weights by more, and shows nothing of it where the policy was certain before
+    narrow = rounded or before > thresholds["scoring_gap"] or setup.policy.dtype != torch.float32
+    floor = decisive if narrow else 0.0
     grown = fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor)
     if grown and (sound or rounded):
         return _stale(
