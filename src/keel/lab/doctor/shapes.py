@@ -226,8 +226,14 @@ def around(series: Series, step: float, window: int) -> Change | None:
     return Change(first, last, int(step), _chance(last - first, jitter(series), 1.0, len(before), len(after)))
 
 
+AGAIN = 3  # turns: what rises and falls once is a course
+
+
 def turns(series: Series, size: float) -> tuple[int, float]:
-    """How often the level goes up and down by more than `size`, one after the other; the chance of one such turn."""
+    """How often the level goes up and down by more than `size`, one after the other; the chance of one such turn.
+
+    Under noise without memory: slow noise cannot be told from slow swings.
+    """
     from scipy import stats
 
     values = np.asarray(series.finite.values)

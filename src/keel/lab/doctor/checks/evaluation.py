@@ -11,15 +11,7 @@ from typing import Any
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
-from keel.lab.doctor.checks.base import (
-    RECENT,
-    CheckResults,
-    clear,
-    level,
-    not_recorded,
-    reward_size,
-    reward_trend,
-)
+from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, reward_trend
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series, finite, in_order, step_of
 from keel.lab.judge import Accuracy, accuracies

@@ -24,7 +24,7 @@ from keel.lab.doctor.checks.base import (
 )
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History, Series
-from keel.lab.doctor.shapes import LEAST, course, median, turns
+from keel.lab.doctor.shapes import AGAIN, LEAST, course, median, turns
 
 
 def temperature(history: History, thresholds: Thresholds) -> CheckResults:
@@ -205,7 +205,6 @@ def rising(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
-AGAIN = 3  # turns: what rises and falls once is a course
 BONUS = {"loss.entropy_coef": 0.001}
 
 

@@ -32,7 +32,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.checks.course import WRITTEN, rewritten, shift_steps
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.history import History, Record, Series, finite, step_of
-from keel.lab.doctor.shapes import LEAST, course, fall, frozen_since, median, noise, rise, trend, turns
+from keel.lab.doctor.shapes import AGAIN, LEAST, course, fall, frozen_since, median, noise, rise, trend, turns
 
 NO_SCALE = ("none", "dr_grpo")
 
@@ -264,9 +264,6 @@ def _relapses(history: History, thresholds: Thresholds) -> CheckResults:
             ),
             severity="warning",
         )
-
-
-AGAIN = 3  # turns: down, up and down again
 
 
 def _beside(history: History) -> str:

@@ -247,12 +247,11 @@ def _beyond(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -
     if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
         return
     written, size = read_golds(setup).written, len(setup.policy.tokenizer)
-    unknown = range(size, len(written))
     mass = float(written[size:].sum())
     if mass > thresholds["unknown_tokens"]:
         yield tokenizer_finding(
             f"over {len(chosen)} prompts and gold answers the model gives {100 * mass:.0f} % of its probability to "
-            f"{len(unknown)} ids that are no token of the tokenizer"
+            f"{len(written) - size} ids that are no token of the tokenizer"
         )
 
 
