@@ -19,6 +19,7 @@ import numpy as np
 
 import faults.log_operators
 import faults.log_operators_field
+import faults.log_operators_fresh
 import faults.log_operators_late
 import faults.log_operators_policy
 import faults.log_operators_reports
