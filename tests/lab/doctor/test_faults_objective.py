@@ -144,11 +144,11 @@ def test_every_clip_of_keels_own_cuts_its_side() -> None:
 @pytest.mark.parametrize(
     ("rows", "where"),
     [
-        (["+-", "+---"], "all but the first token"),
-        (["++", "++--"], "all but the first 2 tokens"),
-        (["+-", "+++-"], "the last token"),
-        (["-+", "---+"], "all but the last token"),
-        (["-+", "-+++"], "the first token"),
+        (["+-", "+---"], "all but the first token of every completion"),
+        (["++", "++--"], "all but the first 2 tokens of every completion"),
+        (["+-", "+++-"], "the last token of every completion"),
+        (["-+", "---+"], "all but the last token of every completion"),
+        (["-+", "-+++"], "the first token of every completion"),
         (["+-", "-+"], ""),
         (["+++", "+"], ""),
     ],

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from keel.models.head import causal_lm, evaluating
 
 SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
-_MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once
+_MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once; 32 times as many on a GPU
+_BYTES_A_LOGIT = 64  # in itself, as float32, and what is computed from it
 Text = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion
 
 
@@ -22,18 +23,27 @@ def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -
     Rows of equal length go together as long as their logits are small, and equal rows are one. One at a time, since a
     batch of them need not fit into memory.
     """
+    most = _most_logits(device)
     rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # text and length of its prompt: numbers
     for number, (prompt, tokens) in enumerate(texts):
         rows.setdefault(((*prompt, *tokens), len(prompt)), []).append(number)
     for width, alike in groupby(sorted(rows, key=lambda row: len(row[0])), key=lambda row: len(row[0])):
         same = list(alike)
-        at_once = min(32, max(1, _MAX_LOGITS // (width * vocabulary_size(model))))
+        at_once = min(32, max(1, most // (width * vocabulary_size(model))))
         for part in (same[i : i + at_once] for i in range(0, len(same), at_once)):
             ids = torch.tensor([text for text, _ in part], device=device)
             with evaluating(model):
                 out = model(input_ids=ids, use_cache=False).logits
             for (text, given), logits in zip(part, out, strict=True):
                 yield from ((number, logits[given - 1 : -1].float()) for number in rows[text, given])
+
+
+def _most_logits(device: torch.device) -> int:
+    """A GPU takes rows together in the time of one; a processor gains nothing by it."""
+    if device.type != "cuda":
+        return _MAX_LOGITS
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(_MAX_LOGITS, min(32 * _MAX_LOGITS, free // _BYTES_A_LOGIT))
 
 
 def vocabulary_size(model: nn.Module) -> int:

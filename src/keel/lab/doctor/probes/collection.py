@@ -30,7 +30,7 @@ from keel.lab.doctor.probes.idle import idle_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.stops import parsed_without_stop
+from keel.lab.doctor.probes.stops import ROOM, ends_with_room, parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.probes.writable import unwritable_findings
 from keel.lab.doctor.setup import ProbeSetup
@@ -128,6 +128,8 @@ def _failed(setup: ProbeSetup) -> Iterator[Finding]:
 def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
     """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
+    if gold and max(gold) <= min(totals) + SAME:  # a right answer earns no more: that is no cliff
+        return
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
     deep = -lowest > thresholds["reward_cliff_depth"] * scale
@@ -176,7 +178,7 @@ def empty_cliff_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresh
     empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     span = best - min((total for row in judged for total in row.others), default=best)
-    if best <= SAME * abs(empty) or -empty <= thresholds["reward_cliff_depth"] * max(best, span):
+    if best <= SAME * abs(empty) or -empty < thresholds["reward_cliff_depth"] * max(best, span):
         return
     if min(totals, default=0.0) <= empty:
         return
@@ -213,17 +215,22 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         return
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
+    unread = fmean(reward.parsed for group in groups for reward in group.rewards) < thresholds["parse_rate"]
+    endless = unread and ends_with_room(setup, thresholds) is False
+    beyond = f", and hardly one ends or can be read with {ROOM} times as much" if endless else ""
     yield finding(
         "output/truncated",
         f"{between(shares)} of the completions of {len(shares)} problems were cut at max_completion_length={limit}"
-        f"{a_turn}{_mislabelled(setup)}",
-        "the limit is too short for the answers, or the model never writes its end token",
+        f"{a_turn}{_mislabelled(setup)}{beyond}",
+        "the model goes on without end, whatever the limit is"
+        if endless
+        else "the limit is too short for the answers, or the model never writes its end token",
         either(
             times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),
-        severity="error" if share > thresholds["truncated_completions_error"] else "warning",
+        severity="error" if share > thresholds["truncated_completions_error"] and not endless else "warning",
         share=share,
     )
 

@@ -20,6 +20,7 @@ SCHEDULES = ("warmup", "linear", "cosine")  # Keel's own, which end where they w
 PER_TOKEN = 0.05  # nats: the usual target of a controller
 WAVE, HALF_WAVE = 1.25, 5  # times the target and below it, as a step's KL scatters, for so many steps each
 MANY_FOLD, FELT = 100.0, 0.1  # times the β it starts from, by scatter alone, and a β that recipes do not go beyond
+TIMES_MORE = 10.0  # than was asked for, whatever the KL
 FAR_OVER = 10.0  # times the target, for the whole run
 IDLE = 0.005  # of β: a controller that moves it by less in a whole run does not steer
 MOST_STEPS = 2_000
@@ -64,6 +65,16 @@ def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
     elif high is not None:
         cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
         yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
+    elif configured > 0 and min(every) > TIMES_MORE * configured:
+        yield finding(
+            "kl/controller",
+            f"kl.controller={name} gives β = {start:g} at the start and never less than {min(every):g}, at a KL of "
+            f"{min(LEVELS):g} as well, where kl.beta={configured:g} is asked for",
+            "the controller takes kl.beta in another unit (percent, or for a sum in place of a mean), or has a floor "
+            "of its own",
+            f"let it start from kl.beta, or set kl.beta={start:g} if that is meant",
+            severity="warning",
+        )
     elif configured > 0 and max(every) == 0:
         yield finding(
             "kl/controller",

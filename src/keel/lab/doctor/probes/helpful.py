@@ -26,6 +26,8 @@ from keel.lab.doctor.setup import ProbeSetup
 OTHERS = 5  # results of other episodes that stand in the place of an episode's own
 FEWEST = 16  # episodes
 BELIEVED = 1.0  # nats by which the gold answer is likelier where it stands in the result's place itself
+SHORT = 3  # words of a result that is an answer
+IN_VAIN = 0.8  # of the answers that were copied from results are not the gold ones
 SECONDS = 6.0
 
 Tokens = tuple[int, ...]
@@ -40,10 +42,17 @@ class Told:
     result: Tokens
     call: frozenset[str]  # the words of it
     gold: Tokens  # the last turn that would be right
+    heard: frozenset[str]  # the words of the result
+    said: frozenset[str]  # those after it
+    right: frozenset[str]  # those of the gold answer
+
+    @property
+    def question(self) -> frozenset[str]:
+        return frozenset(words(str(self.problem.prompt)))
 
     def about(self, other: Told) -> int:
         """How many words of the call stand in the question of an episode."""
-        return len(self.call & frozenset(words(str(other.problem.prompt))))
+        return len(self.call & other.question)
 
 
 def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Wrong | None:
@@ -54,6 +63,8 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
     if len(episodes) < len(setup.groups) / 2:
         return None
     episodes = _told(setup, single_ones(setup))
+    if vain := _copied_in_vain(episodes, thresholds):
+        return vain
     shares, began = list[float](), time.monotonic()
     for told in episodes:
         others = [other for other in episodes if other.result != told.result and other.gold != told.gold]
@@ -72,20 +83,60 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
     )
 
 
+def _copied_in_vain(episodes: Sequence[Told], thresholds: Thresholds) -> Wrong | None:
+    """Results that were asked for with all that a question is about, and said as the answer: hardly one is right."""
+    if not episodes:
+        return None
+    frame = frozenset.intersection(*(told.heard for told in episodes))
+    everywhere = frozenset.intersection(*(told.question for told in episodes))
+    copied = [
+        told
+        for told in episodes
+        if told.question - everywhere
+        and told.question - everywhere <= told.call
+        and 0 < len(told.heard - frame) <= SHORT
+        and told.heard - frame <= told.said
+    ]
+    wrong = [float(not told.right <= told.heard) for told in copied]
+    if len(copied) < FEWEST or chance_above(wrong, IN_VAIN) > level(thresholds, 1):
+        return None
+    read = next(told for told in copied if not told.right <= told.heard)
+    return Wrong(
+        f"in {between(wrong)} of {len(copied)} episodes whose call holds all that their question is about, and whose "
+        f"answer is what it returned, that is not the gold answer: {' '.join(sorted(read.heard - frame))!r} for "
+        f"{' '.join(sorted(read.right))!r}",
+        "the tool returns something else than what is asked for (another unit, a count from zero, another column), or "
+        "the gold answers are in another form than its results",
+        "warning",
+        "; make some calls by hand, with their questions and gold answers beside what they return",
+    )
+
+
 def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
     """Of each problem the first episode with one result, after which it went on and ended by itself."""
     tokenizer, found = setup.policy.tokenizer, dict[str, Told]()
+
+    def read(tokens: Sequence[int]) -> frozenset[str]:
+        return frozenset(words(str(tokenizer.decode(list(tokens), skip_special_tokens=True))))
+
     for group, completion in [(own, c) for own in groups for c in own.completions]:
         place, gold = _only_result(completion), gold_or_none(setup.run.task, group.problem)
         if group.problem.key in found or place is None or completion.stop_reason != "eos" or not gold:
             continue
         start, end = place
         before, result = completion.tokens[:start], completion.tokens[start:end]
-        call = frozenset(words(str(tokenizer.decode(list(before), skip_special_tokens=True))))
+        call = read(before)
         answer = tuple(tokenizer.encode(gold[-1], add_special_tokens=False))
         if answer and not is_useless(str(tokenizer.decode(list(result), skip_special_tokens=True))):
-            told = Told(group.problem, (*group.prompt_tokens, *before), tuple(result), call, answer)
-            found[group.problem.key] = told
+            found[group.problem.key] = Told(
+                group.problem,
+                (*group.prompt_tokens, *before),
+                tuple(result),
+                call,
+                answer,
+                *(read(tokens) for tokens in (result, completion.tokens[end:])),
+                frozenset(words(answer_of(setup, group.problem))),
+            )
     return list(found.values())
 
 

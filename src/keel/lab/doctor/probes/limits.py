@@ -14,7 +14,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.clip_range import clip_options, clipped_side, idle_passes
+from keel.lab.doctor.probes.clip_range import clip_options, clipped_side, idle_passes, own_range
 from keel.lab.doctor.probes.evidence import at_least, chance_above, level, more_groups
 from keel.lab.doctor.probes.reach import gradient_norm
 from keel.lab.doctor.probes.result import ProbeResult
@@ -43,6 +43,7 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *(
             [*clipped_side(setup, figures, thresholds)]
             or [*clip_options(setup, first, figures, thresholds)]
+            or [*own_range(setup, figures, thresholds)]
             or idle_passes(setup, first, figures)
         ),
         *_skips(setup, first, figures, thresholds),

@@ -20,6 +20,7 @@ from keel.losses import LossOptions, objective
 from keel.losses.policy import get_loss
 from keel.losses.reductions import get_reduction
 
+ROWS = 0.1  # of a batch
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
 
 
@@ -120,13 +121,13 @@ def _pushes(
             f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
             "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
         )
-    elif where := left_out(mask, alive):
+    elif where := left_out(mask, alive) or _rows_left_out(mask, alive):
         yield finding(
             "loss/no-gradient",
-            f"∂loss/∂logp is zero on {where} of every completion, {float((~alive).double().mean()):.0%} of the sampled "
-            "tokens, at ratio 1 and β = 0, and on no other token",
-            f"{loss_name} cuts completions: what is written there is sampled, earns and is never trained",
-            "let the loss cover every token of the mask that it is given (lengths from the mask, not a constant)",
+            f"∂loss/∂logp is zero on {where}, {float((~alive).double().mean()):.0%} of the sampled tokens, at ratio 1 "
+            "and β = 0, and on no other token",
+            f"{loss_name} cuts the batch: what is written there is sampled, earns and is never trained",
+            "let the loss cover every row and token of the mask that it is given (lengths from the mask, no constant)",
         )
     elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
         yield finding(
@@ -181,11 +182,23 @@ def left_out(mask: Tensor, alive: Tensor) -> str:
     for end, ordered in (("first", rows), ("last", [row[::-1] for row in rows])):
         for count in sorted({row.index(False) for row in ordered if not all(row)}):
             if count and all(row == [i < count for i in range(len(row))] for row in ordered):
-                return f"all but the {end} {count} tokens" if count > 1 else f"all but the {end} token"
+                return f"all but the {end} {_tokens(count)} of every completion"
         for count in sorted({row.index(True) for row in ordered if any(row)}):
             if count and all(row == [i >= count for i in range(len(row))] for row in ordered):
-                return f"the {end} {count} tokens" if count > 1 else f"the {end} token"
+                return f"the {end} {_tokens(count)} of every completion"
     return ""
+
+
+def _tokens(count: int) -> str:
+    return f"{count} tokens" if count > 1 else "token"
+
+
+def _rows_left_out(mask: Tensor, alive: Tensor) -> str:
+    """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them."""
+    rows = [alive[mask.nonzero()[:, 0] == row] for row in range(len(mask)) if bool(mask[row].any())]
+    dead = sum(not bool(row.any()) for row in rows)
+    whole = all(bool(row.all()) or not bool(row.any()) for row in rows)
+    return f"all of {dead} of {len(rows)} completions" if whole and dead > ROWS * len(rows) else ""
 
 
 def _share(where: Tensor, up: Tensor) -> tuple[float, float]:

@@ -172,11 +172,12 @@ def _dropped(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
 
 def _piled_up(rows: Sequence[Replayed]) -> Wrong | None:
     """A result that holds the one before it and more, where the same call is made twice in new episodes."""
-    grown = [row for row in rows if row.first.strip() and row.first != row.again and _holds(row.again, row.first)]
+    changed = [row for row in rows if row.first.strip() and row.first != row.again]
+    grown = [row for row in changed if _holds(row.again, row.first) or _ends_with_both(row.again, row.first)]
     if len(grown) < FEWEST or len(grown) <= MOST * len(rows):
         return None
     return Wrong(
-        f"{len(grown)} of {len(rows)} calls, made again in a new episode, return all that they did before and more: "
+        f"{len(grown)} of {len(rows)} calls, made again in a new episode, return what they did before and more: "
         f"{grown[-1].again.strip()[-80:]!r}",
         "the tool keeps what other episodes asked for, and every result holds theirs",
     )
@@ -187,6 +188,14 @@ def _holds(longer: str, shorter: str) -> bool:
     part, whole = (words(TAG.sub(" ", text)) for text in (shorter, longer))
     return 0 < len(part) < len(whole) and any(
         whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1)
+    )
+
+
+def _ends_with_both(later: str, earlier: str) -> bool:
+    """Whether what two texts end with alike stands at the end of the later one twice: one result behind the other."""
+    one, two = (words(TAG.sub(" ", text)) for text in (earlier, later))
+    return any(
+        one[-size:] == two[-size:] == two[-2 * size : -size] for size in range(1, min(len(one), len(two) // 2) + 1)
     )
 
 

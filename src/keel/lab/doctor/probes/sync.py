@@ -18,6 +18,7 @@ from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
 
 _SMALL = 0.01  # of a weight's RMS: what an update changes
 _MISSED = 0.3  # of such a change that an engine which has the new weights does not miss
+_ROUNDED = 0.1  # of a change that a narrow type may round away
 _SEEN = 10.0  # times what the engine is off by before: a change that its type rounds away tells nothing
 
 
@@ -101,8 +102,9 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     rounded = setup.shared.get("reported") == "sampler/precision"
     before = _gap(setup, unchanged)
     # a narrow type rounds noisy weights by more, and shows nothing of it where the policy was certain before
-    narrow = rounded or before > thresholds["scoring_gap"] or setup.policy.dtype != torch.float32
-    floor = decisive if narrow else 0.0
+    floor = _ROUNDED * apart if setup.policy.dtype != torch.float32 else 0.0
+    if rounded or before > thresholds["scoring_gap"]:
+        floor = decisive
     grown = fresh > max(thresholds["sync_gap_growth"] * before, thresholds["scoring_gap_half"], floor)
     if grown and (sound or rounded):
         return _stale(
