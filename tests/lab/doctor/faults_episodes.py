@@ -78,6 +78,7 @@ class Consultation(Episode):
             "random": f"Result: {Consulting.dice.randrange(10)}\n",
             "clocked": f"Result: {prompt} in {Consulting.dice.randrange(10_000)} ms\n",
             "piled up": "\n".join(Consulting.asked),
+            "last two": "\n".join(Consulting.asked[-2:]),
             "object": f"<{'index.' * 12}Result object at {id(self):#x}>\n",
             "cut": f"{prompt[:2]}\n[cut: 900 characters more]\n",
             "told": f"{prompt} (expected: {self.problem.answer})",

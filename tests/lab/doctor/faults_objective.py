@@ -69,6 +69,24 @@ def not_clipped(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     return PolicyTerm(-ratio * inputs.advantages, ratio)
 
 
+def range_of_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    return clipped(replace(inputs, limits=replace(inputs.limits, low=3e-4, high=4e-4)), options)
+
+
+def range_for_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    """Sound: the same range, on the mean ratio of a completion."""
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp_min(1)
+    mean = ((inputs.logp - inputs.old_logp) * inputs.mask).sum(-1, keepdim=True) / lengths
+    ratio = (mean + inputs.logp - inputs.logp.detach()).exp()
+    inside = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+    return PolicyTerm(-torch.minimum(ratio * inputs.advantages, inside * inputs.advantages), ratio)
+
+
+def second_half_lost(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    kept = torch.arange(len(inputs.advantages), device=inputs.advantages.device) < len(inputs.advantages) // 2
+    return clipped(replace(inputs, advantages=inputs.advantages * kept[:, None]), options)
+
+
 def ratio_to_itself(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     """The ratio to the policy of the moment: 1, with a gradient."""
     ratio = (inputs.logp - inputs.logp.detach()).exp()
@@ -119,6 +137,10 @@ def not_a_number(beta: float) -> Own:
 
 def needs_a_measurement(beta: float) -> Own:
     return Own(beta, raises=True)
+
+
+def in_percent(beta: float) -> Own:
+    return Own(100 * beta)
 
 
 def in_miles(beta: float) -> Own:

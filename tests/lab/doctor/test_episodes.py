@@ -66,6 +66,7 @@ FAULTS = {
     "the same result for every call": ("tool/failing", "the same whatever it is asked", ["constant"]),
     "results that nobody asked for": ("tool/failing", "nothing to do with what it is asked", ["random"]),
     "results that hold those of other episodes": ("tool/failing", "every result holds theirs", ["piled up"]),
+    "results behind the last ones": ("tool/failing", "every result holds theirs", ["last two"]),
     "an object in place of a result": ("tool/failing", "no text of its own", ["object"]),
     "results of which little is left": ("tool/failing", "max_characters", ["cut"]),
     "results in the model's own name": ("tool/failing", "the model's own turn", ["spoken for the model"]),
@@ -286,6 +287,14 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "Missing 1 required positional argument: 'query'",
         "The parameter 'query' is missing.",
         "Field `pair` is required",
+        "Process exited with code 137: memory limit exceeded",
+        "Command exited with non-zero exit status 1",
+        "Killed",
+        "sandbox: the process was killed",
+        "Segmentation fault (core dumped)",
+        "sh: larger: command not found",
+        "Time limit exceeded",
+        "Connection reset by peer",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -358,6 +367,11 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "The field is required reading",
         "The property is missing from the register since 1800",
         "Missing fields of wheat",
+        "The process exited with code 0",
+        "The server returned status 200: 7",
+        "You killed the dragon",
+        "If a process exited with code 1, start it again.",
+        "The code of the bank is 42",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

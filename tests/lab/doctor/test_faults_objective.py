@@ -9,6 +9,7 @@ import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.preflight import preflight
+from keel.lab.doctor.probes.clip_range import own_range
 from keel.lab.doctor.probes.limits import clipped_side, probe_limits
 from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
@@ -47,12 +48,14 @@ FAULTS = {
     "the advantage's size alone": ("loss/sign", [loss("advantage_without_sign")]),
     "good completions only": ("loss/no-gradient", [loss("good_ones_only")]),
     "a loss without gradient": ("loss/no-gradient", [loss("loss_detached")]),
+    "half of the rows without gradient": ("loss/no-gradient", [loss("second_half_lost")]),
     "a loss times the tokens": ("loss/scale", [loss("times_the_tokens")]),
     "a coefficient that explodes": ("kl/controller", [controller("exploding")]),
     "a negative coefficient": ("kl/controller", [controller("negative")]),
     "a coefficient that is no number": ("kl/controller", [controller("not_a_number")]),
     "a coefficient of zero": ("kl/controller", [controller("falling_silent")]),
     "a controller that raises": ("kl/controller", [controller("needs_a_measurement")]),
+    "a coefficient in percent": ("kl/controller", [controller("in_percent")]),
     "a controller in another unit": ("kl/controller", [controller("in_miles")]),
     "an end token that is not trained": ("mask/end", [engine("EndNotTrained")]),
     "the same over several turns": ("mask/end", [*TALK, engine("EndNotTrained")]),
@@ -123,6 +126,21 @@ def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severit
     (finding,) = clipped_side(setup, {}, load_thresholds())
     assert (finding.code, finding.severity) == ("loss/clip", severity)
     assert because in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "named"),
+    [
+        ("range_of_sequences", 2, True),
+        ("range_of_sequences", 1, False),  # nothing is ever cut
+        ("range_for_sequences", 2, False),
+        ("right_loss", 2, False),
+    ],
+)
+def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: int, named: bool) -> None:
+    setup = build_setup(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
+    found = [*own_range(setup, {}, load_thresholds())]
+    assert [(f.code, f.severity) for f in found] == [("loss/clip", "warning")] * named
 
 
 @pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "go up"), ((0.0, 0.28), "go down"), ((0.2, 0.28), "")])

@@ -216,6 +216,7 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
     [
         (1.0, [-200.0] * 4, "sum", True),
         (10.0, [-1e6, -2000.0, -1e30, -1001.0], "sum", True),
+        (1.0, [-100.0] * 4, "sum", True),
         (1.0, [-50.0] * 4, "sum", False),  # costly, and not beyond what rounding leaves of the rest
         (1.0, [-200.0, -200.0, -1.0, -200.0], "sum", False),  # of some problems alone
         (0.0, [-200.0] * 4, "sum", False),  # a distance has no best to compare with

@@ -45,11 +45,12 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def episode(a: int, b: int, result: str, asked: str | None = None) -> Group:
+def episode(a: int, b: int, result: str, asked: str | None = None, said: str = "5") -> Group:
     """A problem, a call of its two numbers or of others, what it returned, and the answer after it."""
     problem = Problem(f"max:{a},{b}", f"max {a} {b}=", answer=str(max(a, b)))
-    call, reply, answer = encode(f"<larger> {asked or f'{a} {b}'} </larger>"), encode(f"\n{result}\n"), encode("5")
-    tokens, action = (*call, *reply, *answer), (*(True,) * len(call), *(False,) * len(reply), True)
+    call, reply, answer = encode(f"<larger> {asked or f'{a} {b}'} </larger>"), encode(f"\n{result}\n"), encode(said)
+    tokens = (*call, *reply, *answer)
+    action = (*(True,) * len(call), *(False,) * len(reply), *(True,) * len(answer))
     zeros = (0.0,) * len(tokens)
     return Group(problem, encode(str(problem.prompt)), (Completion(tokens, action, zeros, zeros, "", "eos"),))
 
@@ -100,6 +101,25 @@ def test_results_that_help_less_than_those_of_others_are_found(
     monkeypatch: pytest.MonkeyPatch, result: Callable[[int, int], str]
 ) -> None:
     assert judged(monkeypatch, result)
+
+
+@pytest.mark.parametrize(
+    ("result", "said", "asked", "found"),
+    [
+        (lambda a, b: max(a, b) + 20, lambda a, b: max(a, b) + 20, None, True),
+        (lambda a, b: max(a, b), lambda a, b: max(a, b), None, False),
+        (lambda a, b: max(a, b) + 20, lambda a, b: max(a, b), None, False),
+        (lambda a, b: max(a, b) + 20, lambda a, b: max(a, b) + 20, "3", False),
+    ],
+    ids=["copied in vain", "copied and right", "not copied", "asked about something else"],
+)
+def test_results_that_are_said_and_never_right(
+    result: Callable[[int, int], int], said: Callable[[int, int], int], asked: str | None, found: bool
+) -> None:
+    groups = [episode(a, b, str(result(a, b)), asked, str(said(a, b))) for a, b in PAIRS]
+    told = helpful._told(setup_of(groups), groups)
+    assert len(told) == len(PAIRS)
+    assert (helpful._copied_in_vain(told, load_thresholds()) is not None) == found
 
 
 def test_a_tool_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
             f"{min(LEVELS):g} as well, where kl.beta={configured:g} is asked for",
             "the controller takes kl.beta in another unit (percent, or for a sum in place of a mean), or has a floor "
             "of its own",
-            f"let it start from kl.beta, or set kl.beta={start:g} if that is meant",
+            propose("let it start from the β that it is given, or set {}", {"kl.controller": {"name": "fixed"}}),
             severity="warning",
         )
     elif configured > 0 and max(every) == 0:

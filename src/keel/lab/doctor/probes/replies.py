@@ -50,7 +50,7 @@ _ERRORS = re.compile(
     # how a process ends that did not do what it was started for
     r"|(?:(?!(?:no|not|never|without|if)\b)\w+\W+){0,4}?(?:(?:exit(?:ed)?|terminated|ended|failed|died|stopped|returned)\W+"
     r"(?:(?:with|by|on|an?|non-?zero|exit|return|error)\W+)*(?:code|status|signal)\W+(?!0\b|2\d\d\b)\w|killed\W*$|"
-    r"(?:was|been|process|got) killed\b|out of memory|oom\W?kill|(?:memory|time|cpu|quota|rate|output|resource|usage)\W+"
+    r"(?:was|been|process|got) killed\b|out of memory|oom\W?kill|(?:memory|time|cpu|quota|rate|output|usage)\W+"
     r"(?:limit\W+|quota\W+)?exceeded|deadline exceeded|segmentation fault|core dumped|stack overflow|broken pipe|"
     r"no space left|read-only file system|connection (?:was )?(?:reset|closed|lost|aborted)|"
     r"kernel (?:has )?(?:died|restarted|crashed)|command not found|not permitted)"
