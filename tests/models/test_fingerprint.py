@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from keel.models import fingerprint, load_model
-from keel.models.fingerprint import _ROW, fingerprint_tensors
+from keel.models.fingerprint import _ROW, _joint_sums, _row_sums, _words, fingerprint_tensors
 
 LORA = {"r": 2, "alpha": 4}
 
@@ -149,3 +149,11 @@ def test_merging_an_adapter_changes_it_and_switching_a_merged_one_off_too() -> N
     with model.disable_adapter():
         seen.add(fingerprint(model))
     assert len(seen) == 3
+
+
+def test_tensors_that_are_summed_together_have_the_sums_of_each():
+    torch.manual_seed(0)
+    sizes = (1, 0, 3, 2 * _ROW, 2 * _ROW + 1, 4 * _ROW, 5 * _ROW - 7, 2)  # of 32 bits: two make a word
+    words = [*(_words(torch.randn(size)) for size in sizes), _words(torch.randn(301, 300).bfloat16())]
+    for alone, together in zip(map(_row_sums, words), _joint_sums(words), strict=True):
+        torch.testing.assert_close(together, alone, rtol=0, atol=0)

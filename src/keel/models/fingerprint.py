@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keel.models.whole import whole
@@ -49,12 +50,12 @@ def fingerprint(model: nn.Module) -> str:
 
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
     """The digest of named tensors, whatever their order."""
-    # All sums are queued before any is read, so that a GPU is waited for once.
-    sums = [(name, str(x.dtype), tuple(x.shape), _row_sums(whole(x.detach()))) for name, x in named]
+    listed = list(named)
+    sums = _read(_sums(whole(x.detach()) for _, x in listed))
     digest = hashlib.sha256()
-    for name, kind, shape, rows in sorted(sums, key=lambda part: part[0]):
-        digest.update(f"{name}|{kind}|{shape}|".encode())
-        digest.update(rows.cpu().numpy().tobytes())
+    for (name, x), rows in sorted(zip(listed, sums, strict=True), key=lambda part: part[0][0]):
+        digest.update(f"{name}|{x.dtype}|{tuple(x.shape)}|".encode())
+        digest.update(rows.numpy().tobytes())
     for line in sorted(extra):
         digest.update(line.encode())
     return digest.hexdigest()[:32]
@@ -159,11 +160,34 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _row_sums(tensor: Tensor) -> Tensor:
+def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The sums of the rows of each tensor, `[rows]`, on its device: in turn on a CPU, several at once on a GPU."""
+    sums: list[Tensor] = []
+    together: list[Tensor] = []
+
+    def flush() -> None:
+        sums.extend(_joint_sums(together))
+        together.clear()
+
+    for tensor in tensors:
+        words, block = _words(tensor), _block(tensor.device)
+        if together and (words.device != together[0].device or sum(map(len, together)) + len(words) > block):
+            flush()
+        if words.is_cuda and len(words) < block:
+            together.append(words)
+        else:
+            sums.append(_row_sums(words))
+    flush()
+    return sums
+
+
+def _block(device: torch.device) -> int:
+    return _BLOCK.get(device.type, 1 << 20)
+
+
+def _row_sums(words: Tensor) -> Tensor:
     """Σ mix(xᵢ + i·golden) mod 2⁶⁴ of each row of words, `[rows]`; the last row may be short."""
-    words = _words(tensor)
-    offsets = _offsets(words.device)
-    block = _BLOCK.get(words.device.type, 1 << 20)
+    offsets, block = _offsets(words.device), _block(words.device)
     full = words.numel() // _ROW * _ROW
     sums = [
         mix(words[start : min(start + block, full)].view(-1, _ROW) + offsets).sum(1) for start in range(0, full, block)
@@ -172,3 +196,25 @@ def _row_sums(tensor: Tensor) -> Tensor:
     if tail.numel():
         sums.append(mix(tail + offsets[: tail.numel()]).sum(0, keepdim=True))
     return torch.cat(sums) if sums else words.new_zeros(0)
+
+
+def _joint_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`_row_sums` of each of several tensors of one device, in the launches of one."""
+    if not tensors:
+        return []
+    lengths = [-(-len(words) // _ROW) for words in tensors]
+    last = [len(words) - (rows - 1) * _ROW for words, rows in zip(tensors, lengths, strict=True)]
+    device = tensors[0].device
+    padded = [F.pad(words, (0, rows * _ROW - len(words))) for words, rows in zip(tensors, lengths, strict=True)]
+    mixed = mix(torch.cat(padded).view(-1, _ROW) + _offsets(device))
+    ends = torch.tensor(lengths, device=device).cumsum(0)[torch.tensor(lengths, device=device) > 0] - 1
+    words_left = torch.tensor([words for words, rows in zip(last, lengths, strict=True) if rows], device=device)
+    mixed[ends] *= torch.arange(_ROW, device=device) < words_left[:, None]  # what fills up a row is no word of it
+    return list(mixed.sum(1).split(lengths))
+
+
+def _read(sums: Sequence[Tensor]) -> list[Tensor]:
+    """The same in main memory; all sums are queued before any is read, so that a GPU is waited for once."""
+    if len({part.device for part in sums}) > 1:
+        return [part.cpu() for part in sums]
+    return list(torch.cat(list(sums)).cpu().split([len(part) for part in sums])) if sums else []

@@ -29,7 +29,7 @@ class Cause:
 def _causes() -> dict[str, Cause]:
     rows = of_package("keel.lab.doctor", "causes.yaml")
     return {
-        code: Cause(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+        code: Cause(row.pop("why"), if_mild=row.pop("if_mild", False), **{key: tuple(row[key]) for key in row})
         for code, row in rows.items()
     }
 

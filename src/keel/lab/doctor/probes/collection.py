@@ -61,10 +61,11 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
     alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
     unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
-    cut = [*_truncated(setup, thresholds)]
+    noise = [*random_findings(figures, setup.vocabulary, thresholds)] or [*looping_findings(setup, thresholds)]
+    cut = [*_truncated(setup, thresholds, explained=bool(noise))]
     findings = [
         *_failed(setup),
-        *([*random_findings(figures, setup.vocabulary, thresholds)] or looping_findings(setup, thresholds)),
+        *noise,
         *misfit_findings(setup, figures, thresholds),
         *unpaid,
         *alignment,
@@ -200,7 +201,9 @@ def _drops(lowest: float, totals: Sequence[float]) -> bool:
     return bool(others) and min(others) - lowest > max(others) - min(others)
 
 
-def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) -> Iterator[Finding]:
+    """Completions that were cut; where they cannot be read, and nothing explains it, with more room, too."""
+
     def cut(groups: Sequence[Group]) -> list[float]:
         return [fmean(c.stop_reason == "length" for c in group.completions) for group in groups]
 
@@ -216,7 +219,7 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
     unread = fmean(reward.parsed for group in groups for reward in group.rewards) < thresholds["parse_rate"]
-    endless = unread and ends_with_room(setup, thresholds) is False
+    endless = unread and not explained and ends_with_room(setup, thresholds) is False
     beyond = f", and hardly one ends or can be read with {ROOM} times as much" if endless else ""
     yield finding(
         "output/truncated",

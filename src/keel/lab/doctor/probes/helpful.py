@@ -134,7 +134,8 @@ def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
                 tuple(result),
                 call,
                 answer,
-                *(read(tokens) for tokens in (result, completion.tokens[end:])),
+                read(result),
+                read(completion.tokens[end:]),
                 frozenset(words(answer_of(setup, group.problem))),
             )
     return list(found.values())
