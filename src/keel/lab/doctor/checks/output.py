@@ -133,6 +133,7 @@ def prompts(history: History, thresholds: Thresholds) -> CheckResults:
             either(
                 times(history.config, "data.max_prompt_length", 2, "twice", history.source), "leave overlong rows out"
             ),
+            severity="error" if series.mean > thresholds["truncated_prompts_error"] else "warning",
             share=series.mean,
         )
 

@@ -25,6 +25,7 @@ _NGRAMS = (2, 3, 4)
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _BIASES = (-3.0, -1.0, 1.0, 3.0)
 _FITTED = 1000  # tokens that a value is fitted to
+_OFTEN = 12.0  # times that a token should be drawn: none at all is a chance of 6e-6
 _COLUMNS = 256  # tokens whose bias is looked at
 _RANKS = 256  # likeliest tokens that a filter may leave
 
@@ -106,9 +107,8 @@ class Alternative:
 
 def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> tuple[list[Alternative], float]:
     """All of them, the likeliest first, and the evidence in nats that it is any of them."""
-    kinds = [
-        [*kind] for kind in (_seen_kinds(drawn, params), _token_kinds(drawn, params), _lengths(drawn, params, ends))
-    ]
+    of_tokens = _seen_kinds(drawn, params), _token_kinds(drawn, params), _several_banned(drawn, params)
+    kinds = [[*kind] for kind in (*of_tokens, _lengths(drawn, params, ends))]
     kinds = [kind for kind in kinds if kind]
     if not kinds or not len(drawn):
         return [], 0.0
@@ -266,6 +266,19 @@ def _token_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
             cause = "the engine bans tokens or adds a bias to their logits"
             name, edit = at(bias)
             yield Alternative(name, cause, edit, gain, bias, None if bias == -math.inf else at, (token,))
+
+
+def _several_banned(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
+    """A ban on all tokens that are never drawn although the policy would; which ones they are is paid for."""
+    p = (drawn.logits / (params.temperature or 1.0)).softmax(-1)
+    never = (torch.bincount(drawn.tokens, minlength=p.shape[-1]) == 0) & (p.sum(0) >= _OFTEN)
+    tokens = never.nonzero().flatten().tolist()
+    if 1 < len(tokens) <= _COLUMNS:
+        gain = -float(torch.log1p(-p[:, tokens].sum(-1).clamp_max(1 - 1e-12)).sum())
+        gain -= len(tokens) * math.log(p.shape[-1])
+        name = f"a ban on {len(tokens)} tokens ({', '.join(map(str, tokens[:4]))}, … never drawn)"
+        cause = "the engine bans tokens or adds a bias to their logits"
+        yield Alternative(name, cause, lambda context, logits: logits - math.inf, gain, columns=tuple(tokens))
 
 
 def _on_token(token: int, figures: str) -> Callable[[float], tuple[str, Edit]]:

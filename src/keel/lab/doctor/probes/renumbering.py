@@ -27,6 +27,7 @@ from keel.lab.doctor.setup import ProbeSetup
 CHOOSING = 8  # problems that choose a shift
 TESTING = 128  # that are drawn to test it, where it promises something
 NEAR = (-2, -1, 1, 2)
+MENDED = 2 / 3  # of the surprise, at least, is gone with the right ids
 
 
 def shifted_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
@@ -107,7 +108,7 @@ def _proof(setup: ProbeSetup, change: Callable[[Gold], Gold], thresholds: Thresh
     tested = [(after - before) / len(gold.answer) for gold, before, after in zip(rest, unmoved, scored, strict=True)]
     chance, left = of_gains(tested), -fmean(after / len(gold.answer) for gold, after in zip(rest, scored, strict=True))
     if (
-        fmean(tested) <= max(thresholds["template_gain"], (left + fmean(tested)) / 2)
+        fmean(tested) <= max(thresholds["template_gain"], MENDED * (left + fmean(tested)))
         or chance > level(thresholds, looks=1)
         or left >= blind_surprise(setup, thresholds)
         or unframed_logp(setup) > -left  # it is the template that confuses the model, and not the ids

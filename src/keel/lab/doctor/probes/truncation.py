@@ -55,4 +55,5 @@ def _cut_prompts(figures: dict[str, float], setup: ProbeSetup, thresholds: Thres
             times(setup.config.to_dict(), "data.max_prompt_length", 2, "twice"),
             "filter long problems out of the data",
         ),
+        severity="error" if share > thresholds["truncated_prompts_error"] else "warning",
     )
