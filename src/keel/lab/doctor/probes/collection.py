@@ -12,6 +12,7 @@ from keel.envs.judge import Failure
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.alignment import alignment_findings
+from keel.lab.doctor.probes.columns import column_findings
 from keel.lab.doctor.probes.episodes import episode_findings
 from keel.lab.doctor.probes.evidence import (
     SAME,
@@ -70,6 +71,7 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *unpaid,
         *alignment,
         *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
+        *(() if alignment else column_findings(setup, thresholds)),
         *of_gold,
         *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
         *(cut or (() if of_gold or unpaid else unwritable_findings(setup, judged, thresholds))),

@@ -17,6 +17,8 @@ from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropou
 from keel.lab.doctor.setup import ProbeSetup
 from keel.trainer.batch import score_micro
 
+ROUNDINGS = 8  # units of float32's, as sums of hundreds have
+ROUNDED_OFF = 0.25  # of what two gradients differ by
 SURE = 0.1  # of a token whose log-probability answers to its logits by less: rounding decides there
 
 
@@ -28,20 +30,38 @@ def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
     """
     parameters = [p for p in setup.policy.model.parameters() if p.requires_grad]
     weights, row = _token_weights(setup), 0
-    expected, actual = ([torch.zeros_like(p, dtype=torch.float32) for p in parameters] for _ in range(2))
+    actual = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     for micro in setup.batch.micros:
         logp = score_micro(micro, setup.batch, setup.run).logp
         weighted = (logp * weights[row : row + len(logp), : logp.shape[1]]).sum()
         if weighted.requires_grad:
             _add_gradient(actual, weighted, parameters)
         row += len(logp)
-    rows = ((group, index) for group in setup.groups for index in range(len(group.completions)))
-    for weight, (group, index) in zip(weights, rows, strict=True):
-        logp = _own_logp(setup, group, index)
-        _add_gradient(expected, (logp * weight[: len(logp)]).sum(), parameters)
+    expected = _own_gradient(setup, weights, parameters)
     own, size = max(_norm(expected), 1e-30), _norm(actual)
     off = _norm([a.sub_(e) for a, e in zip(actual, expected, strict=True)])
     return off / own, size / own
+
+
+def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The same of the model's own forward, completion by completion."""
+    gradient = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    rows = ((group, index) for group in setup.groups for index in range(len(group.completions)))
+    for weight, (group, index) in zip(weights, rows, strict=True):
+        logp = _own_logp(setup, group, index)
+        _add_gradient(gradient, (logp * weight[: len(logp)]).sum(), parameters)
+    return gradient
+
+
+def _rounding(setup: ProbeSetup) -> float:
+    """How far the model's own gradient moves, of its size, where weights move by a few units of rounding."""
+    parameters = [p for p in setup.policy.model.parameters() if p.requires_grad]
+    weights, dtype = _token_weights(setup), setup.policy.dtype
+    before = _own_gradient(setup, weights, parameters)
+    own = max(_norm(before), 1e-30)
+    with setup.perturbed(torch.finfo(dtype).eps * (ROUNDINGS if dtype == torch.float32 else 1), seed=7):
+        after = _own_gradient(setup, weights, parameters)
+    return _norm([a.sub_(b) for a, b in zip(after, before, strict=True)]) / own
 
 
 def _token_weights(setup: ProbeSetup) -> Tensor:
@@ -93,7 +113,7 @@ def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds:
             "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
             no_dropout(setup.config),
         )
-    else:
+    elif _rounding(setup) < ROUNDED_OFF * error:  # else the model is one whose gradient is rounding's
         yield finding(
             "scoring/gradient",
             f"the gradient of training's log-probabilities is {size:.3g} times the size of the model's own and off by "

@@ -316,7 +316,8 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
     if len(said) != 1 or len({row.asked for row in results}) < FEWEST or len(results) <= MOST * len(rows):
         return None
     (result,) = said
-    if all(map(_DONE.fullmatch, words(result))):
+    told = words(TAG.sub(" ", result))
+    if all(map(_DONE.fullmatch, told)) and any(map(str.isalpha, told)):
         return None
     golds = _to_gold_turns(setup, rows)
     if golds - {result} or not (golds or rows[0].of_tool):
