@@ -135,7 +135,7 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
         return
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
-    deep = -lowest > thresholds["reward_cliff_depth"] * scale
+    deep = -lowest >= thresholds["reward_cliff_depth"] * scale
     steep = best > 0 and -lowest >= thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
     if lowest >= 0 or not (deep or -lowest >= thresholds["reward_cliff_penalty"] * scale):
         return
