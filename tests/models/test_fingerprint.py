@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from keel.models import fingerprint, load_model
-from keel.models.fingerprint import _ROW, _joint_sums, _row_sums, _words, fingerprint_tensors
+from keel.models.fingerprint import _BLOCK, _ROW, _groups, _joint_sums, _row_sums, _words, fingerprint_tensors
 
 LORA = {"r": 2, "alpha": 4}
 
@@ -157,3 +157,12 @@ def test_tensors_that_are_summed_together_have_the_sums_of_each():
     words = [*(_words(torch.randn(size)) for size in sizes), _words(torch.randn(301, 300).bfloat16())]
     for alone, together in zip(map(_row_sums, words), _joint_sums(words), strict=True):
         torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def test_groups_keep_the_order_and_are_no_larger_than_a_block(monkeypatch):
+    monkeypatch.setitem(_BLOCK, "cpu", 4 * _ROW)
+    sizes = (3, 0, _ROW, 4 * _ROW, 5 * _ROW, 0, 2, 1, 4 * _ROW, 7)
+    words = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    groups = [[len(part) for part in group] for group in _groups(words, lambda part: True)]
+    assert groups == [[3, 0, _ROW], [4 * _ROW], [5 * _ROW], [0, 2, 1], [4 * _ROW], [7]]
+    assert [len(part) for group in _groups(words, lambda part: False) for part in group] == list(sizes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -163,22 +164,33 @@ def _words(tensor: Tensor) -> Tensor:
 def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The sums of the rows of each tensor, `[rows]`, on its device: in turn on a CPU, several at once on a GPU."""
     sums: list[Tensor] = []
-    together: list[Tensor] = []
-
-    def flush() -> None:
-        sums.extend(_joint_sums(together))
-        together.clear()
-
-    for tensor in tensors:
-        words, block = _words(tensor), _block(tensor.device)
-        if together and (words.device != together[0].device or sum(map(len, together)) + len(words) > block):
-            flush()
-        if words.is_cuda and len(words) < block:
-            together.append(words)
-        else:
-            sums.append(_row_sums(words))
-    flush()
+    for words in _groups(map(_words, tensors)):
+        sums += _joint_sums(words) if len(words) > 1 else [_row_sums(words[0])]
     return sums
+
+
+def _is_on_gpu(words: Tensor) -> bool:
+    return words.is_cuda
+
+
+def _groups(tensors: Iterable[Tensor], joins: Callable[[Tensor], bool] = _is_on_gpu) -> Iterator[list[Tensor]]:
+    """Tensors in their order: those of one device that `joins` takes together, up to a block of whole rows."""
+    together: list[Tensor] = []
+    for words in tensors:
+        fits = joins(words) and sum(map(_rows, (*together, words))) * _ROW <= _block(words.device)
+        if together and not (fits and words.device == together[0].device):
+            yield together
+            together = []
+        together.append(words)
+        if not joins(words):
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _rows(words: Tensor) -> int:
+    return -(-len(words) // _ROW)
 
 
 def _block(device: torch.device) -> int:
@@ -200,16 +212,14 @@ def _row_sums(words: Tensor) -> Tensor:
 
 def _joint_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`_row_sums` of each of several tensors of one device, in the launches of one."""
-    if not tensors:
-        return []
-    lengths = [-(-len(words) // _ROW) for words in tensors]
-    last = [len(words) - (rows - 1) * _ROW for words, rows in zip(tensors, lengths, strict=True)]
-    device = tensors[0].device
+    device, lengths = tensors[0].device, [_rows(words) for words in tensors]
     padded = [F.pad(words, (0, rows * _ROW - len(words))) for words, rows in zip(tensors, lengths, strict=True)]
     mixed = mix(torch.cat(padded).view(-1, _ROW) + _offsets(device))
-    ends = torch.tensor(lengths, device=device).cumsum(0)[torch.tensor(lengths, device=device) > 0] - 1
-    words_left = torch.tensor([words for words, rows in zip(last, lengths, strict=True) if rows], device=device)
-    mixed[ends] *= torch.arange(_ROW, device=device) < words_left[:, None]  # what fills up a row is no word of it
+    ends = [end - 1 for end in accumulate(lengths)]
+    short = [(end, len(words) % _ROW) for end, words in zip(ends, tensors, strict=True) if len(words) % _ROW]
+    if short:  # what fills up a row is no word of it
+        at, kept = torch.tensor(short, device=device).unbind(1)
+        mixed[at] *= torch.arange(_ROW, device=device) < kept[:, None]
     return list(mixed.sum(1).split(lengths))
 
 

@@ -82,6 +82,16 @@ def range_for_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     return PolicyTerm(-torch.minimum(ratio * inputs.advantages, inside * inputs.advantages), ratio)
 
 
+def weak_ones_left_out(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
+    """Sound: negative advantages that are small are not trained on."""
+    return clipped(
+        replace(
+            inputs, advantages=torch.where(inputs.advantages > -1, inputs.advantages.clamp_min(0), inputs.advantages)
+        ),
+        options,
+    )
+
+
 def second_half_lost(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
     kept = torch.arange(len(inputs.advantages), device=inputs.advantages.device) < len(inputs.advantages) // 2
     return clipped(replace(inputs, advantages=inputs.advantages * kept[:, None]), options)

@@ -118,6 +118,15 @@ def test_repeated_n_grams_are_those_that_a_search_of_the_text_gives(n: int) -> N
         assert set(tokens[repeated].tolist()) == set(no_ngram(n)(text[: PROMPT + position], None))
 
 
+def test_several_tokens_that_are_banned_are_found_together() -> None:
+    drawn = written(lambda text, logits: dict.fromkeys((3, 4), -math.inf))
+    (first, *_), odds = alternatives(drawn, PLAIN, [END])
+    assert odds > -math.log(1e-6)
+    assert first.columns is not None
+    assert {3, 4} <= {*first.columns}
+    assert uniform_p_value(tail_masses(applied(drawn, first, PLAIN), PLAIN)) > 0.01
+
+
 def test_a_value_between_those_of_the_list_is_fitted() -> None:
     drawn = written(on_token(3, 2.0))
     (first, *_), _ = alternatives(drawn, PLAIN, [END])

@@ -159,13 +159,6 @@ def test_a_mild_cause_is_as_grave_as_what_it_causes_and_comes_first():
     assert explain([alone, found("reward/cliff")], log=False)[-1] == alone
 
 
-def test_symptoms_speak_for_a_tool_that_seems_to_fail():
-    mild = found("tool/failing", "warning")
-    listed = explain([found("output/truncated"), mild], log=False)
-    assert [(f.code, f.severity) for f in listed] == [("tool/failing", "error"), ("output/truncated", "note")]
-    assert explain([mild], log=False) == (mild,)
-
-
 def test_a_code_that_is_not_in_the_table_stays_as_it_is():
     unknown = replace(found("reward/constant"), code="a/new-one")
     assert explain([unknown], log=True) == (unknown,)

@@ -372,6 +372,15 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "You killed the dragon",
         "If a process exited with code 1, start it again.",
         "The code of the bank is 42",
+        "John F. Kennedy was killed in Dallas in 1963.",
+        "Stack Overflow: how to sort a list",
+        "The rate exceeded 5 percent in 2019",
+        "Refund is not permitted for basic economy fares",
+        "Order 17 returned, status: refunded",
+        "Exit status: ok\n42",
+        "exit code: 1\nstdout: 3 passed, 1 failed",
+        "Time Limit Exceeded on test 3 (2 of 7 passed)",
+        "You got killed by the troll. Score: 10",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

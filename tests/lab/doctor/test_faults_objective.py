@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,31 @@ def test_every_clip_of_keels_own_cuts_its_side() -> None:
 def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], where: str) -> None:
     mask = torch.arange(4)[None] < torch.tensor([len(row) for row in rows])[:, None]
     assert left_out(mask, torch.tensor([sign == "+" for row in rows for sign in row])) == where
+
+
+def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
+    findings = probe_objective(build_setup(schooled_config(loss("weak_ones_left_out"))), load_thresholds()).findings
+    assert "loss/no-gradient" not in [finding.code for finding in findings]
+
+
+@pytest.mark.parametrize("tokens", [8, 4096])
+def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(tokens: int) -> None:
+    """Of the two losses of one range, that of tokens alone."""
+    setup = build_setup(schooled_config(loss("range_of_sequences"), "loss.num_iterations=2"))
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    rows = replace(setup.batch.rows, group=torch.zeros(2, dtype=torch.long))
+    batch = replace(setup.batch, rows=rows)
+    for name, expected in (("range_of_sequences", True), ("range_for_sequences", False)):
+        run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": f"{HERE}:{name}"}))
+        long = SimpleNamespace(
+            mask=mask,
+            batch=batch,
+            run=run,
+            config=setup.config,
+            of_batch={"logp": torch.full((2, tokens), -1.0)},
+            loss_length=tokens,
+        )
+        assert bool([*own_range(long, {}, load_thresholds())]) == expected, name
 
 
 def test_weights_of_ones_own_are_noted_and_not_judged() -> None:

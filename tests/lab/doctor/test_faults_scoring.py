@@ -91,6 +91,10 @@ FAULTS = {
         "scoring/mismatch",
         ["optim.precision=bfloat16", scorer("slightly_lower")],
     ),
+    "the same with an adapter on 16 bits": (
+        "scoring/gradient",
+        [scorer("detached"), LORA, "model.dtype=bfloat16"],
+    ),
     "a scorer with half the gradient": ("scoring/gradient", [scorer("half_detached")]),
     "a gradient in every other row": ("scoring/gradient", [scorer("every_other_row_detached")]),
     "no gradient where the model is sure": ("scoring/gradient", [scorer("likely_tokens_detached")]),

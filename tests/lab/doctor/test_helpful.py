@@ -117,9 +117,11 @@ def test_results_that_are_said_and_never_right(
     result: Callable[[int, int], int], said: Callable[[int, int], int], asked: str | None, found: bool
 ) -> None:
     groups = [episode(a, b, str(result(a, b)), asked, str(said(a, b))) for a, b in PAIRS]
-    told = helpful._told(setup_of(groups), groups)
-    assert len(told) == len(PAIRS)
-    assert (helpful._copied_in_vain(told, load_thresholds()) is not None) == found
+    for earned, is_named in ((0.0, found), (1.0, False), (None, False)):
+        rewards = () if earned is None else (Reward(earned),)
+        told = helpful._told(setup_of(groups), [replace(group, rewards=rewards) for group in groups])
+        assert len(told) == len(PAIRS)
+        assert (helpful._copied_in_vain(told, 1.0, load_thresholds()) is not None) == is_named
 
 
 def test_a_tool_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

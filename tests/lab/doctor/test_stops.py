@@ -8,7 +8,7 @@ import pytest
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.lab.doctor.probes.stops import ROOM, ends_with_room, parsed_without_stop
+from keel.lab.doctor.probes.stops import ends_in_context, parsed_without_stop
 from keel.rollout import SamplingParams
 
 
@@ -39,30 +39,35 @@ def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readabl
 
 
 @pytest.mark.parametrize(
-    ("reason", "parsed", "turns", "context", "ends"),
+    ("reasons", "parsed", "turns", "turn", "context", "ends"),
     [
-        ("eos", False, 1, None, True),
-        ("length", True, 1, None, True),
-        ("length", False, 1, None, False),
-        ("length", False, 3, None, None),
-        ("length", False, 1, 20, None),
+        (["eos"], False, 1, None, 100, True),
+        (["eos", "length", "length", "length"], False, 1, None, 100, True),
+        (["length"], True, 1, None, 100, True),
+        (["length"], False, 1, None, 100, False),
+        (["length"], False, 3, None, 100, None),
+        (["length"], False, 1, 4, 100, None),
+        (["length"], False, 1, None, 8, None),
+        (["length"], False, 1, None, 1 << 17, None),
+        (["length"], False, 1, None, None, None),
     ],
-    ids=["ends with more room", "is read with more room", "goes on", "has turns", "has no room"],
+    ids=["ends", "ends at times", "is read", "goes on", "has turns", "cuts turns", "no room", "too long", "unknown"],
 )
-def test_the_batch_is_tried_with_more_room(
-    reason: str, parsed: bool, turns: int, context: int | None, ends: bool | None
+def test_the_batch_is_tried_in_the_whole_context(
+    reasons: list[str], parsed: bool, turns: int, turn: int | None, context: int | None, ends: bool | None
 ) -> None:
     def collect(problems: list[Problem], *, sampling: SamplingParams, judged: bool) -> list[Group]:
         assert judged
-        assert (sampling.max_completion_length, sampling.num_generations) == (ROOM * 8, 1)
-        return [group(parsed, reason)]
+        assert (sampling.max_completion_length, sampling.num_generations) == (context, 1)
+        return [group(parsed, reason) for reason in reasons]
 
     setup = SimpleNamespace(
         groups=[group(False, "length")],
         sampling=SamplingParams(num_generations=4, max_completion_length=8),
-        policy=SimpleNamespace(context_length=context),
-        config=SimpleNamespace(rollout=SimpleNamespace(max_turns=turns)),
+        policy=SimpleNamespace(context_length=None if context is None else context + 7),
+        run=SimpleNamespace(engine=SimpleNamespace(context=context)),
+        config=SimpleNamespace(rollout=SimpleNamespace(max_turns=turns, max_turn_length=turn)),
         collect=collect,
         built=SimpleNamespace(judge=SimpleNamespace(drain=list, remote=False)),
     )
-    assert ends_with_room(setup, load_thresholds()) is ends
+    assert ends_in_context(setup, load_thresholds()) is ends

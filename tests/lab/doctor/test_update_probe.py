@@ -120,7 +120,7 @@ def test_prompts_at_the_limit_are_counted() -> None:
     cut = build_setup(schooled_config("data={max_prompt_length: 6, truncation: left}"))
     outcome = probe_truncation(cut, LIMITS)
     assert outcome.figures["prompts_cut"] == 1.0
-    assert [finding.code for finding in outcome.findings] == ["prompt/truncated"]
+    assert [(finding.code, finding.severity) for finding in outcome.findings] == [("prompt/truncated", "error")]
 
 
 def test_lengths_of_an_ordinary_batch(setup: ProbeSetup) -> None:

@@ -19,7 +19,6 @@ class Cause:
     explains: tuple[str, ...] = ()
     in_logs: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    if_mild: bool = False
 
     def at_once(self, log: bool) -> tuple[str, ...]:
         """What it explains from the first step on."""
@@ -29,8 +28,7 @@ class Cause:
 def _causes() -> dict[str, Cause]:
     rows = of_package("keel.lab.doctor", "causes.yaml")
     return {
-        code: Cause(row.pop("why"), if_mild=row.pop("if_mild", False), **{key: tuple(row[key]) for key in row})
-        for code, row in rows.items()
+        code: Cause(row.pop("why"), **{key: tuple(codes) for key, codes in row.items()}) for code, row in rows.items()
     }
 
 
@@ -68,7 +66,7 @@ def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[st
     """Findings worst first, those whose cause was found too as notes "explained by CAUSE: …".
 
     A cause that is a note or a guess explains nothing, nor what is broader than itself, and one that is milder than
-    usual nothing that is graver (`if_mild` aside); one that explains is as grave as the gravest of it.
+    usual nothing that is graver; one that explains is as grave as the gravest of it.
     """
     listed = ranked(findings)
     serious = {finding.code: finding for finding in reversed(listed) if finding.severity != "note"}
@@ -89,7 +87,7 @@ def _accounts_for(cause: Finding, symptom: Finding) -> bool:
         return False
     usual = CODES[cause.code].severity if cause.code in CODES else cause.severity
     cause_rank, symptom_rank, usual_rank = map(SEVERITIES.index, (cause.severity, symptom.severity, usual))
-    return CAUSES[cause.code].if_mild or cause_rank <= usual_rank or cause_rank <= symptom_rank
+    return cause_rank <= usual_rank or cause_rank <= symptom_rank
 
 
 def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[Finding]) -> Finding:

@@ -25,6 +25,7 @@ _NGRAMS = (2, 3, 4)
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _BIASES = (-3.0, -1.0, 1.0, 3.0)
 _FITTED = 1000  # tokens that a value is fitted to
+_BIASED = "the engine bans tokens or adds a bias to their logits"
 _OFTEN = 12.0  # times that a token should be drawn: none at all is a chance of 6e-6
 _COLUMNS = 256  # tokens whose bias is looked at
 _RANKS = 256  # likeliest tokens that a filter may leave
@@ -263,9 +264,8 @@ def _token_kinds(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
             columns.tolist(), gains.tolist(), counts.tolist(), expected.tolist(), strict=True
         ):
             at = _on_token(token, f"drawn {count:.0f} times where {often:.3g} are expected")
-            cause = "the engine bans tokens or adds a bias to their logits"
             name, edit = at(bias)
-            yield Alternative(name, cause, edit, gain, bias, None if bias == -math.inf else at, (token,))
+            yield Alternative(name, _BIASED, edit, gain, bias, None if bias == -math.inf else at, (token,))
 
 
 def _several_banned(drawn: Draws, params: SamplingParams) -> Iterator[Alternative]:
@@ -276,9 +276,9 @@ def _several_banned(drawn: Draws, params: SamplingParams) -> Iterator[Alternativ
     if 1 < len(tokens) <= _COLUMNS:
         gain = -float(torch.log1p(-p[:, tokens].sum(-1).clamp_max(1 - 1e-12)).sum())
         gain -= len(tokens) * math.log(p.shape[-1])
-        name = f"a ban on {len(tokens)} tokens ({', '.join(map(str, tokens[:4]))}, … never drawn)"
-        cause = "the engine bans tokens or adds a bias to their logits"
-        yield Alternative(name, cause, lambda context, logits: logits - math.inf, gain, columns=tuple(tokens))
+        named = ", ".join([*map(str, tokens[:4]), *(["…"] if len(tokens) > 4 else [])])
+        name = f"a ban on {len(tokens)} tokens ({named}: never drawn)"
+        yield Alternative(name, _BIASED, lambda context, logits: logits - math.inf, gain, columns=tuple(tokens))
 
 
 def _on_token(token: int, figures: str) -> Callable[[float], tuple[str, Edit]]:

@@ -169,7 +169,7 @@ def clip_options(
 def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A loss of one's own that cuts tokens by a range of its own, far below all recipes'.
 
-    Where one token's move cuts others of its completion the range is of sequences, whose ratios are far nearer to 1.
+    Where the others' moves cut a token that has not moved the range is of sequences, whose ratios are far nearer to 1.
     """
     if not is_import_path(setup.config.loss.loss_type) or not _several_updates(setup):
         return
@@ -178,16 +178,16 @@ def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
     if not bool((mask & ~first).any()):  # completions of one token: nothing tells the two apart
         return
     narrow = NARROW * ones[:, None].expand_as(mask)
-    shares = figures["clipped_next"] = min(
+    cut = figures["clipped_next"] = min(
         _clipped(setup, signs, step, setup.run.loss, mask) for signs, step in ((ones, narrow), (-ones, -narrow))
     )
-    by_others = _clipped(setup, ones, FAR_RATIO * first, setup.run.loss, mask & ~first)
-    if not shares > thresholds["clipped_moved"] or by_others > NEXT_TO_NONE:
+    by_others = _clipped(setup, ones, FAR_RATIO * (mask & ~first), setup.run.loss, first & (mask.sum(-1) > 1)[:, None])
+    if not cut > thresholds["clipped_moved"] or by_others > NEXT_TO_NONE:
         return
     yield finding(
         "loss/clip",
-        f"where tokens have gone the way of their advantage by {NARROW:g} nats, {shares:.0%} of them have no gradient "
-        f"left (over {thresholds['clipped_moved']:.0%}), although a batch is used several times",
+        f"where tokens have gone the way of their advantage by {NARROW:g} nats, {cut:.0%} of them have no gradient "
+        f"left (over {thresholds['clipped_moved']:.0%}), although batches are used after an update",
         f"loss.loss_type={setup.config.loss.loss_type} has a range for the ratio of a token that one update leaves, as "
         "one that is made for ratios of whole sequences: all further updates of a batch are cut",
         "take inputs.limits for the ratio of a token, or use every batch once",

@@ -31,7 +31,7 @@ from keel.lab.doctor.probes.idle import idle_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.stops import ROOM, ends_with_room, parsed_without_stop
+from keel.lab.doctor.probes.stops import ends_in_context, parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.probes.writable import unwritable_findings
 from keel.lab.doctor.setup import ProbeSetup
@@ -204,7 +204,7 @@ def _drops(lowest: float, totals: Sequence[float]) -> bool:
 
 
 def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) -> Iterator[Finding]:
-    """Completions that were cut; where they cannot be read, and nothing explains it, with more room, too."""
+    """Completions that were cut; where they cannot be read, and nothing explains it, in the whole context, too."""
 
     def cut(groups: Sequence[Group]) -> list[float]:
         return [fmean(c.stop_reason == "length" for c in group.completions) for group in groups]
@@ -221,8 +221,8 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) ->
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
     unread = fmean(reward.parsed for group in groups for reward in group.rewards) < thresholds["parse_rate"]
-    endless = unread and not explained and ends_with_room(setup, thresholds) is False
-    beyond = f", and hardly one ends or can be read with {ROOM} times as much" if endless else ""
+    endless = unread and not explained and ends_in_context(setup, thresholds) is False
+    beyond = ", and hardly one ends or can be read with all the room that the context has" if endless else ""
     yield finding(
         "output/truncated",
         f"{between(shares)} of the completions of {len(shares)} problems were cut at max_completion_length={limit}"
@@ -231,7 +231,7 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) ->
         if endless
         else "the limit is too short for the answers, or the model never writes its end token",
         either(
-            times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+            "" if endless else times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),

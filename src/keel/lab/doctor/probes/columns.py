@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -15,6 +16,7 @@ from keel.lab.doctor.probes.rendering import messages_of, rendered, words
 from keel.lab.doctor.setup import ProbeSetup
 
 DRAWN, FEWEST, MOST = 256, 24, 128  # problems: drawn, of different questions at least, and that the model is asked
+RIVALS, SECONDS = 4, 5.0  # other words that are tried, and time
 SURE = 2.0  # nats by which one answer is likelier than another
 DECIDED = 0.2  # of the problems, each way: a model that goes by the place decides for one of them
 
@@ -35,10 +37,10 @@ def column_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     if task.unanswered or task.several_turns:
         return
     asked = _asked(setup, task.sample(DRAWN, seed=setup.config.run.seed, step=0))
-    found = place_of_answers([(row.words, row.answer) for row in asked])
-    if found is None or len(asked) < FEWEST:
+    places = place_of_answers([(row.words, row.answer) for row in asked])
+    if places is None or len(asked) < FEWEST:
         return
-    place, others = found
+    place, others = places
     gaps = _gaps(setup, asked[:MOST], others)
     against, agreed = [float(gap > SURE) for gap in gaps], [float(gap < -SURE) for gap in gaps]
     if len(gaps) < FEWEST or fmean(agreed) < DECIDED or chance_above(against, DECIDED) > level(thresholds, 1):
@@ -46,7 +48,7 @@ def column_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     row = asked[0]
     yield finding(
         "data/misaligned",
-        f"all of {len(asked)} gold answers are word {place + 1} of their question ({row.answer!r} of "
+        f"all of {len(asked)} gold answers of one word are word {place + 1} of their question ({row.answer!r} of "
         f"{' '.join(row.words)[-60:]!r}), and the model is sure of another word of it in {between(against)} of "
         f"{len(gaps)} problems",
         "what is read as the answer is a field of the question, or the right choice always stands at one place",
@@ -73,8 +75,8 @@ def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[Asked]:
     rows: dict[tuple[str, ...], Asked] = {}
     for problem in problems:
         question = tuple(words(messages_of(problem)[-1]["content"]))
-        turns, answer = gold_or_none(setup.run.task, problem), str(problem.answer).strip().casefold()
-        if turns and words(answer) == [answer] and turns[0].casefold().count(answer) == 1:
+        turns, answer = gold_or_none(setup.run.task, problem), str(problem.answer).strip()
+        if turns and words(answer) == [answer] and turns[0].count(answer) == 1:
             rows.setdefault(question, Asked(problem, question, answer, turns[0]))
     return list(rows.values())
 
@@ -82,12 +84,13 @@ def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[Asked]:
 def _gaps(setup: ProbeSetup, asked: Sequence[Asked], others: Sequence[int]) -> list[float]:
     """By how many nats the likeliest of the other words is a likelier answer than the gold one."""
     encode, context = setup.policy.tokenizer.encode, setup.policy.context_length or 1 << 30
-    gaps = list[float]()
+    gaps, began = list[float](), time.monotonic()
     for row, prompt in zip(asked, rendered(setup, [row.problem for row in asked]), strict=True):
-        at, rivals = row.gold.casefold().index(row.answer), {row.words[place] for place in others} - {row.answer}
-        texts = [row.gold, *(row.gold[:at] + rival + row.gold[at + len(row.answer) :] for rival in sorted(rivals))]
+        rivals = {row.words[place] for place in others} - {row.answer}
+        texts = [row.gold, *(row.gold.replace(row.answer, rival) for rival in sorted(rivals)[:RIVALS])]
         golds = [Gold(prompt, tuple(encode(text, add_special_tokens=False))) for text in texts]
-        if len(golds) > 1 and all(gold.answer and len(prompt) + len(gold.answer) <= context for gold in golds):
+        fits = all(gold.answer and len(prompt) + len(gold.answer) <= context for gold in golds)
+        if fits and len(golds) > 1 and time.monotonic() - began < SECONDS:
             own, *rest = (float(logp.sum()) for logp in answer_tokens(setup, golds))
             gaps.append(max(rest) - own)
     return gaps

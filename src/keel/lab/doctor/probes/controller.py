@@ -8,7 +8,7 @@ from itertools import islice
 
 from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds
-from keel.kl.controllers import UNITS, RuleController
+from keel.kl.controllers import UNITS, RuleController, controller_of
 from keel.lab.doctor.advice import no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.setup import ProbeSetup
@@ -65,13 +65,12 @@ def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
     elif high is not None:
         cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
         yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
-    elif configured > 0 and min(every) > TIMES_MORE * configured:
+    elif configured > 0 and min(every) > TIMES_MORE * configured and _follows(setup, start):
         yield finding(
             "kl/controller",
             f"kl.controller={name} gives β = {start:g} at the start and never less than {min(every):g}, at a KL of "
             f"{min(LEVELS):g} as well, where kl.beta={configured:g} is asked for",
-            "the controller takes kl.beta in another unit (percent, or for a sum in place of a mean), or has a floor "
-            "of its own",
+            "the controller takes kl.beta in another unit: in percent, or for a sum in place of a mean",
             propose("let it start from the β that it is given, or set {}", {"kl.controller": {"name": "fixed"}}),
             severity="warning",
         )
@@ -92,6 +91,14 @@ def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
             propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
+
+
+def _follows(setup: ProbeSetup, start: float) -> bool:
+    """Whether a β of twice the size begins at twice the size: a floor of one's own does not."""
+    twice = setup.config.kl.model_copy(update={"beta": 2 * setup.config.kl.beta})
+    return math.isclose(
+        float(controller_of(twice, setup.config.episodes_per_step).init().beta), 2 * start, rel_tol=0.01
+    )
 
 
 def _at(level: float, update: int, beta: float) -> str:

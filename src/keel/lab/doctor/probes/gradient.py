@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from random import Random
 
 import torch
@@ -15,6 +16,7 @@ from keel.lab.doctor.probes.derivative import wrong_derivatives
 from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.doctor.weights import perturbed_weights
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of float32's, as sums of hundreds have
@@ -56,10 +58,14 @@ def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Pa
 def _rounding(setup: ProbeSetup) -> float:
     """How far the model's own gradient moves, of its size, where weights move by a few units of rounding."""
     parameters = [p for p in setup.policy.model.parameters() if p.requires_grad]
-    weights, dtype = _token_weights(setup), setup.policy.dtype
+    weights = _token_weights(setup)
     before = _own_gradient(setup, weights, parameters)
     own = max(_norm(before), 1e-30)
-    with setup.perturbed(torch.finfo(dtype).eps * (ROUNDINGS if dtype == torch.float32 else 1), seed=7):
+    with ExitStack() as moved:
+        for dtype in {p.dtype for p in parameters}:
+            rounded = [p for p in parameters if p.dtype == dtype and bool(p.any())]  # 0 is exact
+            units = ROUNDINGS if dtype == torch.float32 else 1
+            moved.enter_context(perturbed_weights(rounded, units * torch.finfo(dtype).eps, seed=7))
         after = _own_gradient(setup, weights, parameters)
     return _norm([a.sub_(b) for a, b in zip(after, before, strict=True)]) / own
 
@@ -103,6 +109,7 @@ def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds:
         return
     with eval_mode(setup.policy.model):
         eval_error, _ = _gradient_error(setup)
+        by_rounding = 0.0 if eval_error <= limit else _rounding(setup)
     if eval_error <= limit:
         active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]
         yield finding(
@@ -113,7 +120,7 @@ def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds:
             "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
             no_dropout(setup.config),
         )
-    elif _rounding(setup) < ROUNDED_OFF * error:  # else the model is one whose gradient is rounding's
+    elif by_rounding < ROUNDED_OFF * eval_error:  # else the model is one whose gradient is rounding's
         yield finding(
             "scoring/gradient",
             f"the gradient of training's log-probabilities is {size:.3g} times the size of the model's own and off by "

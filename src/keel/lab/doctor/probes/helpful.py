@@ -45,6 +45,7 @@ class Told:
     heard: frozenset[str]  # the words of the result
     said: frozenset[str]  # those after it
     right: frozenset[str]  # those of the gold answer
+    earned: float | None  # None where it was not judged
 
     @property
     def question(self) -> frozenset[str]:
@@ -63,7 +64,7 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
     if len(episodes) < len(setup.groups) / 2:
         return None
     episodes = _told(setup, single_ones(setup))
-    if vain := _copied_in_vain(episodes, thresholds):
+    if vain := _copied_in_vain(episodes, setup.shared.get("gold size", 1.0), thresholds):
         return vain
     shares, began = list[float](), time.monotonic()
     for told in episodes:
@@ -83,8 +84,11 @@ def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Threshold
     )
 
 
-def _copied_in_vain(episodes: Sequence[Told], thresholds: Thresholds) -> Wrong | None:
-    """Results that were asked for with all that a question is about, and said as the answer: hardly one is right."""
+def _copied_in_vain(episodes: Sequence[Told], most: float, thresholds: Thresholds) -> Wrong | None:
+    """Results that were asked for with all that a question is about, and said as the answer: hardly one is right.
+
+    What earns half of the `most` that a gold answer does is right in another form.
+    """
     if not episodes:
         return None
     frame = frozenset.intersection(*(told.heard for told in episodes))
@@ -92,21 +96,22 @@ def _copied_in_vain(episodes: Sequence[Told], thresholds: Thresholds) -> Wrong |
     copied = [
         told
         for told in episodes
-        if told.question - everywhere
+        if told.earned is not None
+        and told.question - everywhere
         and told.question - everywhere <= told.call
         and 0 < len(told.heard - frame) <= SHORT
         and told.heard - frame <= told.said
     ]
-    wrong = [float(not told.right <= told.heard) for told in copied]
+    wrong = [float(not told.right <= told.heard and (told.earned or 0.0) < most / 2) for told in copied]
     if len(copied) < FEWEST or chance_above(wrong, IN_VAIN) > level(thresholds, 1):
         return None
-    read = next(told for told in copied if not told.right <= told.heard)
+    first = next(told for told, is_wrong in zip(copied, wrong, strict=True) if is_wrong)
     return Wrong(
         f"in {between(wrong)} of {len(copied)} episodes whose call holds all that their question is about, and whose "
-        f"answer is what it returned, that is not the gold answer: {' '.join(sorted(read.heard - frame))!r} for "
-        f"{' '.join(sorted(read.right))!r}",
-        "the tool returns something else than what is asked for (another unit, a count from zero, another column), or "
-        "the gold answers are in another form than its results",
+        f"answer is what it returned, that is not the gold answer: {' '.join(sorted(first.heard - frame))!r} "
+        f"for {' '.join(sorted(first.right))!r}",
+        "the tool returns something else than what is asked for (another unit, a count from zero, another column), the "
+        "gold answers are in another form than its results, or the question asks for more than this call",
         "warning",
         "; make some calls by hand, with their questions and gold answers beside what they return",
     )
@@ -119,7 +124,8 @@ def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
     def read(tokens: Sequence[int]) -> frozenset[str]:
         return frozenset(words(str(tokenizer.decode(list(tokens), skip_special_tokens=True))))
 
-    for group, completion in [(own, c) for own in groups for c in own.completions]:
+    for group, number in [(own, i) for own in groups for i in range(len(own.completions))]:
+        completion = group.completions[number]
         place, gold = _only_result(completion), gold_or_none(setup.run.task, group.problem)
         if group.problem.key in found or place is None or completion.stop_reason != "eos" or not gold:
             continue
@@ -137,6 +143,7 @@ def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
                 read(result),
                 read(completion.tokens[end:]),
                 frozenset(words(answer_of(setup, group.problem))),
+                group.rewards[number].total if group.rewards else None,
             )
     return list(found.values())
 

@@ -37,6 +37,7 @@ def echoed(rows: Sequence[Replayed]) -> Wrong | None:
         "the tool returns its own arguments, or the environment hands the model's text back to it",
         "warning",
         "; if the environment is meant to repeat what it is told, nothing",
+        "error",
     )
 
 
@@ -67,6 +68,7 @@ def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
             f"all of {len(results)} results hold the codes of a terminal, such as {results[0].strip()[:60]!r}",
             "the tool returns what a terminal would show, with its colours and its cursor: the model reads the codes",
             "warning",
+            in_failures="error",
         )
     encode, decode = setup.policy.tokenizer.encode, setup.policy.tokenizer.decode
     for result in results:

@@ -32,7 +32,8 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, setup.loss_length)
     figures: dict[str, float] = {}
-    pushes = [*_pushes(setup, gradient, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
+    against = loss_gradient(setup, -advantage)  # rows that are left out for their advantage are not left out here
+    pushes = [*_pushes(setup, gradient, against, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
     if not pushes or pushes[0].severity == "note":
         pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
     findings = [*pushes, *controller_findings(setup, figures, thresholds)]
@@ -86,6 +87,7 @@ def loss_gradient(
 def _pushes(
     setup: ProbeSetup,
     gradient: Tensor,
+    against: Tensor,
     advantage: Tensor,
     weights: Tensor,
     figures: dict[str, float],
@@ -121,7 +123,7 @@ def _pushes(
             f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
             "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
         )
-    elif where := left_out(mask, alive) or _rows_left_out(mask, alive):
+    elif where := left_out(mask, alive) or _rows_left_out(setup, alive | (against[mask] != 0)):
         yield finding(
             "loss/no-gradient",
             f"∂loss/∂logp is zero on {where}, {float((~alive).double().mean()):.0%} of the sampled tokens, at ratio 1 "
@@ -193,9 +195,14 @@ def _tokens(count: int) -> str:
     return f"{count} tokens" if count > 1 else "token"
 
 
-def _rows_left_out(mask: Tensor, alive: Tensor) -> str:
-    """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them."""
-    rows = [alive[mask.nonzero()[:, 0] == row] for row in range(len(mask)) if bool(mask[row].any())]
+def _rows_left_out(setup: ProbeSetup, alive: Tensor) -> str:
+    """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them.
+
+    Completions of one token, and those that were cut, may be left out for what they are.
+    """
+    tokens = alive.split(setup.mask.sum(1).tolist())
+    ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
+    rows = [row for row, is_whole in zip(tokens, ended, strict=True) if len(row) > 1 and is_whole]
     dead = sum(not bool(row.any()) for row in rows)
     whole = all(bool(row.all()) or not bool(row.any()) for row in rows)
     return f"all of {dead} of {len(rows)} completions" if whole and dead > ROWS * len(rows) else ""

@@ -32,6 +32,7 @@ class Wrong(NamedTuple):
     cause: str
     severity: Severity = "error"
     unless: str = ""
+    in_failures: Severity | None = None  # where hardly an episode can be read, which speaks for it
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,15 @@ _ERRORS = re.compile(
     # a command's own name may stand before what it could not do, and a number of its error
     r"|(?:[\w./-]+:\s+)*(?:\(\d+\)\s+)?(?:(?:could not|cannot|unable to)\s+(?:resolve|connect|reach|open|find|"
     r"execute|import|load|access|read|fetch|allocate)|no such (?:file|host|module|table|command|tool|key|function))\b"
-    # how a process ends that did not do what it was started for
-    r"|(?:(?!(?:no|not|never|without|if)\b)\w+\W+){0,4}?(?:(?:exit(?:ed)?|terminated|ended|failed|died|stopped|returned)\W+"
-    r"(?:(?:with|by|on|an?|non-?zero|exit|return|error)\W+)*(?:code|status|signal)\W+(?!0\b|2\d\d\b)\w|killed\W*$|"
-    r"(?:was|been|process|got) killed\b|out of memory|oom\W?kill|(?:memory|time|cpu|quota|rate|output|usage)\W+"
-    r"(?:limit\W+|quota\W+)?exceeded|deadline exceeded|segmentation fault|core dumped|stack overflow|broken pipe|"
-    r"no space left|read-only file system|connection (?:was )?(?:reset|closed|lost|aborted)|"
-    r"kernel (?:has )?(?:died|restarted|crashed)|command not found|not permitted)"
+    # how a process ends that did not do what it was started for, and says no more
+    r"|(?:(?!(?:no|not|never|without|if)\b)\w+\W+){0,4}?(?:(?:(?:exit(?:ed)?|terminated|ended|failed|died|stopped)\W+"
+    r"(?:(?:with|by|on|an?|non-?zero|exit|return|error)\W+)*(?:code|status|signal)\W+-?[1-9]\d*|"
+    r"(?:was|been|process|got) killed|killed|(?:cuda )?out of memory|oom\W?killed|"
+    r"(?:memory|time|cpu|quota|rate|output|usage)\W+(?:limit\W+|quota\W+)?exceeded|deadline exceeded|"
+    r"segmentation fault|stack overflow|broken pipe|no space left on device|read-only file system|"
+    r"operation not permitted|command not found|kernel (?:has )?(?:died|restarted|crashed)|"
+    r"connection (?:was )?(?:reset|closed|lost|aborted))"
+    r"(?:\W+(?:by (?:peer|signal|the \w+)|core dumped|memory limit exceeded))?\W*(?:</\S*\s*)?$)"
     # how programs and services tell that they were called in a wrong way
     r"|usage:\s*[\w./-]{0,40}[a-z][\w./-]{0,40}(?:\s+[\w./-]{1,80})?(?:\s*[\[<{]\S|\s+--?[a-z])[^\n]*\s*"
     r"(?:</\S*\s*)?(?:$|[^\n]*(?:error:|required|missing|--help)[^\n]*\s*$)"  # a synopsis alone, or with what was wrong

@@ -93,9 +93,15 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
             wrong.cause,
             "let every call return its own result, whole, to the episode that made it (Episode.step, the tool's "
             "function), and let the template write messages of the role tool" + wrong.unless,
-            wrong.severity,
+            wrong.in_failures if wrong.in_failures is not None and _failing(setup, thresholds) else wrong.severity,
         )
     yield from _told(setup, rows, thresholds)
+
+
+def _failing(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+    parsed = fmean(reward.parsed for group in setup.groups for reward in group.rewards)
+    cut = fmean(completion.stop_reason == "length" for group in setup.groups for completion in group.completions)
+    return parsed < thresholds["parse_rate_warning"] or cut > thresholds["truncated_completions_error"]
 
 
 def _ended_by_others(ends: Sequence[tuple[bool, bool]]) -> Wrong | None:
@@ -194,9 +200,9 @@ def _holds(longer: str, shorter: str) -> bool:
 def _ends_with_both(later: str, earlier: str) -> bool:
     """Whether what two texts end with alike stands at the end of the later one twice: one result behind the other."""
     one, two = (words(TAG.sub(" ", text)) for text in (earlier, later))
-    return any(
-        one[-size:] == two[-size:] == two[-2 * size : -size] for size in range(1, min(len(one), len(two) // 2) + 1)
-    )
+    sizes = range(1, min(len(one), len(two) // 2) + 1)
+    alike = [size for size in sizes if one[-size:] == two[-size:] == two[-2 * size : -size]]
+    return any(one[-2 * size : -size] != one[-size:] for size in alike)
 
 
 def not_the_tools(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
@@ -316,8 +322,9 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
     if len(said) != 1 or len({row.asked for row in results}) < FEWEST or len(results) <= MOST * len(rows):
         return None
     (result,) = said
-    told = words(TAG.sub(" ", result))
-    if all(map(_DONE.fullmatch, told)) and any(map(str.isalpha, told)):
+    result_words = words(TAG.sub(" ", result))
+    is_number = bool(result_words) and all(map(str.isdecimal, result_words))
+    if all(map(_DONE.fullmatch, result_words)) and not is_number:
         return None
     golds = _to_gold_turns(setup, rows)
     if golds - {result} or not (golds or rows[0].of_tool):
@@ -343,6 +350,7 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
         "the tool returns the same whatever it is asked: a default, a page for everybody, or what a cache holds",
         "error" if golds else "warning",
         "" if golds else "; if all of these calls deserve it, as wrong answers do, nothing",
+        "error",
     )
 
 

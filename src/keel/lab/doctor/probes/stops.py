@@ -1,4 +1,4 @@
-"""Whether completions can be read where they are sampled without stop texts, or with more room."""
+"""Whether completions can be read where they are sampled without stop texts, or with all the room there is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from keel.base.types import Group
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import SamplingParams
 
-ROOM = 4  # times the limit
-PROBLEMS = 16  # that are tried with as much
+PROBLEMS, MOST_TOKENS = 16, 1 << 16  # that are tried with the whole context
 
 
 def parsed_without_stop(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
@@ -36,22 +35,24 @@ def _parsed(setup: ProbeSetup) -> float | None:
     return _read(_judged(setup, setup.groups, replace(setup.sampling, stop=())))
 
 
-def ends_with_room(setup: ProbeSetup, thresholds: Thresholds) -> bool | None:
-    """Whether completions end, or can be read, with `ROOM` times the limit: then it is the limit that cuts them.
+def ends_in_context(setup: ProbeSetup, thresholds: Thresholds) -> bool | None:
+    """Whether completions end, or can be read, with all the room that the context has: then it is the limit that cuts.
 
-    None where nothing can be told: episodes have limits of their own, and a context may have no room.
+    None where nothing can be told: turns have limits of their own, a long context takes too long, and a limit that
+    leaves no more room than there is cannot be raised.
     """
-    groups, limit = setup.groups[:PROBLEMS], setup.sampling.max_completion_length
-    context = setup.policy.context_length or 1 << 30
-    fits = ROOM * limit + max(len(group.prompt_tokens) for group in groups) <= context
-    if setup.config.rollout.max_turns > 1 or not fits:
+    rollout, groups = setup.config.rollout, setup.groups[:PROBLEMS]
+    contexts = [n for n in (setup.policy.context_length, setup.run.engine.context) if n is not None]
+    room = min(contexts, default=0) - max(len(group.prompt_tokens) for group in groups)
+    if rollout.max_turns > 1 or rollout.max_turn_length is not None:
+        return None
+    if not setup.sampling.max_completion_length < room <= MOST_TOKENS // len(groups):
         return None
     if setup.built.judge.remote and setup.judgements_left < len(groups):
         return None
-    roomy = replace(setup.sampling, max_completion_length=ROOM * limit, num_generations=1)
-    tried = _judged(setup, groups, roomy)
+    tried = _judged(setup, groups, replace(setup.sampling, max_completion_length=room, num_generations=1))
     ended = fmean(c.stop_reason != "length" for group in tried for c in group.completions)
-    return ended > thresholds["truncated_completions"] or _read(tried) >= thresholds["parse_rate"]
+    return max(ended, _read(tried)) > thresholds["parse_rate"]
 
 
 def _judged(setup: ProbeSetup, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
