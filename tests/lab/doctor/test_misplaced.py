@@ -179,6 +179,14 @@ def test_an_adapter_is_switched_off_once_it_does_something_and_has_to_earn() -> 
         assert answer_logp(setup, golds(setup)) == spoilt
 
 
+def test_answers_that_nothing_stands_before_have_a_likelihood() -> None:
+    setup = build_setup(schooled_config())
+    with closing(setup.run):
+        gold = golds(setup)[0]
+        padded = Gold((setup.policy.pad_id,), gold.answer)
+        assert answer_logp(setup, [Gold((), gold.answer), gold]) == answer_logp(setup, [padded, gold])
+
+
 def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
     """A model that writes the commonest answer whatever it is asked finds these likelier than one that reads."""
     same, others = [Gold((1,), (5,))] * 9, [Gold((1,), (n,)) for n in range(9)]

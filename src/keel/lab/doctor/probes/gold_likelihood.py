@@ -47,7 +47,7 @@ def drawn_golds(setup: ProbeSetup, count: int) -> list[Gold]:
         Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))
         for problem, prompt in zip(problems, rendered(setup, problems), strict=True)
     ]
-    return [g for g in pairs if g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
+    return [g for g in pairs if g.prompt and g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
 
 
 def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
@@ -107,9 +107,10 @@ def answer_logp(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[float]:
 
 
 def answer_tokens(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[Tensor]:
-    """The log-probabilities of the tokens of each of these answers."""
-    rows = row_logits(setup, [(*gold.prompt, *gold.answer) for gold in chosen])
-    return [_of_answer(gold, logits.log_softmax(-1)) for gold, logits in zip(chosen, rows, strict=True)]
+    """The log-probabilities of the tokens of each of these answers; after padding, where nothing stands before them."""
+    begun = [gold if gold.prompt else Gold((setup.policy.pad_id,), gold.answer) for gold in chosen]
+    rows = row_logits(setup, [(*gold.prompt, *gold.answer) for gold in begun])
+    return [_of_answer(gold, logits.log_softmax(-1)) for gold, logits in zip(begun, rows, strict=True)]
 
 
 def _of_answer(gold: Gold, logp: Tensor) -> Tensor:
