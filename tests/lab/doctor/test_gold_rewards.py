@@ -12,8 +12,9 @@ from keel.base.thresholds import load_thresholds
 from keel.base.types import Group, Problem, Reward
 from keel.envs import build_task
 from keel.envs.judge import Judge
+from keel.lab.doctor.probes import collection
 from keel.lab.doctor.probes.alignment import association
-from keel.lab.doctor.probes.collection import _spread, empty_cliff_findings, probe_collection
+from keel.lab.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
 from keel.lab.doctor.probes.exploits import any_answer, nearly_all
 from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
@@ -209,6 +210,20 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
     for_all = [JudgedGold(problem, ("1",), gold=1.0, empty=1.0, others=(1.0, 1.0))] * 4
     assert _paid_whatever(against, [-1.0, 0.0], 1e-9) == []
     assert _paid_whatever(for_all, [0.0, 1.0], 1e-9) == for_all
+
+
+@pytest.mark.parametrize(
+    ("gold", "lowest", "named"),
+    [(-19.0, -19.0, False), (1.0, -19.0, True), (1.0, -100.0, True), (1.0, 0.0, False)],
+    ids=["a right answer earns the same", "all lie there", "one would dwarf it", "nothing is lost"],
+)
+def test_a_cliff_lies_below_what_a_right_answer_earns(
+    gold: float, lowest: float, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collection, "more_groups", lambda setup, code, doubtful: setup.groups)
+    setup = SimpleNamespace(groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
+    found = [*_cliff(setup, [gold], load_thresholds())]
+    assert [finding.code for finding in found] == ["reward/cliff"] * named
 
 
 @pytest.mark.parametrize(
