@@ -42,9 +42,9 @@ class Told:
     result: Tokens
     call: frozenset[str]  # the words of it
     gold: Tokens  # the last turn that would be right
-    heard: frozenset[str]  # the words of the result
-    said: frozenset[str]  # those after it
-    right: frozenset[str]  # those of the gold answer
+    result_words: frozenset[str]
+    answer_words: frozenset[str]  # those after the result
+    gold_words: frozenset[str]  # those of the gold answer
     earned: float | None  # None where it was not judged
 
     @property
@@ -91,7 +91,7 @@ def _copied_in_vain(episodes: Sequence[Told], most: float, thresholds: Threshold
     """
     if not episodes:
         return None
-    frame = frozenset.intersection(*(told.heard for told in episodes))
+    frame = frozenset.intersection(*(told.result_words for told in episodes))
     everywhere = frozenset.intersection(*(told.question for told in episodes))
     copied = [
         told
@@ -99,17 +99,17 @@ def _copied_in_vain(episodes: Sequence[Told], most: float, thresholds: Threshold
         if told.earned is not None
         and told.question - everywhere
         and told.question - everywhere <= told.call
-        and 0 < len(told.heard - frame) <= SHORT
-        and told.heard - frame <= told.said
+        and 0 < len(told.result_words - frame) <= SHORT
+        and told.result_words - frame <= told.answer_words
     ]
-    wrong = [float(not told.right <= told.heard and (told.earned or 0.0) < most / 2) for told in copied]
+    wrong = [float(not told.gold_words <= told.result_words and (told.earned or 0.0) < most / 2) for told in copied]
     if len(copied) < FEWEST or chance_above(wrong, IN_VAIN) > level(thresholds, 1):
         return None
     first = next(told for told, is_wrong in zip(copied, wrong, strict=True) if is_wrong)
     return Wrong(
         f"in {between(wrong)} of {len(copied)} episodes whose call holds all that their question is about, and whose "
-        f"answer is what it returned, that is not the gold answer: {' '.join(sorted(first.heard - frame))!r} "
-        f"for {' '.join(sorted(first.right))!r}",
+        f"answer is what it returned, that is not the gold answer: {' '.join(sorted(first.result_words - frame))!r} "
+        f"for {' '.join(sorted(first.gold_words))!r}",
         "the tool returns something else than what is asked for (another unit, a count from zero, another column), the "
         "gold answers are in another form than its results, or the question asks for more than this call",
         "warning",
