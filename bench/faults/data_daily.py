@@ -1,15 +1,16 @@
-"""Rows as they are prepared on an ordinary day: units, quotes, labels, other languages, messages of other layouts."""
+"""Rows as they are prepared on an ordinary day: units, quotes, labels, records, other languages and notations."""
 
 from __future__ import annotations
 
+import json
+import re
 from random import Random
 from typing import Any
 
 from faults.base import edited, operator
-from faults.data import reads_chat
 from faults.data_fresh import reads_closely
 from faults.data_wild import asked_otherwise
-from faults.models import reads_file, with_answers, with_rows
+from faults.models import reads_file, with_answers
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -52,6 +53,22 @@ def quotes_kept(config: Config, random: Random) -> Config:
     return edited(quoted, {"task.answer": "exact", "rewards": [{"name": "task"}]})
 
 
+@operator(
+    "data/ground-truth-still-in-its-record",
+    "The column that is read for answers holds a record, of which the answer is one field, and is taken whole.",
+    "reward/constant",
+    "reward/gold",
+    "prompt/format",
+    "data/misaligned",
+    fits=reads_file,
+)
+def ground_truth_still_in_its_record(config: Config, random: Random) -> Config:
+    def recorded(answers: list[Any]) -> list[str]:
+        return [json.dumps({"style": "rule", "ground_truth": answer}) for answer in answers]
+
+    return edited(with_answers(config, recorded), {"task.answer": "exact", "rewards": [{"name": "task"}]})
+
+
 # Questions
 
 
@@ -86,6 +103,24 @@ def questions_in_latex(config: Config, random: Random) -> Config:
 
 
 @operator(
+    "data/numbers-in-scientific-notation",
+    "All numbers of the file were written by a program that gives them an exponent, in questions and answers alike.",
+    "prompt/format",
+    "reward/constant",
+    "reward/gold",
+    "data/misaligned",
+    fits=reads_file_closely,
+)
+def numbers_in_scientific_notation(config: Config, random: Random) -> Config:
+    def written(text: str, row: Row) -> str:
+        return re.sub(r"\d+", lambda number: f"{int(number[0]):.4e}", text)
+
+    changed = asked_otherwise(config, written)
+    changed = with_answers(changed, lambda answers: [f"{int(answer):.4e}" for answer in answers])
+    return edited(changed, {"rewards": [{"name": "task"}]})
+
+
+@operator(
     "data/question-and-answer-labelled",
     "The script that makes prompts for a benchmark was used: each says question before the text and answer after it.",
     "prompt/format",
@@ -93,33 +128,3 @@ def questions_in_latex(config: Config, random: Random) -> Config:
 )
 def question_and_answer_labelled(config: Config, random: Random) -> Config:
     return asked_otherwise(config, lambda text, row: f"Question: {text}\nLet's think step by step.\nAnswer:")
-
-
-# Messages
-
-
-@operator(
-    "data/question-as-system-message",
-    "The rows have one message each, the question, and its role is the system's.",
-    "prompt/format",
-    fits=reads_chat,
-)
-def question_as_system_message(config: Config, random: Random) -> Config:
-    def moved(row: Row) -> Row:
-        return {**row, "question": [{**message, "role": "system"} for message in row["question"]]}
-
-    return with_rows(config, lambda rows: [moved(row) for row in rows])
-
-
-@operator(
-    "data/empty-answer-turn-at-the-end",
-    "Conversations were made for supervised tuning: each ends in a turn of the assistant, whose text was emptied.",
-    "prompt/format",
-    "prompt/no-header",
-    fits=reads_chat,
-)
-def empty_answer_turn_at_the_end(config: Config, random: Random) -> Config:
-    def ended(row: Row) -> Row:
-        return {**row, "question": [*row["question"], {"role": "assistant", "content": ""}]}
-
-    return with_rows(config, lambda rows: [ended(row) for row in rows])

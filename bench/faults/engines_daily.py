@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from faults.engines import (
     Groups,
     Wrapped,
     fault,
-    has_lora,
     is_native,
     is_one_turn,
     is_synced,
@@ -30,7 +28,7 @@ from faults.engines_fresh import OtherKernel
 from faults.healthy import school_of
 from faults.templates_wild import asks_for_tags
 from keel.base.types import Completion
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 
 Config = Mapping[str, Any]
 
@@ -70,7 +68,7 @@ class DummyWeights(Copied):
     "sampler/other-model",
     "sampler/stale",
     "sampler/mismatch",
-    strengths=(0.3, 0.5),
+    strengths=(0.6, 1.0),
     fits=is_synced,
 )
 class ServesAnotherCheckpoint(Copied):
@@ -119,29 +117,6 @@ class GarbledFromTheSecondSyncOn(Copied):
 class NormsShiftedByOne(Copied):
     def arriving(self, name: str, held: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         return weights[name] + 1 if "norm" in name and name.endswith("weight") else weights[name]
-
-
-@fault(
-    "engine/adapter-on-half-of-the-requests",
-    "the server batches requests with and without an adapter, and every second one of ours is answered by the base",
-    "sampler/stale",
-    "sampler/mismatch",
-    fits=lambda config: has_lora(config) and config["rollout"].get("prompts_per_step", 16) > 1,
-)
-class AdapterOnHalfOfTheRequests(Copied):
-    base: NativeEngine
-
-    def prepare(self) -> None:
-        plain: Any = copy.deepcopy(self.model)
-        for name, weight in plain.named_parameters():
-            if "lora_B" in name:
-                weight.data.zero_()
-        self.base = NativeEngine(plain, self.tokenizer)
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> Groups:
-        adapted = self.inner.generate(requests, sampling, **noise)
-        plain = self.base.generate(requests, sampling, **noise)
-        return [(plain if place % 2 else adapted)[place] for place in range(len(requests))]
 
 
 # Kernels

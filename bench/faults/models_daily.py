@@ -26,7 +26,7 @@ VERSION = version_of(__file__)
     "model/download-cut-short",
     "The download was interrupted: the file of the weights ends after two thirds.",
     "model/missing-weights",
-    refusal="safetensors",
+    refusal="not fully covered",
 )
 def download_cut_short(config: Config, random: Random) -> Config:
     def change(folder: Path) -> None:

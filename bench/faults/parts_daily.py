@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.base import edited, lookalike, path_of
+from faults.base import edited, lookalike, operator, path_of
 from faults.engines import layer_of
 from faults.healthy import school_of
-from faults.references import Held, copied, has_adapter_reference, has_full_reference, has_reference, reference_fault
+from faults.references import Held, copied, has_full_reference, has_reference, reference_fault
 from faults.scorers import is_scored_natively, logits_of, picked, right, scorer_fault
 from keel.models.head import evaluating
 from keel.models.load import LoadedModel
@@ -103,17 +103,24 @@ def healthy_row_by_row(config: Config, random: Random) -> dict[str, Any]:
 # References
 
 
+def last_norm(model: nn.Module) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith("model.norm"))
+
+
 @reference_fault(
-    "reference/logits-not-numbers",
-    "the reference is held in a type that its activations overflow: none of its logits is a number",
+    "reference/layers-gathered-as-zeros",
+    "the weights are spread over processes, and what is gathered for the reference's layers is zeros",
     "reference/wrong",
-    "scoring/non-finite",
     "kl/at-start",
-    "optim/non-finite",
+    "model/missing-weights",
+    fits=has_full_reference,
 )
-def logits_not_numbers(loaded: LoadedModel) -> Held:
-    model: Any = copied(loaded)
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, out: out * float("nan"))
+@torch.no_grad()
+def layers_gathered_as_zeros(loaded: LoadedModel) -> Held:
+    model = copied(loaded)
+    for name, weight in model.named_parameters():
+        if layer_of(name) is not None and weight.ndim > 1:
+            weight.zero_()
     return Held(model)
 
 
@@ -147,53 +154,44 @@ def layers_in_another_order(loaded: LoadedModel) -> Held:
     "scoring/shifted",
 )
 def one_place_off(loaded: LoadedModel) -> Held:
-    model: Any = copied(loaded)
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, out: out.roll(1, -2))
+    model = copied(loaded)
+    last_norm(model).register_forward_hook(lambda module, inputs, out: out.roll(1, -2))
     return Held(model)
 
 
-@reference_fault(
+def freezes_the_policy(loaded: LoadedModel) -> Held:
+    loaded.model.requires_grad_(False)
+    return Held(copied(loaded))
+
+
+@operator(
     "reference/freezes-the-policy",
     "the policy itself was frozen before it was copied: the reference is right, and nothing is left to train",
     "optim/no-update",
     "scoring/gradient",
     "loss/no-gradient",
     fits=has_reference,
+    refusal="no parameter to train",
 )
-def freezes_the_policy(loaded: LoadedModel) -> Held:
-    loaded.model.requires_grad_(False)
-    return Held(copied(loaded))
-
-
-class AdapterLeftOff(Held):
-    """Switches the policy's adapter off for its own pass, and not on again."""
-
-    @contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        policy: Any = self.held
-        policy.base_model.disable_adapter_layers()
-        with evaluating(policy):
-            yield policy
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+def policy_frozen(config: Config, random: Random) -> dict[str, Any]:
+    return edited(config, {"reference": {"kind": path_of(freezes_the_policy)}})
 
 
 @reference_fault(
-    "reference/adapter-left-off",
-    "the adapter is switched off for the reference's pass and not on again: from then on the policy is the base too",
-    "reference/adapter-on",
-    "scoring/gradient",
-    "scoring/mismatch",
-    "optim/no-update",
-    "loss/no-gradient",
-    fits=has_adapter_reference,
+    "reference/feed-forwards-not-read",
+    "the feed-forwards have other names in the reference's file than in the model, and theirs are drawn at random",
+    "reference/wrong",
+    "kl/at-start",
+    "model/missing-weights",
+    fits=has_full_reference,
 )
-def adapter_left_off(loaded: LoadedModel) -> Held:
-    return AdapterLeftOff(loaded.model)
+@torch.no_grad()
+def feed_forwards_not_read(loaded: LoadedModel) -> Held:
+    model, generator = copied(loaded), torch.Generator().manual_seed(61)
+    for name, weight in model.named_parameters():
+        if ".mlp." in name:
+            weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+    return Held(model)
 
 
 # Healthy

@@ -1,4 +1,4 @@
-"""Chat templates as they are put together on an ordinary day: copied from others, indented, merged, without BOS."""
+"""Chat templates as they are put together on an ordinary day: copied from others, printed, tagged, indented."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from random import Random
 from typing import Any
 
 from faults.base import operator
-from faults.models import CONTENT, HEADER, is_chat, with_template
+from faults.models import CONTENT, HEADER, with_template
 from faults.school import version_of
 from faults.templates import LOOP
 from faults.templates_field import TURN, reads_closely
-from faults.templates_wild import ROLE, has_system_prompt
+from faults.templates_wild import ROLE, asks_for_tags
 
 Config = dict[str, Any]
 VERSION = version_of(__file__)
@@ -21,27 +21,38 @@ def rewritten(config: Config, old: str, new: str) -> Config:
 
 
 @operator(
-    "template/system-merged-into-the-users-turn",
-    "The template is of a family without a system role: what the system says stands before the question, in one turn.",
+    "template/conversation-printed-as-a-list",
+    "The template prints the list of messages as the program has it, brackets, quotes and all.",
     "prompt/format",
-    fits=has_system_prompt,
+    fits=asks_for_tags,
 )
-def system_merged_into_the_users_turn(config: Config, random: Random) -> Config:
-    merged = (
-        "{% if message['role'] == 'system' %}{{ '<|user|>' + " + CONTENT + " + '\\n\\n' }}"
-        "{% else %}{{ " + CONTENT + " + eos_token }}{% endif %}"
-    )
-    return rewritten(config, TURN, merged)
+def conversation_printed_as_a_list(config: Config, random: Random) -> Config:
+    return rewritten(rewritten(config, TURN, ""), LOOP, "{{ messages | string }}" + LOOP)
 
 
 @operator(
-    "template/question-twice",
-    "The template writes every message twice, once under its role and once more before the answer.",
+    "template/roles-as-xml-tags",
+    "Turns stand between tags with the names of their roles, as prompts for another model were written.",
     "prompt/format",
+    "prompt/no-header",
     fits=reads_closely,
 )
-def question_twice(config: Config, random: Random) -> Config:
-    return rewritten(config, CONTENT, "(" + CONTENT + " + '\\n\\n' + " + CONTENT + ")")
+def roles_as_xml_tags(config: Config, random: Random) -> Config:
+    role = "message['role']"
+    tagged = rewritten(config, TURN, "{{ '<' + " + role + " + '>' + " + CONTENT + " + '</' + " + role + " + '>\\n' }}")
+    return rewritten(tagged, HEADER, HEADER.replace("<|assistant|>", "<assistant>"))
+
+
+@operator(
+    "template/rounds-of-question-and-answer",
+    "The template is an early family's: rounds are counted, and question and answer stand under words of its language.",
+    "prompt/format",
+    "prompt/no-header",
+    fits=reads_closely,
+)
+def rounds_of_question_and_answer(config: Config, random: Random) -> Config:
+    asked = rewritten(config, TURN, "{{ '[Round 1]\\n\\n问：' + " + CONTENT + " + '\\n\\n' }}")
+    return rewritten(asked, HEADER, HEADER.replace("<|assistant|>", "答："))
 
 
 @operator(
@@ -62,19 +73,8 @@ def human_and_gpt(config: Config, random: Random) -> Config:
     "The template was laid out for people to read, and its line breaks and indents come out between the turns.",
     "prompt/format",
     "prompt/no-header",
-    fits=reads_closely,
+    fits=asks_for_tags,
 )
 def indentation_rendered(config: Config, random: Random) -> Config:
     laid_out = rewritten(config, TURN, "{{ '\\n        ' + " + TURN.removeprefix("{{ ").removesuffix(" }}") + " }}")
     return rewritten(laid_out, HEADER, HEADER.replace("'<|assistant|>'", "'\\n        <|assistant|>\\n    '"))
-
-
-@operator(
-    "template/bos-left-out",
-    "The template leaves BOS to the tokenizer, which does not write it either.",
-    "prompt/no-bos",
-    "prompt/format",
-    fits=is_chat,
-)
-def bos_left_out(config: Config, random: Random) -> Config:
-    return rewritten(config, "{{ bos_token }}" + LOOP, LOOP)
