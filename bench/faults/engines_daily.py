@@ -138,17 +138,31 @@ class NormsOfQueriesAndKeysSkipped(OtherKernel):
 
 
 @fault(
-    "engine/biases-not-loaded",
-    "the server knows no biases of queries, keys and values, and passes over them when it loads weights",
+    "engine/embeddings-scaled-by-the-width",
+    "the server takes the model for one of a family that multiplies embeddings by the root of their width",
     "sampler/mismatch",
     "sampler/other-model",
-    "sampler/stale",
     "sampler/precision",
-    fits=lambda config: is_synced(config) and school_of(config).architecture == "qwen2",
+    fits=is_unfiltered,
 )
-class BiasesNotLoaded(Copied):
+class EmbeddingsScaledByTheWidth(OtherKernel):
+    def prepare(self) -> None:
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        table.register_forward_hook(lambda module, inputs, out: out * out.shape[-1] ** 0.5)
+
+
+@fault(
+    "engine/key-heads-on-the-wrong-device",
+    "heads of keys and values are spread over two devices, and each of them gets those that the other's queries ask",
+    "sampler/other-model",
+    "sampler/mismatch",
+    "sampler/stale",
+    fits=is_synced,
+)
+class KeyHeadsOnTheWrongDevice(Copied):
     def arriving(self, name: str, held: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        return torch.zeros_like(held) if name.endswith("bias") else weights[name]
+        shared = re.search(r"\b[kv]_proj\b", name) and "lora_A" not in name
+        return weights[name].roll(weights[name].shape[0] // 2, 0) if shared else weights[name]
 
 
 # What is drawn
@@ -162,7 +176,7 @@ class BiasesNotLoaded(Copied):
     "sampler/mismatch",
     "sampler/temperature",
     "rollout/temperature",
-    fits=is_unfiltered,
+    fits=lambda config: is_unfiltered(config) and is_one_turn(config),
 )
 class BeamSearch(Wrapped):
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, **noise: int) -> Groups:

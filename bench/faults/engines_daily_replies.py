@@ -29,19 +29,6 @@ def prompt_logp(engine: Wrapped, request: Request) -> list[float]:
 
 
 @fault(
-    "engine/bos-stripped",
-    "the server strips the first token of a prompt, since it means to write BOS itself, and does not",
-    "sampler/other-prompt",
-    "sampler/mismatch",
-    fits=lambda config: is_native(config) and is_chat(config),
-)
-class BosStripped(Wrapped):
-    def asked(self, request: Request) -> Request:
-        begins = request.tokens[0] == self.tokenizer.bos_token_id
-        return replace(request, tokens=request.tokens[1:]) if begins else request
-
-
-@fault(
     "engine/markers-skipped",
     "the client sends prompts as text that it decoded without special tokens: no turn begins or ends in it",
     "sampler/other-prompt",
