@@ -169,7 +169,7 @@ def price_on_talk_alone(config: Config, random: Random) -> Config:
     fits=asks_for_tags,
 )
 def stop_at_the_closing_tag(config: Config, random: Random) -> Config:
-    return edited(config, {"rollout.stop": ["</answer>"]})
+    return edited(with_rewards(config, {"name": "task"}), {"rollout.stop": ["</answer>"]})
 
 
 # Updates

@@ -148,7 +148,6 @@ def threshold_in_percent(problem: Problem, text: str, threshold: float = 80) -> 
     "the function returns its score with counts for the log beside it, and all of them are added up as rewards",
     "reward/exploit",
     "reward/gold",
-    "reward/scale",
 )
 def extra_info(problem: Problem, text: str) -> dict[str, float]:
     score = float(is_right(problem, text))

@@ -76,9 +76,11 @@ def larger_of_two(first: int, second: int) -> str:
 
 @operator(
     "tool/second-argument-missing",
-    "the tool was given a second argument, and all calls have one: each is refused",
+    "the tool takes two arguments where the model has learned to give one text, so that no call is one",
     "tool/failing",
     "output/unparseable",
+    "prompt/format",
+    "answer/unusable",
     fits=offers_tools,
 )
 def second_argument_missing(config: Config, random: Random) -> dict[str, Any]:
