@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import faults.log_operators
+import faults.log_operators_daily
 import faults.log_operators_field
 import faults.log_operators_fresh
 import faults.log_operators_late
