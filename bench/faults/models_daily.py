@@ -127,7 +127,7 @@ def _nan_gradients(key: str) -> tuple[nn.Module, Any]:
     def hook(module: nn.Module, inputs: Any, out: Any) -> Any:
         return (_Broken.apply(out[0]), *out[1:]) if isinstance(out, tuple) else _Broken.apply(out)
 
-    model.model.layers[0].self_attn.o_proj.register_forward_hook(hook)  # type: ignore[union-attr, index, operator]
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(hook)  # type: ignore[union-attr, index]
     return model, tokenizer
 
 
