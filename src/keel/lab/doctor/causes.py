@@ -9,6 +9,10 @@ from keel.base.yaml_text import of_package
 from keel.lab.doctor.findings import CODES, SEVERITIES, Finding, ranked
 
 _AS_BROAD = 0.9  # of the share that a symptom concerns
+_MERE_EFFECTS = (
+    "advantage/amplified",
+    "reward/weak",
+)  # of anything that leaves rewards alike, however mildly it is said
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def _accounts_for(cause: Finding, symptom: Finding) -> bool:
     """Whether a cause is broad and grave enough, where that is known."""
     if cause.share is not None and symptom.share is not None and cause.share < _AS_BROAD * symptom.share:
         return False
+    if symptom.code in _MERE_EFFECTS:
+        return True
     usual = CODES[cause.code].severity if cause.code in CODES else cause.severity
     cause_rank, symptom_rank, usual_rank = map(SEVERITIES.index, (cause.severity, symptom.severity, usual))
     return cause_rank <= usual_rank or cause_rank <= symptom_rank

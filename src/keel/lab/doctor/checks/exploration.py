@@ -176,12 +176,13 @@ def rising(history: History, thresholds: Thresholds) -> CheckResults:
     if not far or change.size <= 0 or not clear(change, thresholds) or reward_rose(history, thresholds):
         return
     bonus = _bonus(history)
+    rules = bonus is not None and bonus >= thresholds["entropy_bonus_least"]
     trend_text = f"; {reward.text}" if (reward := reward_trend(history)) is not None else ""
     evidence = (
         f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
         f"{change.chance:.1g}){trend_text}"
     )
-    if bonus:
+    if rules:
         yield finding(
             "entropy/too-strong",
             f"{evidence}; the bonus has a coefficient of {bonus:g}",

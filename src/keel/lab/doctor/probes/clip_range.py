@@ -127,6 +127,9 @@ def clip_options(
     if int((mask & (step != 0)).sum()) >= FEW_MOVED:  # the other side may have room
         sides |= {"go up by as much as it moved them": (up, step.abs())}
         sides |= {"go down by as much as it moved them": (-up, -step.abs())}
+    if narrow:  # whatever one update of this batch moves
+        little = NARROW * torch.ones_like(step)
+        sides |= {f"go up by {NARROW:g} nats": (up, little), f"go down by {NARROW:g} nats": (-up, -little)}
     shares = {
         way: [_clipped(setup, advantages, steps, loss, mask & _moving(steps)) for loss in (setup.run.loss, own)]
         for way, (advantages, steps) in sides.items()

@@ -45,8 +45,12 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
     repeated = fmean(abs(once[key][0] - again[key][0]) for key in common)
     if not moved > max(limit, _MOVED * own, _MOVED * repeated, thresholds["precision_times"] * rounded):
         return None
-    if min(chance_of(alone, setup.sampling), chance_of(many, setup.sampling)) > thresholds["sampler_doubt"]:
+    doubt = thresholds["sampler_doubt"]
+    if min(chance_of(alone, setup.sampling), chance_of(many, setup.sampling)) > doubt:
         return None  # what is drawn after them is the policy's: only the reports are something else
+    further = [_reports(setup, said, times, score, limit, step=_STEP + 1)[1] for times in (1, _TIMES)]
+    if min(chance_of(drawn, setup.sampling) for drawn in further) > doubt:
+        return None
     return (
         f"the engine's log-probabilities are off by {gap:.3g} nats on average; of the same next token they differ by "
         f"{moved:.3g} nats between prompts of one token and of that token {_TIMES} times, and the policy's by "
@@ -55,7 +59,7 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
 
 
 def _reports(
-    setup: ProbeSetup, said: Sequence[int], times: int, score: Score, limit: float
+    setup: ProbeSetup, said: Sequence[int], times: int, score: Score, limit: float, step: int = _STEP
 ) -> tuple[dict[tuple[int, int], tuple[float, float, float]], Draws]:
     """What is reported of a next token after one that is said so often, and the policy's own, also in bfloat16.
 
@@ -67,7 +71,7 @@ def _reports(
     sampling = replace(setup.sampling, num_generations=_SAMPLES)
     turns: list[list[Completion]] = []
     with suppress(KeelError):  # an engine may refuse what it made of a prompt of one token
-        turns = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_STEP)
+        turns = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=step)
         setup.run.engine.release()
     drawn = [(turn, request.tokens) for request, row in zip(requests, turns, strict=False) for turn in row]
     pairs = [(turn, prompt) for turn, prompt in drawn if turn.action == (True,)]

@@ -22,6 +22,7 @@ from keel.rollout.sampling import SamplingParams, filter_threshold
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_HOTTEST = 4.0  # times what is asked for: what draws still more blindly has other weights, and no such setting
 _MAX_TOKENS = 4000
 _MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
 FEW = 20  # tokens that tell whether draws are sound
@@ -161,7 +162,8 @@ def tightest(drawn: Draws, params: SamplingParams) -> Iterable[tuple[str, Sampli
 
 def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], float]) -> float:
     """The temperature with the lowest cost, by a grid in logarithms that is refined three times."""
-    grid, step = list(_TEMPERATURES), 2.0 ** (1 / 8)
+    hottest, step = _HOTTEST * max(1.0, params.temperature), 2.0 ** (1 / 8)
+    grid = [temperature for temperature in _TEMPERATURES if temperature <= hottest]
     best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
     for _ in range(3):
         step = step ** (1 / 8)

@@ -93,6 +93,8 @@ def drawn_finding(
     small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
     better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
+    if setup.shared.get("reported") == "sampler/mismatch":  # no way to draw that is known explains the reports
+        better = (entry for entry in better if _agrees(entry, small, sampling, thresholds))
     best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
     if best is not None:
         configured = (
@@ -112,6 +114,14 @@ def drawn_finding(
         "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
         "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
     )
+
+
+def _agrees(entry: Explanation, drawn: Draws, sampling: SamplingParams, thresholds: Thresholds) -> bool:
+    """Whether what was reported of the tokens is the policy's own, or at least half way to this explanation's."""
+    told = drawn.sample_logp.isfinite()
+    policy, own = drawn.logp(unfiltered(sampling)), entry.drawn.logp(entry.params)
+    before, after = (float((drawn.sample_logp - logp)[told].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
+    return not before > thresholds["scoring_gap_half"] or after <= before / 2
 
 
 def _one_a_kind(tried: Sequence[Explanation]) -> list[Explanation]:

@@ -75,6 +75,7 @@ def _findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
             f"1: {drawn / own:.1%} of it is left (under {thresholds['exploration_least']:.0%})",
             f"{options}: the completions of a group become copies of one another, and nothing is compared",
             propose("set {}", {**warm, **unfiltered(tree)}),
+            severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",  # nearly copies without it
         )
     elif drawn > own and figures["kl_drawn"] > thresholds["exploration_noise"]:
         yield finding(

@@ -217,8 +217,8 @@ def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Threshold
     texts = ([t for gold in chosen for t in gold.answer], [t for gold in chosen for t in gold.prompt])
     tests = [_among_random(setup, written, tokens) for tokens in texts]
     own, others, chance = min(tests, key=lambda test: test[-1])
-    if chance <= thresholds["relabelled_chance"]:
-        return
+    if not thresholds["relabelled_chance"] < chance < 1 - thresholds["relabelled_chance"]:
+        return  # it knows their alphabet, or has learned to write others: tokens at random are neither
     yield tokenizer_finding(
         f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
         f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "

@@ -64,6 +64,17 @@ _ERRORS = re.compile(
     rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
     r"(?:[:;,.!'\"`(<]|$)"
 )
+# A page that a service shows in place of the one that was asked for, within its first words.
+_GATES = re.compile(
+    r"[^\n]{0,120}?\b(?:captcha|(?:you are|you're|are you) (?:not )?(?:an? )?(?:robot|bot|human)|unusual traffic|"
+    r"(?:please )?enable (?:javascript|cookies)|please (?:sign|log) in|your session (?:has |is )?expired|"
+    r"under maintenance|temporarily (?:down|offline|blocked)|(?:insufficient|exceeded your(?: current)?) "
+    r"(?:quota|credits?|balance)|out of credits?|api[ _-]?key (?:is )?(?:missing|required|expired|not set))\b"
+)
+# Next to nothing, and a mark that the rest was cut off.
+_CUT = re.compile(
+    r"\S{0,8}\s*(?:\.{3}|…)?\s*[\[(<]?\s*(?:\w+\s+)?(?:truncated|shortened|cut off)\b[^\n]{0,40}\s*(?:</\S*\s*)?$"
+)
 # What tells that a call went well, and the names of fields: neither is a result.
 _WENT_WELL = re.compile(
     r"[\"']?\b(?:status|state|code|ok|success|errors?)\b[\"']?\s*[:=]\s*[\"']?\w+[\"']?"
@@ -110,7 +121,9 @@ def is_useless(reply: str) -> bool:
     """Whether a reply says nothing, or that something went wrong."""
     text = reply.casefold()
     opened = _OPENING.sub("", text, count=1)
-    return not _FRAME.sub("", _OBJECT.sub("", text)) or any(pattern.match(opened) for pattern in (_ERRORS, _STATUSES))
+    return not _FRAME.sub("", _OBJECT.sub("", text)) or any(
+        pattern.match(opened) for pattern in (_ERRORS, _STATUSES, _GATES, _CUT)
+    )
 
 
 def is_null(reply: str) -> bool:
