@@ -165,6 +165,7 @@ def price_on_talk_alone(config: Config, random: Random) -> Config:
     "Completions are to stop at the tag that closes an answer, which is cut off with that, so that none can be read.",
     "output/unparseable",
     "output/text",
+    "output/truncated",
     "reward/constant",
     fits=asks_for_tags,
 )

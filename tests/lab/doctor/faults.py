@@ -415,6 +415,17 @@ class NeverSynced(Wrapped):
         pass
 
 
+class NeverLoaded(NeverSynced):
+    """Keeps weights that were drawn at random, as dummy ones of a server are."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        super().__init__(model, tokenizer)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+
+
 class SyncedOnce(NeverSynced):
     done = False
 

@@ -145,6 +145,12 @@ def test_a_cause_explains_nothing_broader_or_graver_than_itself():
     assert explain([mild, found("reward/constant")], log=True) == (found("reward/constant"), mild)
 
 
+def test_what_is_only_an_effect_is_never_graver_than_its_cause():
+    for effect in ("advantage/amplified", "reward/weak"):
+        listed = explain([found("data/misaligned", "warning"), found(effect)], log=False)
+        assert [(f.code, f.severity) for f in listed] == [("data/misaligned", "error"), (effect, "note")]
+
+
 def test_what_is_for_the_doctor_alone_is_not_in_its_data():
     names = {"code", "severity", "evidence", "cause", "advice", "options"}
     (_, symptom) = explain([found("output/unparseable"), found("reward/constant")], log=False)

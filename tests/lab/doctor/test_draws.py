@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
@@ -16,6 +17,7 @@ from keel.lab.doctor.probes.draws import (
     tail_masses,
     uniform_p_value,
 )
+from keel.lab.doctor.probes.explanations import Explanation, _agrees
 from keel.lab.doctor.probes.noise import chance_aligned, chance_within
 from keel.rollout.sampling import SamplingParams
 
@@ -52,6 +54,25 @@ def test_other_ways_of_drawing_do_not(params: SamplingParams) -> None:
     sample = drawn(2.0, params)
     assert uniform_p_value(tail_masses(sample, PLAIN)) < 1e-6
     assert uniform_p_value(tail_masses(sample, params)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("reported", "agrees"),
+    [(PLAIN, True), (replace(PLAIN, temperature=0.7), True), (replace(PLAIN, temperature=3.0), False)],
+    ids=["the policy's own", "of what was drawn from", "of neither"],
+)
+def test_a_way_to_draw_must_not_contradict_what_is_reported(reported: SamplingParams, agrees: bool) -> None:
+    colder = replace(PLAIN, temperature=0.7)
+    sample = drawn(2.0, colder)
+    sample = replace(sample, sample_logp=sample.logp(reported))
+    entry = Explanation("sampler/temperature", "temperature 0.7", "", 0.0, sample, colder)
+    assert _agrees(entry, sample, PLAIN, load_thresholds()) == agrees
+
+
+def test_what_is_nearly_blind_is_no_temperature() -> None:
+    sample = drawn(0.0, n=400)  # uniform
+    sharp = replace(sample, logits=drawn(6.0, n=400).logits)
+    assert best_temperature(PLAIN, lambda params: -float(sharp.logp(params).sum())) < 4.5
 
 
 def test_first_tokens_that_are_not_drawn_show_among_many_that_are() -> None:

@@ -295,6 +295,15 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "sh: larger: command not found",
         "Time limit exceeded",
         "Connection reset by peer",
+        "<result>\nUnusual traffic was seen from your network. Show that you are not a robot.\n</result>",
+        "Verify you are human by completing the action below.",
+        "Please log in to continue reading",
+        "This site is under maintenance until Monday.",
+        "Your session has expired.",
+        "OPENAI_API_KEY: the API key is missing",
+        "You exceeded your current quota, please check your plan",
+        "<result>\nmax...(truncated)\n</result>",
+        "9 … [truncated 300 characters]",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -381,6 +390,11 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "exit code: 1\nstdout: 3 passed, 1 failed",
         "Time Limit Exceeded on test 3 (2 of 7 passed)",
         "You got killed by the troll. Score: 10",
+        "A robot may not injure a human being.",
+        "To log in to the server, use ssh",
+        "The bridge was under repair until 1932",
+        "1 2 3 5 7 11 13 17 19 23 ... (truncated)",
+        "The cone is truncated at a third of its height",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

@@ -95,6 +95,10 @@ FAULTS = {
         "scoring/gradient",
         [scorer("detached"), LORA, "model.dtype=bfloat16"],
     ),
+    "rows without a gradient, with an adapter on 16 bits": (
+        "scoring/gradient",
+        [scorer("every_other_row_detached"), LORA, "model.dtype=bfloat16"],
+    ),
     "a scorer with half the gradient": ("scoring/gradient", [scorer("half_detached")]),
     "a gradient in every other row": ("scoring/gradient", [scorer("every_other_row_detached")]),
     "no gradient where the model is sure": ("scoring/gradient", [scorer("likely_tokens_detached")]),
@@ -111,6 +115,7 @@ FAULTS = {
     "top-p by configuration": ("sampler/filter", ["rollout.top_p=0.5"]),
     "an engine never synced": ("sampler/stale", [engine("NeverSynced")]),
     "an engine never synced, with LoRA": ("sampler/stale", [LORA, engine("NeverSynced")]),
+    "an engine whose weights were never loaded": ("sampler/stale", [engine("NeverLoaded")]),
     "an engine synced once": ("sampler/stale", [engine("SyncedOnce")]),
     "an engine half synced": ("sampler/stale", [engine("HalfSynced")]),
     "stale draws under fresh log-probabilities": ("sampler/stale", [engine("StaleButReportsFresh")]),
@@ -218,7 +223,7 @@ def test_rounding_of_changed_weights_is_no_score_of_others(scored: float, named:
     setup: Any = SimpleNamespace(
         batch=SimpleNamespace(completions=[SimpleNamespace(tokens=(1, 2, 3))], width=3),
         mask=torch.ones(1, 3, dtype=torch.bool),
-        policy=SimpleNamespace(dtype=torch.bfloat16),
+        policy=SimpleNamespace(dtype=torch.bfloat16, model=torch.nn.Linear(1, 1, dtype=torch.bfloat16)),
         run=SimpleNamespace(amp_dtype=None),
         perturbed=lambda seed: nullcontext(),
         logp=lambda: next(scores),

@@ -212,6 +212,26 @@ FAULTS = {
     "episodes in error": ("reward/failed", logged(healthy(), "rollout/error_fraction", lambda s: 0.95)),
     "a β without bound": ("kl/controller", altered("kl/beta", lambda s, w: 0.01 * 1.3**s)),
     "completions left out": ("kl/rejects-all", logged(healthy(), "kl/rejected_fraction", lambda s: 0.6)),
+    "a β of a hundred times at a resume": (
+        "kl/too-strong",
+        altered(
+            KL,
+            lambda s, w: w if s < 30 else 1e-5,
+            altered("kl/beta", lambda s, w: w * (1000 if s >= 30 else 1), flat(healthy(120, 120))),
+        ),
+    ),
+    "a β that no recipe has, in few steps": (
+        "kl/too-strong",
+        altered(KL, lambda s, w: 1e-5 * s, flat(altered("kl/beta", lambda s, w: 20.0, healthy(24, 24)))),
+    ),
+    "a KL on either side of 0": (
+        "kl/at-start",
+        renamed(altered(KL, lambda s, w: 0.1 * math.sin(2.3 * s)), KL, "kl/policy_ref/k1/mean"),
+    ),
+    "more and more noise beside a bonus that is next to none": (
+        "entropy/rising",
+        altered(ENTROPY, lambda s, w: 1.2 + 0.05 * s, flat(configured(loss__entropy_coef=1e-4))),
+    ),
     "a KL that wastes away": ("reference/moving", altered(KL, falling(0.06, 1e-4))),
     "held out at zero": (
         "eval/train-gap",

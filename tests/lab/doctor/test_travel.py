@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,19 @@ def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> No
         with closing(setup.run):
             reports = Reports.of(setup, setup.groups)
             assert [found.code for found in later_turns_findings(reports, load_thresholds())] == codes
+
+
+@pytest.mark.parametrize(("filler", "named"), [(-9999.0, False), (-20.0, True)])
+def test_what_stands_for_an_unknown_log_probability_tells_nothing_of_a_prompt(filler: float, named: bool) -> None:
+    setup = build_setup(schooled_config(*TALK, engine("Reported")))
+    with closing(setup.run):
+        reports = Reports.of(setup, setup.groups)
+        drawn = reports.drawn
+        assert drawn.position is not None
+        later = drawn.position > 8
+        filled = replace(drawn, sample_logp=drawn.sample_logp.masked_fill(later, filler))
+        found = later_turns_findings(replace(reports, drawn=filled), load_thresholds())
+        assert [finding.code for finding in found] == ["sampler/other-prompt"] * named
 
 
 def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:

@@ -23,6 +23,7 @@ from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import negative
 from keel.lab.judge import kl_limit
 
+EITHER = 0.2  # of its steps, on either side of 0
 DROPS = ("model.dropout", "model.lora.dropout")
 
 
@@ -33,7 +34,16 @@ def at_start(history: History, thresholds: Thresholds) -> CheckResults:
         return
     name, series = history.kl
     step, value = series.finite.steps[0], abs(series.finite.values[0])
-    if step > 1:
+    if sides := _either_sign(series, thresholds):
+        yield finding(
+            "kl/at-start",
+            f"{name} is {sides[0]:.2g} nats per token from 0 in the first {RECENT} logged steps (their median), below "
+            f"it in {sides[1]:.0%} of all and above it in the others",
+            "two passes that should agree differ from batch to batch by more than training moves the policy: dropout "
+            "in one of them, kernels that depend on the batch, or another text that is scored",
+            _told_apart(history),
+        )
+    elif step > 1:
         yield Unchecked("kl/at-start", f"{KL} was first recorded at step {step:.0f}, after updates")
     elif value > thresholds["kl_at_start"] and value <= thresholds["kl_per_update"] and _updated_within(history):
         yield Unchecked("kl/at-start", f"a step's figures are means over its updates, so {KL} at step 1 holds some")
@@ -51,12 +61,23 @@ def at_start(history: History, thresholds: Thresholds) -> CheckResults:
             evidence,
             "policy and reference are scored differently or are different models: dropout on in one pass only, a "
             "reference from another checkpoint, wrong positions under padding, or sums compared with means",
-            either(
-                _no_dropout(history),
-                "run keel doctor on the configuration: its preflight tells these apart",
-                joined=", and ",
-            ),
+            _told_apart(history),
         )
+
+
+def _told_apart(history: History) -> Advice:
+    told = "run keel doctor on the configuration: its preflight tells these apart"
+    return either(_no_dropout(history), told, joined=", and ")
+
+
+def _either_sign(series: Series, thresholds: Thresholds) -> tuple[float, float] | None:
+    """How far from 0 a KL is that is on both sides of it from the first steps on, and how often it is below."""
+    values = series.finite.values
+    if len(values) < 2 * RECENT:
+        return None
+    first, below = sorted(map(abs, values[:RECENT]))[RECENT // 2], sum(value < 0 for value in values) / len(values)
+    within = min(below, 1 - below) > EITHER
+    return (first, below) if within and first > thresholds["kl_either_sign"] else None
 
 
 def _updated_within(history: History) -> bool:

@@ -29,6 +29,7 @@ from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import fall, median
 from keel.lab.doctor.shapes import trend as trend_of
 
+LEAST_HELD = 20  # steps under a β that no recipe has: a reward that does not rise need not be proven flat
 DR_GRPO = "Dr. GRPO 2503.20783"  # as in keel.kl.facts.PAPERS, which would load torch
 
 
@@ -42,6 +43,8 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
         yield no_trend("kl/not-learning", history)
         return
     name, series = history.kl
+    if history.beta is not None and history.beta >= thresholds["beta_strong"]:
+        least = min(least, LEAST_HELD)
     if len(series) < least:
         yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
         return

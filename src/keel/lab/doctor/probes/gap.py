@@ -63,8 +63,8 @@ def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> boo
 
 
 def in_half_precision(setup: ProbeSetup) -> bool:
-    """Whether training's passes run in 16 bits."""
-    return setup.run.amp_dtype is not None or setup.policy.dtype != torch.float32
+    """Whether training's passes run in 16 bits, as the weights are now."""
+    return setup.run.amp_dtype is not None or next(setup.policy.model.parameters()).dtype != torch.float32
 
 
 def largest(differences: Tensor) -> float:
@@ -186,13 +186,15 @@ def bf16_scores(setup: ProbeSetup) -> Tensor:
 
 @contextmanager
 def in_float32(setup: ProbeSetup) -> Iterator[None]:
-    """The policy's own weights in fp32, so that its passes round no more; afterwards they are what they were."""
+    """The policy's own weights in fp32, without autocast: its passes round no more; afterwards all is what it was."""
     narrow = [(p, p.data) for p in setup.policy.model.parameters() if p.is_floating_point() and p.itemsize < 4]
+    amp, setup.run.amp_dtype = setup.run.amp_dtype, None
     try:
         for parameter, held in narrow:
             parameter.data = held.float()
         yield
     finally:
+        setup.run.amp_dtype = amp
         for parameter, held in narrow:
             parameter.data = held
 

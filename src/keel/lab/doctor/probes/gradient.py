@@ -13,7 +13,7 @@ from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.derivative import wrong_derivatives
-from keel.lab.doctor.probes.gap import in_half_precision
+from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import perturbed_weights
@@ -91,19 +91,27 @@ def _own_logp(setup: ProbeSetup, group: Group, index: int = 0) -> Tensor:
     return logp.gather(-1, ids[0, len(group.prompt_tokens) :, None]).squeeze(-1)
 
 
-def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """The gradient in the mode of training, without autocast; where it is off, whether evaluation mode mends it."""
-    narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
-    try:
-        yield from _gradient_findings(setup, figures, thresholds)
-    finally:
-        setup.run.amp_dtype = narrow
+def gradient_findings(
+    setup: ProbeSetup, figures: dict[str, float], exact: bool, thresholds: Thresholds
+) -> Iterator[Finding]:
+    """The gradient in the mode of training; where it is off, whether evaluation mode mends it.
+
+    `exact` says that with the weights in fp32 log-probabilities are right to its rounding, and so should it be.
+    """
+    if not exact:
+        narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
+        try:
+            yield from _gradient_findings(setup, figures, thresholds["gradient_error_half"])
+        finally:
+            setup.run.amp_dtype = narrow
+        return
+    with in_float32(setup):
+        yield from _gradient_findings(setup, figures, thresholds["gradient_error"])
 
 
-def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], limit: float) -> Iterator[Finding]:
     error, size = _gradient_error(setup)
     figures["gradient_error"] = error
-    limit = thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
     if not error > limit:
         yield from _of_the_model(setup)
         return

@@ -33,6 +33,7 @@ from keel.rollout.sampling import SamplingParams
 
 _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
 _LATER, _ROUNDING = 30.0, 1e-5  # times as much in later turns as in first ones, which are off by so many nats at least
+_FILLER = -1000.0  # nats: no token is that unlikely
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
@@ -162,7 +163,8 @@ def later_turns_findings(reports: Reports, thresholds: Thresholds) -> list[Findi
     assert reported.position is not None
     opened = [c.action.index(False) if False in c.action else len(c.action) for c in setup.batch.completions]
     later = reported.position >= torch.tensor(opened, device=gap.device)[reported.row]
-    first, after = (gap[part].abs().nan_to_num(torch.inf) for part in (~later, later))
+    number = reported.sample_logp > _FILLER  # what stands for "not known" tells nothing of a prompt
+    first, after = (gap[part & number].abs().nan_to_num(torch.inf) for part in (~later, later))
     rounding = _LATER * _ROUNDING if setup.policy.dtype == torch.float32 else thresholds["scoring_gap_half"]
     if min(len(first), len(after)) < FEW or after.mean() <= max(rounding, _LATER * float(first.mean())):
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -23,6 +24,8 @@ from keel.lab.doctor.probes.gap import (
     ended_early,
     fitting_temperature,
     forward_logp_at,
+    in_float32,
+    in_half_precision,
     largest,
     other_positions,
     other_rows,
@@ -77,12 +80,13 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         figures["gap_other_text"] = gap.worst(gap.scored)
     if not gap.broken(gap.scored) and (found := _without_gradient(setup, thresholds)):
         return ProbeResult("scoring", found, figures, lines)
-    if not gap.broken(gap.scored) and setup.run.amp_dtype is not None and setup.policy.dtype == torch.float32:
-        found = tuple(_in_full_precision(setup, thresholds))
+    exact = not in_half_precision(setup)
+    if not gap.broken(gap.scored) and not exact:
+        exact, found = _in_full_precision(setup, thresholds)
         if found:
             return ProbeResult("scoring", found, figures, lines)
     if not gap.broken(gap.scored):
-        found, unchecked = _of_gradient(setup, figures, thresholds)
+        found, unchecked = _of_gradient(setup, figures, exact, thresholds)
         found = found or tuple(_of_changed_weights(setup, forward_logp, thresholds))
         return ProbeResult("scoring", found, figures, lines, unchecked)
     return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
@@ -98,11 +102,11 @@ def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Findin
 
 
 def _of_gradient(
-    setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
+    setup: ProbeSetup, figures: dict[str, float], exact: bool, thresholds: Thresholds
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong with the gradient, and that it is unchecked where two more of it have no room."""
     try:
-        return tuple(gradient_findings(setup, figures, thresholds)), ()
+        return tuple(gradient_findings(setup, figures, exact, thresholds)), ()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -131,20 +135,19 @@ def _of_changed_weights(setup: ProbeSetup, forward_logp: Tensor, thresholds: Thr
     )
 
 
-def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    """The same without autocast, where a gap that 16 bits may round to is none.
+def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> tuple[bool, tuple[Finding, ...]]:
+    """Without autocast and with the weights in fp32: whether scores are right to fp32's rounding, and what is wrong.
 
     A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
     """
-    narrow = setup.run.amp_dtype
-    setup.run.amp_dtype = None
-    try:
+    with suppress(torch.OutOfMemoryError), in_float32(setup):  # without the room for it, 16 bits have to do
         gap = _on_other_text(setup, thresholds)
+        if not gap.broken(gap.scored):
+            return True, ()
         rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
-        if gap.broken(gap.scored) and gap.mean(gap.scored) > _ROUNDINGS * rounding:
-            yield from _explained(gap, narrow=False)
-    finally:
-        setup.run.amp_dtype = narrow
+        off = gap.mean(gap.scored) > _ROUNDINGS * rounding
+        return False, tuple(_explained(gap, narrow=False)) if off else ()
+    return False, ()
 
 
 def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:
