@@ -8,7 +8,7 @@ import pytest
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.lab.doctor.probes.stops import ends_in_context, parsed_without_stop
+from keel.lab.doctor.probes.stops import in_whole_context, parsed_without_stop
 from keel.rollout import SamplingParams
 
 
@@ -39,12 +39,12 @@ def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readabl
 
 
 @pytest.mark.parametrize(
-    ("reasons", "parsed", "turns", "turn", "context", "ends"),
+    ("reasons", "parsed", "turns", "turn", "context", "shares"),
     [
-        (["eos"], False, 1, None, 100, True),
-        (["eos", "length", "length", "length"], False, 1, None, 100, True),
-        (["length"], True, 1, None, 100, True),
-        (["length"], False, 1, None, 100, False),
+        (["eos"], False, 1, None, 100, (0.0, 1.0)),
+        (["eos", "length", "length", "length"], False, 1, None, 100, (0.0, 0.25)),
+        (["length"], True, 1, None, 100, (1.0, 0.0)),
+        (["length"], False, 1, None, 100, (0.0, 0.0)),
         (["length"], False, 3, None, 100, None),
         (["length"], False, 1, 4, 100, None),
         (["length"], False, 1, None, 8, None),
@@ -54,7 +54,12 @@ def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readabl
     ids=["ends", "ends at times", "is read", "goes on", "has turns", "cuts turns", "no room", "too long", "unknown"],
 )
 def test_the_batch_is_tried_in_the_whole_context(
-    reasons: list[str], parsed: bool, turns: int, turn: int | None, context: int | None, ends: bool | None
+    reasons: list[str],
+    parsed: bool,
+    turns: int,
+    turn: int | None,
+    context: int | None,
+    shares: tuple[float, float] | None,
 ) -> None:
     def collect(problems: list[Problem], *, sampling: SamplingParams, judged: bool) -> list[Group]:
         assert judged
@@ -70,4 +75,4 @@ def test_the_batch_is_tried_in_the_whole_context(
         collect=collect,
         built=SimpleNamespace(judge=SimpleNamespace(drain=list, remote=False)),
     )
-    assert ends_in_context(setup, load_thresholds()) is ends
+    assert in_whole_context(setup) == shares

@@ -31,7 +31,7 @@ from keel.lab.doctor.probes.idle import idle_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.lab.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.stops import ends_in_context, parsed_without_stop
+from keel.lab.doctor.probes.stops import in_whole_context, parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.probes.writable import unwritable_findings
 from keel.lab.doctor.setup import ProbeSetup
@@ -221,21 +221,27 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) ->
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
     unread = fmean(reward.parsed for group in groups for reward in group.rewards) < thresholds["parse_rate"]
-    endless = unread and not explained and ends_in_context(setup, thresholds) is False
-    beyond = ", and hardly one ends or can be read with all the room that the context has" if endless else ""
+    shares_in_context = in_whole_context(setup) if unread and not explained else None
+    read, ended = shares_in_context or (1.0, 1.0)
+    in_vain, endless = read <= thresholds["parse_rate"], max(read, ended) <= thresholds["parse_rate"]
+    beyond = "; with all the room that the context has " + (
+        "hardly one ends or can be read" if endless else f"{ended:.0%} end, and {read:.0%} can be read"
+    )
     yield finding(
         "output/truncated",
         f"{between(shares)} of the completions of {len(shares)} problems were cut at max_completion_length={limit}"
-        f"{a_turn}{_mislabelled(setup)}{beyond}",
+        f"{a_turn}{_mislabelled(setup)}{beyond if in_vain else ''}",
         "the model goes on without end, whatever the limit is"
         if endless
+        else "the limit is short, but not what makes completions unreadable: the model writes something else"
+        if in_vain
         else "the limit is too short for the answers, or the model never writes its end token",
         either(
             "" if endless else times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),
-        severity="error" if share > thresholds["truncated_completions_error"] and not endless else "warning",
+        severity="error" if share > thresholds["truncated_completions_error"] and not in_vain else "warning",
         share=share,
     )
 

@@ -35,11 +35,12 @@ def _parsed(setup: ProbeSetup) -> float | None:
     return _read(_judged(setup, setup.groups, replace(setup.sampling, stop=())))
 
 
-def ends_in_context(setup: ProbeSetup, thresholds: Thresholds) -> bool | None:
-    """Whether completions end, or can be read, with all the room that the context has: then it is the limit that cuts.
+def in_whole_context(setup: ProbeSetup) -> tuple[float, float] | None:
+    """Shares of completions that can be read, and that end, with all the room that the context has.
 
-    None where nothing can be told: turns have limits of their own, a long context takes too long, and a limit that
-    leaves no more room than there is cannot be raised.
+    Where none can be read it is not the limit that makes them unreadable. None where nothing can be told: turns have
+    limits of their own, a long context takes too long, and a limit that leaves no more room than there is cannot be
+    raised.
     """
     rollout, groups = setup.config.rollout, setup.groups[:PROBLEMS]
     contexts = [n for n in (setup.policy.context_length, setup.run.engine.context) if n is not None]
@@ -51,8 +52,7 @@ def ends_in_context(setup: ProbeSetup, thresholds: Thresholds) -> bool | None:
     if setup.built.judge.remote and setup.judgements_left < len(groups):
         return None
     tried = _judged(setup, groups, replace(setup.sampling, max_completion_length=room, num_generations=1))
-    ended = fmean(c.stop_reason != "length" for group in tried for c in group.completions)
-    return max(ended, _read(tried)) > thresholds["parse_rate"]
+    return _read(tried), fmean(c.stop_reason != "length" for group in tried for c in group.completions)
 
 
 def _judged(setup: ProbeSetup, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
