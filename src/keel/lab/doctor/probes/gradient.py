@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.thresholds import Thresholds
-from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.derivative import wrong_derivatives
 from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
-from keel.lab.doctor.weights import perturbed_weights
+from keel.lab.doctor.weights import Text, perturbed_weights
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of float32's, as sums of hundreds have
@@ -46,12 +45,17 @@ def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
 
 
 def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The same of the model's own forward, completion by completion."""
+    """The same of the model's own forward: completions of equal length together, as many as training takes at once."""
     gradient = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    rows = ((group, index) for group in setup.groups for index in range(len(group.completions)))
-    for weight, (group, index) in zip(weights, rows, strict=True):
-        logp = _own_logp(setup, group, index)
-        _add_gradient(gradient, (logp * weight[: len(logp)]).sum(), parameters)
+    texts = [(group.prompt_tokens, c.tokens) for group in setup.groups for c in group.completions]
+    alike: dict[tuple[int, int], list[int]] = {}  # lengths of prompt and completion: rows
+    for row, (prompt, tokens) in enumerate(texts):
+        alike.setdefault((len(prompt), len(tokens)), []).append(row)
+    at_once = max(1, len(texts) // len(setup.batch.micros))
+    for rows in alike.values():
+        for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
+            logp = _own_logp(setup, [texts[row] for row in part])
+            _add_gradient(gradient, (logp * weights[part, : logp.shape[1]]).sum(), parameters)
     return gradient
 
 
@@ -83,12 +87,13 @@ def _token_weights(setup: ProbeSetup) -> Tensor:
     return weights * setup.mask
 
 
-def _own_logp(setup: ProbeSetup, group: Group, index: int = 0) -> Tensor:
-    """log p of a completion's tokens by the model's own forward."""
-    ids = torch.tensor([[*group.prompt_tokens, *group.completions[index].tokens]], device=setup.policy.device)
-    logits = setup.policy.model(input_ids=ids, use_cache=False).logits[0, len(group.prompt_tokens) - 1 : -1].float()
+def _own_logp(setup: ProbeSetup, texts: Sequence[Text]) -> Tensor:
+    """log p `[n, t]` of the completions' tokens by the model's own forward; prompts and completions of equal length."""
+    ids = torch.tensor([[*prompt, *tokens] for prompt, tokens in texts], device=setup.policy.device)
+    given = len(texts[0][0])
+    logits = setup.policy.model(input_ids=ids, use_cache=False).logits[:, given - 1 : -1].float()
     logp = (logits / setup.temperature).log_softmax(-1)
-    return logp.gather(-1, ids[0, len(group.prompt_tokens) :, None]).squeeze(-1)
+    return logp.gather(-1, ids[:, given:, None]).squeeze(-1)
 
 
 def gradient_findings(
@@ -147,7 +152,7 @@ def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
     group = max(setup.groups, key=lambda group: len(group.completions[0].tokens))
 
     def logp() -> Tensor:
-        return _own_logp(setup, group).sum()
+        return _own_logp(setup, [(group.prompt_tokens, group.completions[0].tokens)]).sum()
 
     with eval_mode(model):
         gradients = torch.autograd.grad(logp(), [p for _, p in named], allow_unused=True)
