@@ -300,10 +300,10 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "Please log in to continue reading",
         "This site is under maintenance until Monday.",
         "Your session has expired.",
-        "OPENAI_API_KEY: the API key is missing",
+        "search: the API key is missing",
         "You exceeded your current quota, please check your plan",
+        "Please enable JavaScript to continue",
         "<result>\nmax...(truncated)\n</result>",
-        "9 … [truncated 300 characters]",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -392,9 +392,18 @@ def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None
         "You got killed by the troll. Score: 10",
         "A robot may not injure a human being.",
         "To log in to the server, use ssh",
-        "The bridge was under repair until 1932",
+        "CAPTCHA is a test that tells people from programs",
+        "Runway 27L was under maintenance in March 1994",
+        "Skip to main content. Please enable JavaScript to use comments. The Battle of Hastings was fought in 1066.",
+        "Are you a robot? I would like to talk to a person about my order 4411.",
+        "Hi, I got an email that your session has expired. My user id is mia_li_3668.",
+        "GET /items: API key required; returns a list of items",
         "1 2 3 5 7 11 13 17 19 23 ... (truncated)",
+        "9.42 (truncated to 2 decimals)",
+        "17 (truncated)",
+        "3 ... (truncated toward zero)",
         "The cone is truncated at a third of its height",
+        "It was cut off from the mainland by the tide.",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:

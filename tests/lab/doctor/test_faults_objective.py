@@ -153,6 +153,22 @@ def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side:
     assert [f"tokens that {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("loss.epsilon=0.0", "loss.epsilon_high=0.2"), True),
+        (("loss.importance_sampling_level=sequence", "loss.epsilon=0.0003", "loss.epsilon_high=0.0004"), False),
+        (("loss.epsilon=0.005", "optim.learning_rate=1e-6"), False),
+    ],
+    ids=["no room below", "a range of sequences", "a narrow range that no update leaves"],
+)
+def test_a_side_without_room_is_named_whatever_an_update_moves(options: tuple[str, ...], named: bool) -> None:
+    setup = build_setup(schooled_config("loss.num_iterations=4", "optim.learning_rate=1e-6", *options))
+    probe_update(setup, load_thresholds())
+    found = [f for f in probe_limits(setup, load_thresholds()).findings if f.code == "loss/clip"]
+    assert len(found) == named
+
+
 def test_every_clip_of_keels_own_cuts_its_side() -> None:
     setup = build_setup(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
     for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from keel.base.thresholds import load_thresholds
 from keel.base.types import Group, Problem, Reward
-from keel.envs import build_task
+from keel.envs import Episode, build_task
 from keel.envs.judge import Judge
 from keel.lab.doctor.probes import collection
 from keel.lab.doctor.probes.alignment import association
@@ -79,6 +80,30 @@ def test_differences_of_a_ten_thousandth_are_no_judgement_of_answers() -> None:
     """What scales them up to full size is the graver fault, and is named first."""
     findings = {finding.code: finding.severity for finding in collected(reward("trifles")).findings}
     assert findings["reward/gold"] == "warning"
+
+
+class Lasting(Episode):
+    """One that is over after so many turns."""
+
+    def __init__(self, turns: int) -> None:
+        self.left = turns
+
+    def step(self, text: str) -> str | None:
+        self.left -= 1
+        return "go on" if self.left else None
+
+
+@pytest.mark.parametrize(("turns", "named"), [(1, ("answer/unusable", "error")), (2, ("reward/gold", "note"))])
+def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
+    turns: int, named: tuple[str, str]
+) -> None:
+    built = build_setup(schooled_config())
+    task = SimpleNamespace(several_turns=True, start=lambda problem: Lasting(turns))
+    setup = replace(built, built=replace(built.built, run=replace(built.run, task=task)))
+    judged = [JudgedGold(Problem(str(i), "2 3", "3"), ("<ask/>", "3"), 0.0, 0.0, (0.0, 0.5)) for i in range(16)]
+    with closing(built.run):
+        (found,) = gold_findings(setup, judged, load_thresholds())
+    assert (found.code, found.severity) == named
 
 
 def test_a_reward_of_the_call_before_is_the_cause_of_gold_answers_that_do_not_earn() -> None:

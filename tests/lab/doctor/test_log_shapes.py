@@ -212,11 +212,11 @@ FAULTS = {
     "episodes in error": ("reward/failed", logged(healthy(), "rollout/error_fraction", lambda s: 0.95)),
     "a β without bound": ("kl/controller", altered("kl/beta", lambda s, w: 0.01 * 1.3**s)),
     "completions left out": ("kl/rejects-all", logged(healthy(), "kl/rejected_fraction", lambda s: 0.6)),
-    "a β of a hundred times at a resume": (
+    "a thousandfold β at a resume": (
         "kl/too-strong",
         altered(
             KL,
-            lambda s, w: w if s < 30 else 1e-5,
+            lambda s, w: 0.003 if s < 30 else 1e-5,
             altered("kl/beta", lambda s, w: w * (1000 if s >= 30 else 1), flat(healthy(120, 120))),
         ),
     ),

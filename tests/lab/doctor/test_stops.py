@@ -63,7 +63,7 @@ def test_the_batch_is_tried_in_the_whole_context(
 ) -> None:
     def collect(problems: list[Problem], *, sampling: SamplingParams, judged: bool) -> list[Group]:
         assert judged
-        assert (sampling.max_completion_length, sampling.num_generations) == (context, 1)
+        assert (sampling.max_completion_length, sampling.num_generations) == (context, 16)
         return [group(parsed, reason) for reason in reasons]
 
     setup = SimpleNamespace(

@@ -9,10 +9,7 @@ from keel.base.yaml_text import of_package
 from keel.lab.doctor.findings import CODES, SEVERITIES, Finding, ranked
 
 _AS_BROAD = 0.9  # of the share that a symptom concerns
-_MERE_EFFECTS = (
-    "advantage/amplified",
-    "reward/weak",
-)  # of anything that leaves rewards alike, however mildly it is said
+_MERE_EFFECTS = {"data/misaligned": "advantage/amplified"}  # of a cause, however mildly that is said
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[st
     """Findings worst first, those whose cause was found too as notes "explained by CAUSE: …".
 
     A cause that is a note or a guess explains nothing, nor what is broader than itself, and one that is milder than
-    usual nothing that is graver; one that explains is as grave as the gravest of it.
+    usual nothing that is graver but a mere effect; one that explains is as grave as the gravest of the others.
     """
     listed = ranked(findings)
     serious = {finding.code: finding for finding in reversed(listed) if finding.severity != "note"}
@@ -89,7 +86,7 @@ def _accounts_for(cause: Finding, symptom: Finding) -> bool:
     """Whether a cause is broad and grave enough, where that is known."""
     if cause.share is not None and symptom.share is not None and cause.share < _AS_BROAD * symptom.share:
         return False
-    if symptom.code in _MERE_EFFECTS:
+    if _MERE_EFFECTS.get(cause.code) == symptom.code:
         return True
     usual = CODES[cause.code].severity if cause.code in CODES else cause.severity
     cause_rank, symptom_rank, usual_rank = map(SEVERITIES.index, (cause.severity, symptom.severity, usual))
@@ -109,7 +106,8 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
             evidence=f"explained by {root}: {CAUSES[root].why}; {finding.evidence}",
             advice=f"mend {root} first; if this stays, {finding.advice}",
         )
-    severities = [finding.severity, *(other.severity for other in listed if root_of.get(other.code) == finding.code)]
+    caused = [o for o in listed if root_of.get(o.code) == finding.code and _MERE_EFFECTS.get(finding.code) != o.code]
+    severities = [finding.severity, *(other.severity for other in caused)]
     return replace(finding, severity=min(severities, key=SEVERITIES.index))
 
 

@@ -23,7 +23,7 @@ def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -
     Rows of equal length go together as long as their logits are small, and equal rows are one. One at a time, since a
     batch of them need not fit into memory.
     """
-    most = _most_logits(device)
+    most = most_logits(device)
     rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # text and length of its prompt: numbers
     for number, (prompt, tokens) in enumerate(texts):
         rows.setdefault(((*prompt, *tokens), len(prompt)), []).append(number)
@@ -38,7 +38,7 @@ def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -
                 yield from ((number, logits[given - 1 : -1].float()) for number in rows[text, given])
 
 
-def _most_logits(device: torch.device) -> int:
+def most_logits(device: torch.device) -> int:
     """A GPU takes rows together in the time of one; a processor gains nothing by it."""
     if device.type != "cuda":
         return _MAX_LOGITS

@@ -73,10 +73,10 @@ def _told_apart(history: History) -> Advice:
 def _either_sign(series: Series, thresholds: Thresholds) -> tuple[float, float] | None:
     """How far from 0 a KL is that is on both sides of it from the first steps on, and how often it is below."""
     values = series.finite.values
-    if len(values) < 2 * RECENT:
+    if len(values) < 2 * RECENT or series.finite.steps[0] > RECENT:  # later a small batch may do it
         return None
     first, below = sorted(map(abs, values[:RECENT]))[RECENT // 2], sum(value < 0 for value in values) / len(values)
-    within = min(below, 1 - below) > EITHER
+    within = min(below, 1 - below) > EITHER and abs(values[0]) > thresholds["kl_at_start"]
     return (first, below) if within and first > thresholds["kl_either_sign"] else None
 
 

@@ -43,10 +43,9 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
         yield no_trend("kl/not-learning", history)
         return
     name, series = history.kl
-    if history.beta is not None and history.beta >= thresholds["beta_strong"]:
-        least = min(least, LEAST_HELD)
-    if len(series) < least:
-        yield Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
+    few = Unchecked("kl/not-learning", f"{len(series)} steps are too few to call a reward flat: {least} are needed")
+    if len(series) < (LEAST_HELD if _beyond_all(history, thresholds) else least):
+        yield few
         return
     if history.moves_reference:
         yield Unchecked("kl/not-learning", "the reference moves with the policy, so a small KL is no standstill")
@@ -70,6 +69,9 @@ def not_learning(history: History, thresholds: Thresholds) -> CheckResults:
             "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
             weaker(history.config, history.source),
         )
+        return
+    if len(series) < least:
+        yield few
         return
     course = trend_of(series)
     rising = clear(course, thresholds) and course is not None and course.size > thresholds["kl_at_start"]
@@ -115,6 +117,13 @@ def _held(history: History, thresholds: Thresholds) -> bool:
     beta, now = history.beta, history.kl[1].tail(RECENT).mean if history.kl is not None else 0.0
     force = (beta or 0.0) * math.sqrt(2 * max(0.0, now))
     return beta is not None and (beta >= thresholds["beta_strong"] or force >= thresholds["kl_force"])
+
+
+def _beyond_all(history: History, thresholds: Thresholds) -> bool:
+    """Whether β is ten times what is called strong, at most steps."""
+    betas = history.get("kl/beta")
+    beta = median(betas) if betas is not None else history.figure("kl.beta")
+    return beta is not None and beta >= 10 * thresholds["beta_strong"]
 
 
 def penalty(history: History, thresholds: Thresholds) -> CheckResults:

@@ -113,7 +113,8 @@ def _reward_range(history: History) -> float | None:
 
 OUTRUN = 1.5  # times what the inequality allows: KL and length are means of a batch
 DEVIATIONS = 4.0  # of rewards that their range is wide: those of two values where one is rarer than 1 in 15 are wider
-PULLED_BACK = 10.0  # times the first β
+PULLED_BACK, LATELY = 10.0, 30  # times what β was, so many steps ago
+SMALL = 10.0  # times the KL that is none: what a strong β takes away at once
 NATS = 50.0  # of entropy for a total variation of 1: ln V is up to 13, and a policy reads what it wrote
 
 
@@ -132,7 +133,7 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     often = [drop for drop in short if drop[2] <= thresholds["kl_at_start"]]
     drops = often if len(often) >= max(3, len(drops)) else drops
     drops = [drop for drop in drops if not rewritten(history, drop[0], thresholds)]  # else the policy has come nearer
-    drops = [drop for drop in drops if not _pulled_back(history, drop[0])]
+    drops = [drop for drop in drops if not _pulled_back(history, drop, thresholds)]
     if not drops:
         yield from _wasting(history, thresholds)
         return
@@ -149,15 +150,14 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     )
 
 
-def _pulled_back(history: History, step: float) -> bool:
-    """Whether β is many times what it was at first by then: a policy that is pulled back comes nearer by itself."""
-    betas = history.get("kl/beta")
-    until = (
-        []
-        if betas is None
-        else [b for at, b in zip(betas.finite.steps, betas.finite.values, strict=True) if at <= step]
-    )
-    return bool(until) and until[-1] > PULLED_BACK * max(abs(until[0]), 1e-12)
+def _pulled_back(history: History, drop: tuple[int, float, float], thresholds: Thresholds) -> bool:
+    """Whether a small KL falls after a β that has become many times as large: it takes more than a step, or a few."""
+    betas, (step, before, _) = history.get("kl/beta"), drop
+    if betas is None or before > SMALL * thresholds["kl_at_start"]:
+        return False
+    lately = [b for at, b in zip(betas.finite.steps, betas.finite.values, strict=True) if step - LATELY <= at <= step]
+    known = [beta for beta in lately if beta > 0]
+    return bool(known) and known[-1] > PULLED_BACK * known[0]
 
 
 def _drops(kl: Series, before: int, least: float, thresholds: Thresholds) -> list[tuple[int, float, float]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keel.base.imports import is_import_path
 from keel.base.thresholds import Thresholds
-from keel.lab.doctor.findings import Finding, finding, propose
+from keel.lab.doctor.findings import Advice, Finding, finding, propose
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.update import FirstUpdate, moved
 from keel.lab.doctor.setup import ProbeSetup
@@ -21,6 +21,7 @@ GATES = {"sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}}  #
 CUT = 0.01  # of a token's push at ratio 1: what is left where a limit cuts
 FAR_RATIO = 1.0  # nats of log-ratio that every clip range should cut
 NARROW, HALF, NEXT_TO_NONE = 0.01, 0.5, 0.05  # a range far below all recipes' for tokens: that the median is cut tells
+LEAST_MOVE = 1e-3  # nats that an update moves a token by
 MANY_PASSES = 8  # over a batch, more than recipes have
 STANDING = 0.01  # of the largest move
 FEW_MOVED = 20  # tokens that one update has moved, of one side
@@ -127,9 +128,6 @@ def clip_options(
     if int((mask & (step != 0)).sum()) >= FEW_MOVED:  # the other side may have room
         sides |= {"go up by as much as it moved them": (up, step.abs())}
         sides |= {"go down by as much as it moved them": (-up, -step.abs())}
-    if narrow:  # whatever one update of this batch moves
-        little = NARROW * torch.ones_like(step)
-        sides |= {f"go up by {NARROW:g} nats": (up, little), f"go down by {NARROW:g} nats": (-up, -little)}
     shares = {
         way: [_clipped(setup, advantages, steps, loss, mask & _moving(steps)) for loss in (setup.run.loss, own)]
         for way, (advantages, steps) in sides.items()
@@ -146,6 +144,9 @@ def clip_options(
             mend,
             severity=None if all_cut else "warning",
         )
+        return
+    if narrow and not _of_sequences(setup):
+        yield from _next_to_none(setup, own, options, mend, limit)
         return
     huge = HUGE_RATIO * torch.ones_like(step)
     pushed, usually = (_pushed(setup, up, huge, loss, mask) for loss in (setup.run.loss, own))
@@ -169,23 +170,47 @@ def clip_options(
         )
 
 
-def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A loss of one's own that cuts tokens by a range of its own, far below all recipes'.
+def _next_to_none(setup: ProbeSetup, own: LossOptions, options: str, mend: Advice, limit: float) -> Iterator[Finding]:
+    """A side that has no room for a move of a token that every update makes, whatever this one does."""
+    ones = torch.ones(len(setup.mask), device=setup.mask.device)
+    for way, sign in (("up", 1.0), ("down", -1.0)):
+        step = sign * LEAST_MOVE * ones[:, None].expand_as(setup.mask)
+        clipped, usual = (_clipped(setup, sign * ones, step, loss, setup.mask) for loss in (setup.run.loss, own))
+        if clipped > limit and usual < limit / 2:
+            yield finding(
+                "loss/clip",
+                f"of tokens that have gone {way} by {LEAST_MOVE:g} nats {clipped:.0%} have no gradient left (over "
+                f"{limit:.0%}), {usual:.0%} with the loss's own range",
+                f"{options}: the range has next to no room on that side, so that further updates of a batch are cut",
+                mend,
+                severity="warning",
+            )
+            return
 
-    Where the others' moves cut a token that has not moved the range is of sequences, whose ratios are far nearer to 1.
+
+def _of_sequences(setup: ProbeSetup) -> bool:
+    """Whether others' moves cut a token that has not moved: the range is of sequences, whose ratios are nearer to 1.
+
+    Completions of one token do not tell the two apart.
     """
+    ones, mask = torch.ones(len(setup.mask), device=setup.mask.device), setup.mask
+    first = mask & (mask.cumsum(-1) == 1)
+    if not bool((mask & ~first).any()):
+        return True
+    longer = first & (mask.sum(-1) > 1)[:, None]
+    return _clipped(setup, ones, FAR_RATIO * (mask & ~first), setup.run.loss, longer) > NEXT_TO_NONE
+
+
+def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A loss of one's own that cuts tokens by a range of its own, far below all recipes'."""
     if not is_import_path(setup.config.loss.loss_type) or not _several_updates(setup):
         return
     ones, mask = torch.ones(len(setup.mask), device=setup.mask.device), setup.mask
-    first = mask & (mask.cumsum(-1) == 1)
-    if not bool((mask & ~first).any()):  # completions of one token: nothing tells the two apart
-        return
     narrow = NARROW * ones[:, None].expand_as(mask)
     cut = figures["clipped_next"] = min(
         _clipped(setup, signs, step, setup.run.loss, mask) for signs, step in ((ones, narrow), (-ones, -narrow))
     )
-    by_others = _clipped(setup, ones, FAR_RATIO * (mask & ~first), setup.run.loss, first & (mask.sum(-1) > 1)[:, None])
-    if not cut > thresholds["clipped_moved"] or by_others > NEXT_TO_NONE:
+    if not cut > thresholds["clipped_moved"] or _of_sequences(setup):
         return
     yield finding(
         "loss/clip",

@@ -237,7 +237,7 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) ->
         if in_vain
         else "the limit is too short for the answers, or the model never writes its end token",
         either(
-            "" if endless else times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+            "" if in_vain else times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),

@@ -52,7 +52,7 @@ class Gap:
 
 def closed(setup: ProbeSetup, gap: float) -> float:
     """The mean difference in nats at which a mean gap of this size counts as closed by an explanation."""
-    return max((_LEFT if setup.policy.dtype == torch.float32 else _LEFT_HALF) * gap, ROUNDING)
+    return max((_LEFT_HALF if _of_16_bits(setup) else _LEFT) * gap, ROUNDING)
 
 
 def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
@@ -64,7 +64,12 @@ def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> boo
 
 def in_half_precision(setup: ProbeSetup) -> bool:
     """Whether training's passes run in 16 bits, as the weights are now."""
-    return setup.run.amp_dtype is not None or next(setup.policy.model.parameters()).dtype != torch.float32
+    return setup.run.amp_dtype is not None or _of_16_bits(setup)
+
+
+def _of_16_bits(setup: ProbeSetup) -> bool:
+    """Whether some weight is of another type than fp32, as they are now; also a base of integers, whose passes are."""
+    return any(p.dtype != torch.float32 for p in setup.policy.model.parameters())
 
 
 def largest(differences: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,6 +14,7 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import SAME, chance_above, level
 from keel.lab.doctor.probes.exploits import exploit_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, totals_of
+from keel.lab.doctor.probes.replies import OutOfPlays, played_again
 from keel.lab.doctor.setup import ProbeSetup
 
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
@@ -58,6 +60,9 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     if not lacking or (by_chance and fmean(unpaid) < 1):
         yield from exploit_findings(setup, judged, thresholds)
         return
+    if over := _over_before(setup, lacking):
+        yield _unheard(over, judged)
+        return
     if _pays_for_anything(judged, scale):
         return  # a reward that never differs: what the groups show
     form = _form(setup, lacking[:EXPLAINED], margin)
@@ -71,6 +76,29 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     trifles = SAME * scale < max(totals) - min(totals) <= TRIFLE * scale
     # what no text moves is no judgement of answers: whatever makes these differences count is the graver fault
     yield replace(found, severity="warning") if trifles and found.severity == "error" else found
+
+
+def _over_before(setup: ProbeSetup, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
+    """Those whose episode ends before their last turn is said, where most do: the reward has no answer to judge."""
+    task, over = setup.run.task, list[JudgedGold]()
+    if not task.several_turns:
+        return over
+    for row in lacking[:EXPLAINED]:
+        with suppress(OutOfPlays), played_again(setup, row.problem, row.turns) as (_, replies):
+            over += [row] if len(replies) < len(row.turns) else []
+    return over if 2 * len(over) > len(lacking[:EXPLAINED]) else []
+
+
+def _unheard(over: Sequence[JudgedGold], judged: Sequence[JudgedGold]) -> Finding:
+    return finding(
+        "answer/unusable",
+        f"{len(over)} episodes of gold answers that earn nothing, of {len(judged)} that were judged, are over before "
+        f"the last of their {len(over[0].turns)} turns is said",
+        "the environment ends episodes before an answer can be given: a user who hangs up, a budget of turns or of "
+        "time that is spent too early, an end that is read into a call",
+        "let the step of an episode return None only after the answer",
+        severity="error",
+    )
 
 
 def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> list[JudgedGold]:

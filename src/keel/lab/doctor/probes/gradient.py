@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.derivative import wrong_derivatives
-from keel.lab.doctor.probes.gap import in_float32
+from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
-from keel.lab.doctor.weights import Text, perturbed_weights
+from keel.lab.doctor.weights import Text, most_logits, perturbed_weights
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of float32's, as sums of hundreds have
 ROUNDED_OFF = 0.25  # of what two gradients differ by
+GRADIENT_TIMES = 4  # as much room for a logit that is differentiated
 SURE = 0.1  # of a token whose log-probability answers to its logits by less: rounding decides there
 
 
@@ -45,14 +46,15 @@ def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
 
 
 def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The same of the model's own forward: completions of equal length together, as many as training takes at once."""
+    """The same of the model's own forward: completions of equal length together, as far as there is room."""
     gradient = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     texts = [(group.prompt_tokens, c.tokens) for group in setup.groups for c in group.completions]
     alike: dict[tuple[int, int], list[int]] = {}  # lengths of prompt and completion: rows
     for row, (prompt, tokens) in enumerate(texts):
         alike.setdefault((len(prompt), len(tokens)), []).append(row)
-    at_once = max(1, len(texts) // len(setup.batch.micros))
-    for rows in alike.values():
+    room = most_logits(setup.policy.device) // (GRADIENT_TIMES * setup.vocabulary)
+    for (given, written), rows in alike.items():
+        at_once = min(32, max(1, room // (given + written)))
         for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
             logp = _own_logp(setup, [texts[row] for row in part])
             _add_gradient(gradient, (logp * weights[part, : logp.shape[1]]).sum(), parameters)
@@ -96,22 +98,14 @@ def _own_logp(setup: ProbeSetup, texts: Sequence[Text]) -> Tensor:
     return logp.gather(-1, ids[:, given:, None]).squeeze(-1)
 
 
-def gradient_findings(
-    setup: ProbeSetup, figures: dict[str, float], exact: bool, thresholds: Thresholds
-) -> Iterator[Finding]:
-    """The gradient in the mode of training; where it is off, whether evaluation mode mends it.
-
-    `exact` says that with the weights in fp32 log-probabilities are right to its rounding, and so should it be.
-    """
-    if not exact:
-        narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
-        try:
-            yield from _gradient_findings(setup, figures, thresholds["gradient_error_half"])
-        finally:
-            setup.run.amp_dtype = narrow
-        return
-    with in_float32(setup):
-        yield from _gradient_findings(setup, figures, thresholds["gradient_error"])
+def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """The gradient in the mode of training, without autocast; where it is off, whether evaluation mode mends it."""
+    narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
+    try:
+        limit = thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
+        yield from _gradient_findings(setup, figures, limit)
+    finally:
+        setup.run.amp_dtype = narrow
 
 
 def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], limit: float) -> Iterator[Finding]:

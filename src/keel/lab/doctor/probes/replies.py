@@ -64,17 +64,21 @@ _ERRORS = re.compile(
     rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
     r"(?:[:;,.!'\"`(<]|$)"
 )
-# A page that a service shows in place of the one that was asked for, within its first words.
+# A page that a service shows in place of the one that was asked for, where there is no more than that.
+_GATE_MOST = 200  # signs
 _GATES = re.compile(
-    r"[^\n]{0,120}?\b(?:captcha|(?:you are|you're|are you) (?:not )?(?:an? )?(?:robot|bot|human)|unusual traffic|"
-    r"(?:please )?enable (?:javascript|cookies)|please (?:sign|log) in|your session (?:has |is )?expired|"
-    r"under maintenance|temporarily (?:down|offline|blocked)|(?:insufficient|exceeded your(?: current)?) "
-    r"(?:quota|credits?|balance)|out of credits?|api[ _-]?key (?:is )?(?:missing|required|expired|not set))\b"
+    r"[^\n]{0,80}?\b(?:(?:solve|complete|enter|pass)\W+(?:the |this |an? )?captcha|captcha (?:is )?required|"
+    r"(?:you are|you're) (?:not )?(?:an? )?(?:robot|bot|human)|unusual traffic (?:from|was|has)|"
+    r"detected unusual traffic|enable (?:javascript|cookies) (?:to|and|in your) "
+    r"(?:continue|proceed|reload|view|browser)|"
+    r"please (?:sign|log) in to (?:continue|proceed|view|read)|(?:site|page|service|server|system|api) is "
+    r"(?:currently )?under maintenance|temporarily (?:down|offline) for maintenance|"
+    r"(?:exceeded your(?: current)?|insufficient) (?:quota|credits?|balance))\b"
+    r"|(?:your|the) session (?:has |is )?expired\b"
+    r"|(?:[\w.-]+:\s+)?(?:the |your |no )?api[ _-]?key (?:is |was )?(?:missing|expired|not set|not provided)\b"
 )
-# Next to nothing, and a mark that the rest was cut off.
-_CUT = re.compile(
-    r"\S{0,8}\s*(?:\.{3}|…)?\s*[\[(<]?\s*(?:\w+\s+)?(?:truncated|shortened|cut off)\b[^\n]{0,40}\s*(?:</\S*\s*)?$"
-)
+# Next to nothing, dots, and a mark that the rest was cut off: a number may be truncated on purpose.
+_CUT = re.compile(r"[^\W\d]{0,8}\s*(?:\.{3}|…)\s*[\[(<]?\s*(?:\w+\s+)?truncated\b[^\n]{0,40}\s*(?:</\S*\s*)?$")
 # What tells that a call went well, and the names of fields: neither is a result.
 _WENT_WELL = re.compile(
     r"[\"']?\b(?:status|state|code|ok|success|errors?)\b[\"']?\s*[:=]\s*[\"']?\w+[\"']?"
@@ -121,9 +125,8 @@ def is_useless(reply: str) -> bool:
     """Whether a reply says nothing, or that something went wrong."""
     text = reply.casefold()
     opened = _OPENING.sub("", text, count=1)
-    return not _FRAME.sub("", _OBJECT.sub("", text)) or any(
-        pattern.match(opened) for pattern in (_ERRORS, _STATUSES, _GATES, _CUT)
-    )
+    patterns = (_ERRORS, _STATUSES, _CUT, *([_GATES] if len(opened) <= _GATE_MOST else []))
+    return not _FRAME.sub("", _OBJECT.sub("", text)) or any(pattern.match(opened) for pattern in patterns)
 
 
 def is_null(reply: str) -> bool:

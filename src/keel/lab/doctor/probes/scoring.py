@@ -104,13 +104,20 @@ def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Findin
 def _of_gradient(
     setup: ProbeSetup, figures: dict[str, float], exact: bool, thresholds: Thresholds
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """What is wrong with the gradient, and that it is unchecked where two more of it have no room."""
+    """What is wrong with the gradient, and that it is unchecked where two more of it have no room.
+
+    As training computes it, and where scores of 16-bit weights are `exact` in fp32, in fp32 too: rounding hides less.
+    """
     try:
-        return tuple(gradient_findings(setup, figures, exact, thresholds)), ()
+        found = tuple(gradient_findings(setup, figures, thresholds))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return (), (no_memory_for("scoring/gradient", error),)
+    if not found and exact and in_half_precision(setup):
+        with suppress(Exception), in_float32(setup):  # as above
+            found = tuple(gradient_findings(setup, figures, thresholds))
+    return found, ()
 
 
 def _of_changed_weights(setup: ProbeSetup, forward_logp: Tensor, thresholds: Thresholds) -> Iterator[Finding]:
@@ -140,14 +147,18 @@ def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> tuple[bool,
 
     A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
     """
-    with suppress(torch.OutOfMemoryError), in_float32(setup):  # without the room for it, 16 bits have to do
-        gap = _on_other_text(setup, thresholds)
-        if not gap.broken(gap.scored):
-            return True, ()
-        rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
-        off = gap.mean(gap.scored) > _ROUNDINGS * rounding
-        return False, tuple(_explained(gap, narrow=False)) if off else ()
-    return False, ()
+    try:
+        with in_float32(setup):
+            gap = _on_other_text(setup, thresholds)
+            if in_half_precision(setup):
+                return False, ()  # a base of integers
+            if not gap.broken(gap.scored):
+                return True, ()
+            rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
+            off = gap.mean(gap.scored) > _ROUNDINGS * rounding
+            return False, tuple(_explained(gap, narrow=False)) if off else ()
+    except Exception:  # no room for it, or kernels and buffers of 16 bits alone: training does without fp32
+        return False, ()
 
 
 def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:

@@ -11,7 +11,7 @@ from keel.base.types import Group
 from keel.lab.doctor.setup import ProbeSetup
 from keel.rollout import SamplingParams
 
-PROBLEMS, MOST_TOKENS = 16, 1 << 16  # that are tried with the whole context
+SAMPLES, MOST_TOKENS = 16, 1 << 16  # that are tried with the whole context
 
 
 def parsed_without_stop(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
@@ -42,16 +42,17 @@ def in_whole_context(setup: ProbeSetup) -> tuple[float, float] | None:
     limits of their own, a long context takes too long, and a limit that leaves no more room than there is cannot be
     raised.
     """
-    rollout, groups = setup.config.rollout, setup.groups[:PROBLEMS]
+    rollout, groups = setup.config.rollout, setup.groups[:SAMPLES]
     contexts = [n for n in (setup.policy.context_length, setup.run.engine.context) if n is not None]
     room = min(contexts, default=0) - max(len(group.prompt_tokens) for group in groups)
     if rollout.max_turns > 1 or rollout.max_turn_length is not None:
         return None
-    if not setup.sampling.max_completion_length < room <= MOST_TOKENS // len(groups):
+    count = -(-SAMPLES // len(groups))
+    if not setup.sampling.max_completion_length < room <= MOST_TOKENS // (count * len(groups)):
         return None
-    if setup.built.judge.remote and setup.judgements_left < len(groups):
+    if setup.built.judge.remote and setup.judgements_left < count * len(groups):
         return None
-    tried = _judged(setup, groups, replace(setup.sampling, max_completion_length=room, num_generations=1))
+    tried = _judged(setup, groups, replace(setup.sampling, max_completion_length=room, num_generations=count))
     return _read(tried), fmean(c.stop_reason != "length" for group in tried for c in group.completions)
 
 
