@@ -47,7 +47,7 @@ from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
 
 HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
 SEEN, HELD = "seen", "held"
-FLOOR = 0.6  # least share of the held-back faults that is named first
+FLOOR = 0.8  # least share of the held-back faults that is named first
 CEILING = 0.05  # largest share of the healthy that may be accused
 
 

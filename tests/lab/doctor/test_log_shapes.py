@@ -228,6 +228,14 @@ FAULTS = {
         "kl/at-start",
         renamed(altered(KL, lambda s, w: 0.1 * math.sin(2.3 * s)), KL, "kl/policy_ref/k1/mean"),
     ),
+    "rewards in percent from a step on": (
+        "run/shift",
+        altered(
+            REWARD,
+            lambda s, w: w * (100 if s > 30 else 1),
+            altered("reward/std", lambda s, w: w * (100 if s > 30 else 1)),
+        ),
+    ),
     "more and more noise beside a bonus that is next to none": (
         "entropy/rising",
         altered(ENTROPY, lambda s, w: 1.2 + 0.05 * s, flat(configured(loss__entropy_coef=1e-4))),

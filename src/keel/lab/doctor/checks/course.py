@@ -28,6 +28,7 @@ FAMILIES = (
 )
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
 BETWEEN = 2  # steps from one line to the next, of a log that shows single updates
+RESCALED = 5.0  # times as much pay from one step to the next, and as much deviation
 UNMOVED = 0.02  # of a figure: what is no change of it, however little noise it has
 REWRITTEN = 0.25  # of a figure: learning changes less within a few steps
 BEGUN = 0.3  # of a log, after which a gradient is no longer that of a beginning
@@ -84,6 +85,8 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
         begun = bisect_left(series.finite.steps, jump.step) >= BEGUN * len(series.finite)
         begun = begun and not saturated(history, thresholds)
         return vanished and begun and _stays(series, jump) and history.get("reward/zero_variance_fraction") is None
+    if of_reward and _rescaled(history, jump):
+        return True
     least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
     if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
         return False
@@ -95,6 +98,20 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
     shown = [other for n in others if (other := history.get(n)) is not None and len(other.finite) >= LEAST]
     return len(shown) >= 2 and not any(_moved(other, step) for other in shown)
+
+
+def _rescaled(history: History, jump: Change) -> bool:
+    """Whether a reward and its deviation are multiplied by the same at once, and by more than a policy learns."""
+    spread = history.get("reward/std")
+    if spread is None or min(jump.before, jump.after) <= 0:
+        return False
+    values, at = spread.finite.values, bisect_left(spread.finite.steps, jump.step)
+    sides = values[max(0, at - 5) : at], values[at : at + 5]
+    if not all(sides) or min(map(min, sides)) <= 0:
+        return False
+    factors = jump.after / jump.before, statistics.median(sides[1]) / statistics.median(sides[0])
+    apart = [abs(math.log(factor)) for factor in factors]
+    return min(apart) > math.log(RESCALED) and abs(math.log(factors[0] / factors[1])) < math.log(2)
 
 
 def _goes_on(series: Series, jump: Change) -> bool:
