@@ -220,6 +220,10 @@ FAULTS = {
             altered("kl/beta", lambda s, w: w * (1000 if s >= 30 else 1), flat(healthy(120, 120))),
         ),
     ),
+    "a reference that is replaced while β grows": (
+        "reference/moving",
+        altered(KL, lambda s, w: 0.03 if s < 30 else 1e-5, altered("kl/beta", lambda s, w: 1e-3 * s)),
+    ),
     "a β that no recipe has, in few steps": (
         "kl/too-strong",
         altered(KL, lambda s, w: 1e-5 * s, flat(altered("kl/beta", lambda s, w: 20.0, healthy(24, 24)))),
@@ -357,6 +361,12 @@ def late(series: Series) -> Series:
 HEALTHY = {
     "a first step of several updates, whose ratios are not logged": altered(
         KL, lambda s, w: 0.0015 + w, unrecorded(configured(loss__num_iterations=2), *RATIOS)
+    ),
+    "a k1 of few tokens, which begins at 0": renamed(
+        altered(KL, lambda s, w: 0.06 * math.sin(2.3 * s) if s > 1 else 0.0), KL, "kl/policy_ref/k1/mean"
+    ),
+    "a β of 1 in few steps": altered(
+        KL, lambda s, w: 1e-5 * s, flat(altered("kl/beta", lambda s, w: 1.0, healthy(24, 24)))
     ),
     "an entropy that is gone while the reward still rises": altered(ENTROPY, lambda s, w: max(0.03, 1.2 - 0.04 * s)),
     "solved in the end": altered(
