@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -190,6 +191,23 @@ class Sizes(TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         self.made |= {made.numel()} if isinstance(made, torch.Tensor) else set()
         return made
+
+
+def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels, and buffers that are no parameters, refuse weights in fp32; training never asks for that."""
+
+    @contextmanager
+    def refused(setup: object) -> Iterator[None]:
+        raise RuntimeError("expected BFloat16 but found Float")
+        yield
+
+    monkeypatch.setattr(scoring, "in_float32", refused)
+    for name, codes in ((scorer("detached"), ["scoring/gradient"]), (None, [])):
+        setup = build_setup(schooled_config("model.dtype=bfloat16", *([name] if name else [])))
+        with closing(setup.run):
+            result = probe_scoring(setup, load_thresholds())
+        assert [finding.code for finding in result.findings] == codes
+        assert "gradient_error" in result.figures
 
 
 def test_a_gradient_without_room_is_all_that_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
