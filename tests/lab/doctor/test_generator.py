@@ -131,8 +131,8 @@ def test_the_names_are_the_ones_that_were_split() -> None:
 
 
 def test_limits_are_kept_or_named() -> None:
-    named = [result("option", "a/cause", ("a/cause", "error"), half="held")] * 6
-    missed = [result("option", "a/cause", half="held")] * 4
+    named = [result("option", "a/cause", ("a/cause", "error"), half="held")] * 8
+    missed = [result("option", "a/cause", half="held")] * 2
     silent = [result("healthy", "")] * 19 + [result("healthy", "", ("b/symptom", "warning"))]
     assert doctor.shortfalls([*named, *missed, *silent]) == []
     assert [line.split(":")[0] for line in doctor.shortfalls([*named, *missed, *missed[:1]])] == ["below the floor"]
