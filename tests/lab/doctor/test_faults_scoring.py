@@ -208,6 +208,7 @@ def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPa
             result = probe_scoring(setup, load_thresholds())
         assert [finding.code for finding in result.findings] == codes
         assert "gradient_error" in result.figures
+        assert [line for line in result.unchecked if "expected BFloat16" in line]
 
 
 def test_a_gradient_without_room_is_all_that_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

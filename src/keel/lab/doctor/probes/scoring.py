@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keel.base.errors import first_line
 from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.advice import changes, either, setting
@@ -80,15 +80,18 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         figures["gap_other_text"] = gap.worst(gap.scored)
     if not gap.broken(gap.scored) and (found := _without_gradient(setup, thresholds)):
         return ProbeResult("scoring", found, figures, lines)
-    exact = not in_half_precision(setup)
+    exact, untried = not in_half_precision(setup), tuple[str, ...]()
     if not gap.broken(gap.scored) and not exact:
-        exact, found = _in_full_precision(setup, thresholds)
+        try:
+            exact, found = _in_full_precision(setup, thresholds)
+        except Exception as error:  # no room for it, or kernels and buffers of 16 bits alone: training does without
+            untried = (f"scoring in fp32: it cannot be tried with these weights of 16 bits: {first_line(error)}",)
         if found:
             return ProbeResult("scoring", found, figures, lines)
     if not gap.broken(gap.scored):
         found, unchecked = _of_gradient(setup, figures, exact, thresholds)
         found = found or tuple(_of_changed_weights(setup, forward_logp, thresholds))
-        return ProbeResult("scoring", found, figures, lines, unchecked)
+        return ProbeResult("scoring", found, figures, lines, (*untried, *unchecked))
     return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
 
 
@@ -110,13 +113,13 @@ def _of_gradient(
     """
     try:
         found = tuple(gradient_findings(setup, figures, thresholds))
+        if not found and exact and in_half_precision(setup):
+            with in_float32(setup):
+                found = tuple(gradient_findings(setup, figures, thresholds))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return (), (no_memory_for("scoring/gradient", error),)
-    if not found and exact and in_half_precision(setup):
-        with suppress(Exception), in_float32(setup):  # as above
-            found = tuple(gradient_findings(setup, figures, thresholds))
     return found, ()
 
 
@@ -147,18 +150,15 @@ def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> tuple[bool,
 
     A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
     """
-    try:
-        with in_float32(setup):
-            gap = _on_other_text(setup, thresholds)
-            if in_half_precision(setup):
-                return False, ()  # a base of integers
-            if not gap.broken(gap.scored):
-                return True, ()
-            rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
-            off = gap.mean(gap.scored) > _ROUNDINGS * rounding
-            return False, tuple(_explained(gap, narrow=False)) if off else ()
-    except Exception:  # no room for it, or kernels and buffers of 16 bits alone: training does without fp32
-        return False, ()
+    with in_float32(setup):
+        gap = _on_other_text(setup, thresholds)
+        if in_half_precision(setup):
+            return False, ()  # a base of integers
+        if not gap.broken(gap.scored):
+            return True, ()
+        rounding = average((bf16_scores(gap.setup) - gap.forward_logp)[gap.completion_mask])
+        off = gap.mean(gap.scored) > _ROUNDINGS * rounding
+        return False, tuple(_explained(gap, narrow=False)) if off else ()
 
 
 def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:
