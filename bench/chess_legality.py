@@ -20,15 +20,17 @@ import chess
 from keel.base.types import Problem
 from keel.config import Config, load_config
 from keel.envs import Task
-from keel.envs.chess.format import LINES, Padding, padding_of, policy_prompt
-from keel.envs.chess.mates import mating_moves
-from keel.envs.chess.puzzles import PuzzleGrader
-from keel.envs.chess.rules import fen_of, identity
-from keel.envs.chess.task import ChessTask
+from keel.envs.judge import Judge
 from keel.envs.problems import HELD_OUT_FRACTION, is_held_out
 from keel.eval.evaluate import EvalResult, evaluate
 from keel.eval.statistics import wilson
+from keel.recipes.chess.format import LINES, Padding, padding_of, policy_prompt
+from keel.recipes.chess.puzzles import PuzzleGrader
+from keel.recipes.chess.rules import fen_of, identity, mating_moves
+from keel.recipes.chess.task import ChessTask
+from keel.rollout.collect import Collector
 from keel.rollout.registry import build_engine
+from keel.rollout.render import Renderer
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import build_named_task
 from keel.run.model_ref import resolve_model
@@ -63,7 +65,8 @@ def answered(config: Config, task: Task, problems: Sequence[Problem], model: str
     loaded = resolve_model(model).load()
     engine = build_engine(config.rollout, loaded.model, loaded.tokenizer)
     sampling = SamplingParams.of(config.rollout)
-    return evaluate(engine, task, problems, loaded.tokenizer, temperature=temperature, sampling=sampling)
+    collector = Collector(engine, task, Renderer(loaded.tokenizer), sampling, Judge.of(task))
+    return evaluate(collector, problems, temperature=temperature)
 
 
 def main() -> None:

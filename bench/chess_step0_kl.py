@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from keel.envs import build_task
+from keel.envs.registry import build_task
 from keel.kl import k3
 from keel.models.load import load_model
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--plies", type=int, default=0)
     parser.add_argument("--earlier", help="a checkpoint of the same model from before, as another reference")
-    parser.add_argument("--shape", default="keel.envs.chess.models:chess_gpt2_3x64", help="of the random weights")
+    parser.add_argument("--shape", default="keel.recipes.chess.models:chess_gpt2_3x64", help="of the random weights")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     loaded = load_model(chosen.model, device="cpu", probe=False)

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 
 # prompts, completions of each, prompt tokens, new tokens
 JOBS = {"64x64": (8, 8, 37, 64), "2x8x32": (2, 8, 37, 32), "2x8x32-long": (2, 8, 512, 32), "64x1x64": (64, 1, 37, 64)}

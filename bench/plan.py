@@ -1,16 +1,14 @@
-"""`keel plan` against real steps: foretold and measured peak memory and time of several configurations, here.
+"""`keel train --plan` against real steps: foretold and measured peak memory of several configurations, here.
 
     python bench/plan.py --out results                    # this machine's GPU, else its CPU
     python bench/plan.py --small                          # small jobs for a CPU, in a minute or two
     python bench/plan.py --jobs 124m 124m-recomputed      # some of the jobs
     python bench/plan.py --model PATH.gguf                # two jobs more, with this model
-    python bench/plan.py --draw 20 --seed 0               # jobs drawn at random, and by which factors times are off
 
-A job is a process of its own: the plan with its measurement, one warm-up step, one step whose peaks are read (on CUDA
-the allocator's bytes, on a CPU the bytes of live tensors), and a few that are timed. Steps are real ones, sampling
-included; completions are forced to their full length and prompts are cut to one length, as a plan assumes. Nothing is
-downloaded: models are random, weights do not change what a step costs. `plan.csv` in `--out` has every figure, phase by
-phase. On a CPU times are the process's own, with one thread, so that other work on the machine does not count.
+A job is a process of its own: the plan, one warm-up step, and one step whose peaks are read (on CUDA the allocator's
+bytes, on a CPU the bytes of live tensors). Steps are real ones, sampling included; completions are forced to their full
+length and prompts are cut to one length, as a plan assumes. Nothing is downloaded: models are random. `plan.csv` in
+`--out` has every figure, phase by phase.
 """
 
 from __future__ import annotations
@@ -19,12 +17,9 @@ import argparse
 import csv
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,13 +30,12 @@ from typing import Any
 from keel.envs import Task
 
 GIB = 2**30
-TIMED_STEPS = 3
 PHASES = {"rollout": ("rollout",), "score": ("reference",), "update": ("update", "optimizer step")}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and what one step has to do; `more` are further overrides, `seconds` what a measurement may take."""
+    """A model and what one step has to do; `more` are further overrides."""
 
     model: str
     prompts: int
@@ -49,7 +43,6 @@ class Job:
     prompt_tokens: int
     new_tokens: int
     more: tuple[str, ...] = ()
-    seconds: float | None = None
 
     def overrides(self) -> list[str]:
         return [
@@ -65,7 +58,7 @@ class Job:
         ]
 
 
-SCRATCH, RANDOM = "keel.envs.chess.models:", "random"  # RANDOM is bench/random_model.py's Llama of 16,384 tokens
+SCRATCH, RANDOM = "keel.recipes.chess.models:", "random"  # RANDOM is bench/random_model.py's Llama of 16,384 tokens
 HALF, RECOMPUTED = "optim.precision=bfloat16", "model.gradient_checkpointing=true"
 EXACT = ("kl.estimator=exact", "kl.exact=true")
 
@@ -108,61 +101,6 @@ def with_model(path: str, small: bool) -> dict[str, Job]:
         "given": Job(path, *shape, (tokens(16384),)),
         "given-bfloat16-recomputed": Job(path, *shape, (tokens(16384), HALF, RECOMPUTED)),
     }
-
-
-def drawn(seed: int, large: bool) -> tuple[Job, dict[str, Any]]:
-    """A job drawn at random, and the shape of its model; on a CPU such that a step takes seconds."""
-    rng = random.Random(seed)
-    while True:
-        head, heads = rng.choice((32, 64)), rng.choice((2, 4, 8, 12) if not large else (8, 12, 16, 24))
-        shape = {
-            "family": rng.choice(("llama", "llama", "qwen2", "gpt2")),
-            "hidden": head * heads,
-            "heads": heads,
-            "layers": rng.randint(2, 24),
-            "vocabulary": int(2 ** rng.uniform(9, 14 if not large else 17)),
-        }
-        longest = 512 if not large else 1024
-        prompts, group = rng.randint(2, 16 if not large else 64), rng.choice((2, 4, 8, 16))
-        prompt, new = round(2 ** rng.uniform(4, 8)), round(2 ** rng.uniform(4, 7 if not large else 9))
-        more = [tokens(rng.choice((1024, 4096, 8192, 16384))), f"optim.minibatches={rng.choice((1, 1, 1, 2))}"]
-        more += ["model.lora={r: 8}"] if rng.random() < 0.3 else []
-        more += EXACT if rng.random() < 0.4 else []
-        more += [RECOMPUTED] if rng.random() < 0.3 else []
-        more += ["rollout.max_batch=16"] if rng.random() < 0.15 else []
-        more += [HALF] if large and rng.random() < 0.7 else []
-        parameters = 12 * shape["layers"] * shape["hidden"] ** 2 + shape["vocabulary"] * shape["hidden"]
-        flops = 10 * parameters * prompts * (prompt + group * new)
-        if prompt + new <= longest and flops < (4e10 if not large else 1e15):
-            seconds = rng.choice((None, 0.5, 0.25))  # parts of it are measured, as of larger jobs
-            return Job(f"drawn-{seed}", prompts, group, prompt, new, tuple(more), seconds), shape
-
-
-def save_drawn(folder: Path, shape: dict[str, Any]) -> None:
-    """A random model of a drawn shape, with the tiny model's tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
-
-    from keel.models.tiny import tiny_tokenizer
-
-    tokenizer, hidden, heads = tiny_tokenizer(), shape["hidden"], shape["heads"]
-    shared = {"vocab_size": shape["vocabulary"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if shape["family"] == "gpt2":
-        config: Any = GPT2Config(n_embd=hidden, n_layer=shape["layers"], n_head=heads, n_positions=2048, **shared)
-    else:
-        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape["family"]](
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            **shared,
-        )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 class LongPrompts(Task):
@@ -222,7 +160,7 @@ class Watch:
 
 
 def measure(config: Any) -> dict[str, Any]:
-    """Peaks of the second real step, median seconds of those after it."""
+    """Peaks of the second real step."""
     import torch
 
     import keel.trainer.step as step
@@ -245,24 +183,18 @@ def measure(config: Any) -> dict[str, Any]:
                 live.hold((*held.parameters(), *held.buffers()))
         live.hold(x for moments in run.optimizer.inner.state.values() for x in moments.values() if torch.is_tensor(x))
     watched, clock = Watch(loaded.device, live), step.Clock
-    step.Clock = lambda device: watched  # type: ignore[misc,assignment]
+    step.Clock = lambda device, queue: watched  # type: ignore[misc,assignment]
     watched.read("before")
     with live or nullcontext():
-        state = step.train_step(run, state).state
+        step.train_step(run, state)
     watched.read("between")
     step.Clock = clock  # type: ignore[misc]
-    timed = []
-    for _ in range(TIMED_STEPS):
-        state, metrics, _ = step.train_step(run, state)
-        timed.append(metrics)
-    seconds = {name: statistics.median(line[f"time/{name}_s"] for line in timed) for name in (*PHASES, "sync", "total")}
     peaks = {name: peak for name, peak in watched.peaks.items() if name != "before"}
     reserved = torch.cuda.max_memory_reserved() if loaded.device.type == "cuda" else 0
     return {
         "peak": max(peaks.values()),
         "peaks": peaks,
         "reserved": reserved,
-        "seconds": {**seconds, "step": seconds["total"]},
         "decoder": str(engine.fallback_reason or "shared prompts"),
         "layers": loaded.model.config.num_hidden_layers,
     }
@@ -272,19 +204,12 @@ def one(name: str, job: Job) -> dict[str, Any]:
     """A job in this process: everything foretold and measured, flat."""
     import torch
 
-    import keel.lab.plan.measure as plan_measure
     from keel.config import load_config
     from keel.lab.plan.hardware import find_hardware
     from keel.lab.plan.plan import plan
 
     config = load_config({}, job.overrides())
-    if not torch.cuda.is_available():
-        time.perf_counter = time.process_time  # type: ignore[assignment]
-    began = time.perf_counter()
-    if job.seconds is not None:
-        plan_measure.STEP_S = plan_measure.ROLLOUT_S = job.seconds  # as if the job were so much larger
-    foretold = plan(config, find_hardware(), job.prompt_tokens, measured=True)
-    planned_s = time.perf_counter() - began
+    foretold = plan(config, find_hardware(), job.prompt_tokens)
     found = measure(config)
     row: dict[str, Any] = {
         "job": name,
@@ -299,15 +224,8 @@ def one(name: str, job: Job) -> dict[str, Any]:
         row[f"predicted_{phase}_gib"] = max(foretold.phases.get(part, 0) for part in parts) / GIB
         row[f"measured_{phase}_gib"] = found["peaks"].get(phase, 0) / GIB
     row["measured_between_gib"] = found["peaks"].get("between", 0) / GIB
-    for phase in (*PHASES, "step"):
-        row[f"computed_{phase}_s"] = foretold.computed[phase]
-        row[f"predicted_{phase}_s"] = foretold.seconds[phase]
-        row[f"measured_{phase}_s"] = found["seconds"][phase]
     row |= {f"{part.replace(' ', '_')}_gib": size / GIB for part, size in foretold.parts.items()}
     row |= {
-        "flops": foretold.flops,
-        "plan_s": planned_s,
-        "timing": foretold.timing,
         "decoder": found["decoder"],
         "torch": torch.__version__,
     }
@@ -321,12 +239,9 @@ def apart(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]:
             from random_model import save_random_llama
 
             save_random_llama(Path(folder), ("time", "people"))
-        elif options.draw:
-            save_drawn(Path(folder), drawn(int(name), options.large)[1])
-        place = folder if job.model == RANDOM or options.draw else job.model
+        place = folder if job.model == RANDOM else job.model
         command = [sys.executable, __file__, "--one", name, "--place", place, *(["--small"] if options.small else [])]
         command += ["--model", options.model] if options.model else []
-        command += ["--draw", "1", "--seed", name, *(["--large"] if options.large else [])] if options.draw else []
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no word"]
@@ -336,36 +251,14 @@ def apart(name: str, options: argparse.Namespace, job: Job) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """One job for a person: peaks, then phase by phase foretold/measured in GiB and in seconds."""
+    """One job for a person: peaks, then phase by phase foretold/measured in GiB."""
     if "error" in row:
         print(f"{row['job']:30s} failed: {row['error']}", flush=True)
         return
     memory = "  ".join(f"{p} {row[f'predicted_{p}_gib']:.3f}/{row[f'measured_{p}_gib']:.3f}" for p in PHASES)
-    times = "  ".join(f"{p} {row[f'predicted_{p}_s']:.2f}/{row[f'measured_{p}_s']:.2f}" for p in (*PHASES, "step"))
     peaks = f"{row['predicted_gib']:9.3f} {row['measured_gib']:9.3f} {row['ratio']:6.3f}"
-    print(f"{row['job']:30s} {peaks} {row['predicted_step_s']:8.2f} {row['measured_step_s']:8.2f}")
-    print(f"{'':4s}GiB: {memory}  between {row['measured_between_gib']:.3f}\n{'':4s}s:   {times}", flush=True)
-
-
-def factor(row: dict[str, Any], phase: str, foretold: str = "predicted") -> float:
-    """By how much a time is off, in either direction."""
-    ratio = row[f"{foretold}_{phase}_s"] / max(row[f"measured_{phase}_s"], 1e-9)
-    return max(ratio, 1 / max(ratio, 1e-9))
-
-
-def show_factors(rows: list[dict[str, Any]]) -> None:
-    """Median, 95th percentile and largest factor of each phase; computed, then measured."""
-    print(f"{'phase':10s} {'computed: median':>17s} {'95 %':>6s} {'measured: median':>17s} {'95 %':>6s} {'max':>6s}")
-    for phase in (*PHASES, "step"):
-        rated = [row for row in rows if row.get(f"measured_{phase}_s", 0) > 1e-3]
-        if not rated:
-            continue
-        before, after = (sorted(factor(row, phase, kind) for row in rated) for kind in ("computed", "predicted"))
-        high = min(len(rated) - 1, round(0.95 * (len(rated) - 1)))
-        figures = (statistics.median(before), before[high], statistics.median(after), after[high], after[-1])
-        print(
-            f"{phase:10s} {figures[0]:17.2f} {figures[1]:6.2f} {figures[2]:17.2f} {figures[3]:6.2f} {figures[4]:6.2f}"
-        )
+    print(f"{row['job']:30s} {peaks}")
+    print(f"{'':4s}GiB: {memory}  between {row['measured_between_gib']:.3f}", flush=True)
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -382,17 +275,11 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", help="some of the jobs (default: all)")
     parser.add_argument("--small", action="store_true", help="small jobs for a CPU")
     parser.add_argument("--model", help="a folder or GGUF file for two further jobs")
-    parser.add_argument("--draw", type=int, default=0, help="so many jobs drawn at random in place of those listed")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed of --draw")
-    parser.add_argument("--large", action="store_true", help="--draw draws jobs for a GPU")
     parser.add_argument("--out", type=Path, help="folder for plan.csv")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     options = parser.parse_args()
     jobs = {**(SMALL if options.small else JOBS), **(with_model(options.model, options.small) if options.model else {})}
-    if options.draw:
-        seeds = range(options.seed, options.seed + options.draw)
-        jobs = {str(seed): drawn(seed, options.large)[0] for seed in seeds}
     if options.one:
         row = one(options.one, replace(jobs[options.one], model=options.place))
         print(json.dumps({**row, "overrides": " ".join(jobs[options.one].overrides())}))
@@ -400,14 +287,13 @@ def main() -> None:
     wrong = sorted(set(options.jobs or ()) - set(jobs))
     if wrong:
         parser.error(f"no job {', '.join(wrong)}: there are {', '.join(jobs)}")
-    print(f"{'job':30s} {'foretold':>9s} {'measured':>9s} {'ratio':>6s} {'s':>8s} {'real s':>8s}   (GiB)")
+    print(f"{'job':30s} {'foretold':>9s} {'measured':>9s} {'ratio':>6s}   (GiB)")
     rows = []
     for name in options.jobs or jobs:
         rows.append(apart(name, options, jobs[name]))
         show(rows[-1])
         if options.out:
             write(rows, options.out)
-    show_factors(rows)
     raise SystemExit(any("error" in row for row in rows))
 
 

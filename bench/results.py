@@ -23,7 +23,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -127,16 +127,17 @@ def without_start(config: Config, start: Path, *more: str) -> Config:
 
 def choose_problems(config: Config, start: Path) -> dict[str, Any]:
     """Write the training rows that the start answers sometimes, and say how many there are of how many."""
+    from keel.envs.judge import Judge
     from keel.eval.evaluate import evaluate
-    from keel.rollout.sampling import SamplingParams
-    from keel.run.build import build_named_task, drop_long_prompts
+    from keel.run.build import build_collector, build_named_task, drop_long_prompts
 
     began, task = time.perf_counter(), build_named_task(config.task, config)
     with closing(Evaluator(config, start, **{"rollout.max_batch": 1024})) as evaluator:
-        tokenizer, sampling = evaluator.loaded.tokenizer, SamplingParams.of(evaluator.config.rollout)
-        problems, options = drop_long_prompts(config, tokenizer, task.train), config.data.prompts
-        drawn = {"samples": PASS_RATE_SAMPLES, "temperature": config.rollout.temperature, "sampling": sampling}
-        result = evaluate(evaluator.engine, task, problems, tokenizer, **drawn, **options)
+        tokenizer = evaluator.loaded.tokenizer
+        collector = build_collector(evaluator.config, evaluator.engine, task, tokenizer, Judge.of(task))
+        problems = drop_long_prompts(config, tokenizer, task.train)
+        drawn = {"samples": PASS_RATE_SAMPLES, "temperature": config.rollout.temperature}
+        result = evaluate(replace(collector, seed=0, max_turns=1), problems, **drawn)
     rates = {group.problem.key: share for group, share in zip(result.groups, result.shares, strict=True)}
     rows = Path(str(config.data.path)).read_text(encoding="utf-8").splitlines()
     sometimes = sorted(int(key.rpartition(":")[2]) for key, rate in rates.items() if 0 < rate < 1)

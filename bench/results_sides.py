@@ -66,7 +66,7 @@ def trl_options(config: Config, rows: int = 128) -> dict[str, Any]:
 
     One thing differs: TRL's warm-up begins with a step of rate 0, Keel's with the first rung above it.
     """
-    from keel.losses.policy import get_loss
+    from keel.losses.recipes import get_loss
 
     loss, rollout, optim, recipe = config.loss, config.rollout, config.optim, get_loss(config.loss.loss_type)
     shared: list[tuple[str, Any, Any]] = [

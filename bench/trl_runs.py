@@ -127,7 +127,7 @@ def make_run(name: str, run: Run, steps: int, into: Path) -> None:
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from keel.envs import build_task
+    from keel.envs.registry import build_task
     from lab.doctor.schooled import TASK, fresh_model, taught
 
     work = tempfile.mkdtemp()

@@ -104,7 +104,8 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from keel.rollout import NativeEngine, SamplingParams
+    from keel.rollout import SamplingParams
+    from keel.rollout.native.engine import NativeEngine
     from random_model import save_random_llama
 
     torch.set_num_threads(options.threads)

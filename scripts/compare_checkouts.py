@@ -1,15 +1,14 @@
 """Prove that two checkouts behave alike: record what a user sees of each, to the last digit, and compare the records.
 
-    python scripts/compare_checkouts.py make-old ../keel-main golden/old-run
-    python scripts/compare_checkouts.py record ../keel-main golden/before --old-run golden/old-run
-    python scripts/compare_checkouts.py record . golden/after --old-run golden/old-run
+    python scripts/compare_checkouts.py record ../keel-main golden/before
+    python scripts/compare_checkouts.py record . golden/after
     python scripts/compare_checkouts.py compare golden/before golden/after --meant meant.yaml
     python scripts/compare_checkouts.py both ../keel-main .
 
 Recorded are `--print-config` of every configuration, the points of every study, `--help` of every command, and what
-`golden.yaml` lists: bad inputs with their lines, commands, short runs with all of their files, an old run resumed and
-reported. Times, speeds, memory, dates, versions and paths are masked; all other numbers are kept as they were written.
-The order of keys in JSON files is not compared. Records are text, one file an item; keep them outside the repository.
+`golden.yaml` lists: bad inputs with their lines, commands, short runs with all of their files. Times, speeds,
+memory, dates, versions and paths are masked; all other numbers are kept as they were written. The order of keys in JSON
+files is not compared. Records are text, one file an item; keep them outside the repository.
 
 Every command runs in a process of its own, so that it sees what a user's `keel` sees; it is forked from one that has
 imported what `--print-config` imports and run none of it, so that it starts at once. One thread each: sums are then
@@ -30,6 +29,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -200,7 +200,6 @@ class Item:
     name: str
     commands: Sequence[str]
     run: str | None = None
-    uses: Path | None = None  # a run that is copied to `run` first
     times: bool = True  # whether times are masked in what is printed
 
 
@@ -258,7 +257,7 @@ def modules_of(words: Sequence[str]) -> list[str]:
 
 
 def run_command(command: Mapping[str, Any]) -> None:
-    """`keel` with these words, in this process, which ends with its exit status."""
+    """`keel` with these words, or `python -m MODULE`, in this process, which ends with its exit status."""
     signal.alarm(command["limit"])
     os.chdir(command["folder"])
     for number, path in ((0, os.devnull), (1, command["stdout"]), (2, command["stderr"])):
@@ -267,6 +266,9 @@ def run_command(command: Mapping[str, Any]) -> None:
         os.close(handle)
     sys.argv = ["keel", *command["words"]]
     try:
+        if command["words"][:1] == ["-m"]:
+            sys.argv = command["words"][1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         from keel.cli import main
 
         status = main()
@@ -415,12 +417,9 @@ def config_items(checkout: Path) -> list[Item]:
     return items
 
 
-def listed_items(tree: Mapping[str, Any], old: Path | None) -> list[Item]:
-    """Runs, the old run, commands and bad inputs, the longest first."""
+def listed_items(tree: Mapping[str, Any]) -> list[Item]:
+    """Runs, commands and bad inputs, the longest first."""
     items = [Item(f"run-{name}", lines, run=f"runs/{name}") for name, lines in tree.get("runs", {}).items()]
-    if old is not None:
-        for how in ("resumed", "reported"):
-            items.append(Item(f"old-{how}", tree["old"][how], run="old", uses=old))
     items += [Item(f"command/{name}", lines) for name, lines in tree.get("commands", {}).items()]
     for kind, lines in tree.get("bad", {}).items():
         taken: set[str] = set()
@@ -428,14 +427,12 @@ def listed_items(tree: Mapping[str, Any], old: Path | None) -> list[Item]:
     return items
 
 
-def prepare(item: Item, folder: Path, checkout: Path, files: Mapping[str, str]) -> None:
+def prepare(folder: Path, checkout: Path, files: Mapping[str, str]) -> None:
     """The folder that an item's commands run in."""
     folder.mkdir(parents=True)
     (folder / "configs").symlink_to(checkout / "configs")
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    if item.uses is not None and item.run is not None:
-        shutil.copytree(item.uses, folder / item.run)
 
 
 def printed(item: Item, answers: Sequence[Mapping[str, Any]], masks: Masks) -> str:
@@ -501,7 +498,6 @@ def record(
     checkout: Path,
     out: Path,
     *,
-    old_run: Path | None = None,
     only: str = "*",
     python: str = sys.executable,
     jobs: int = 2,
@@ -521,15 +517,13 @@ def record(
     with keel_of(python, checkout, jobs, warm) as keel, progress() as watch:
         place = keel.folder
         paths = {str(place): "<tmp>", str(checkout): "<checkout>", str(out.resolve()): "<out>", sys.prefix: "<python>"}
-        if old_run is not None:
-            paths[str(old_run.resolve())] = "<old-run>"
         helps = help_items(keel, place, watch("help pages", 0)) if only.startswith(("help", "*", "[")) else []
-        chosen = [*listed_items(tree, old_run), *helps, *config_items(checkout)]
+        chosen = [*listed_items(tree), *helps, *config_items(checkout)]
         chosen = [item for item in chosen if fnmatch.fnmatch(item.name, only)]
         batch = []
         for number, item in enumerate(chosen):
             folder = place / "items" / f"{number:04d}"
-            prepare(item, folder, place / "checkout", tree.get("files", {}))
+            prepare(folder, place / "checkout", tree.get("files", {}))
             batch.append([{"folder": str(folder), "words": shlex.split(line)} for line in item.commands])
         answers = keel.run(batch, watch(f"commands of {checkout.name}", sum(map(len, batch))))
         spent: dict[str, float] = {}
@@ -547,21 +541,6 @@ def about(checkout: Path, python: str, seconds: float, spent: Mapping[str, float
     slowest = dict(sorted(spent.items(), key=lambda pair: -pair[1])[:20])
     made = {"commit": commit.stdout.strip(), "python": python, "platform": sys.platform}
     return {**made, "items": len(spent), "seconds": round(seconds, 1), "slowest": slowest}
-
-
-def make_old(checkout: Path, run: Path, python: str = sys.executable) -> None:
-    """Train the run that later checkouts resume and report."""
-    if run.exists():
-        raise SystemExit(f"compare: {run} exists already: give a new folder")
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with keel_of(python, checkout, 1) as keel, progress() as watch:
-        folder = keel.folder / "item"
-        prepare(Item("old", []), folder, keel.folder / "checkout", {})
-        own = [f"run.dir={run.resolve().parent}", f"run.name={run.name}"]
-        words = [*shlex.split(read_items()["old"]["make"]), *own]
-        answer = keel.run([[{"folder": str(folder), "words": words}]], watch("an old run", 1))[0]
-    if answer["status"]:
-        raise SystemExit(f"compare: the old run ended with {answer['status']}: {answer['stderr'][-500:]}")
 
 
 @contextmanager
@@ -668,16 +647,12 @@ def compare(before: Path, after: Path, meant_file: Path | None = None, most: int
 
 
 def both(options: argparse.Namespace) -> int:
-    """Record two checkouts, with an old run that the first one makes, and compare."""
+    """Record two checkouts and compare."""
     with tempfile.TemporaryDirectory() as temporary:
         out = options.out or Path(temporary)
-        old_run = options.old_run
-        if old_run is None:
-            old_run = Path(temporary) / "old-run"
-            make_old(options.old, old_run, options.python)
         for checkout, name in ((options.old, "before"), (options.new, "after")):
             given = {"only": options.only, "python": options.python, "jobs": options.jobs}
-            record(checkout, out / name, old_run=old_run, **given)
+            record(checkout, out / name, **given)
         return compare(out / "before", out / "after", options.meant, options.lines)
 
 
@@ -690,7 +665,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     recording.add_argument("--python", default=sys.executable, help="interpreter with Keel's dependencies; this one's")
     recording.add_argument("--jobs", type=int, default=2, help="commands at a time, each of one thread (2)")
     recording.add_argument("--only", default="*", metavar="GLOB", help="only these items, such as 'bad/*'")
-    recording.add_argument("--old-run", type=Path, metavar="DIR", help="a run made by make-old, to resume and report")
     comparing = argparse.ArgumentParser(add_help=False)
     comparing.add_argument("--meant", type=Path, metavar="FILE", help="YAML list of {item, line, why} that may differ")
     comparing.add_argument("--lines", type=int, default=40, help="most lines shown of an item's diff (40)")
@@ -705,10 +679,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("old", type=Path, metavar="OLD_CHECKOUT")
     one.add_argument("new", type=Path, metavar="NEW_CHECKOUT")
     one.add_argument("--out", type=Path, metavar="DIR", help="keep the records in DIR/before and DIR/after")
-    one = commands.add_parser("make-old", help="train the small run that later checkouts resume and report")
-    one.add_argument("checkout", type=Path)
-    one.add_argument("run", type=Path, metavar="DIR")
-    one.add_argument("--python", default=sys.executable)
     one = commands.add_parser("serve")  # what record starts: not for people
     one.add_argument("--jobs", type=int, default=1)
     one.add_argument("--warm", action="store_true")
@@ -720,11 +690,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     if options.command == "serve":
         serve(options.jobs, options.warm)
-    elif options.command == "make-old":
-        make_old(options.checkout, options.run, options.python)
     elif options.command == "record":
         given = {"only": options.only, "python": options.python, "jobs": options.jobs}
-        record(options.checkout, options.out, old_run=options.old_run, **given)
+        record(options.checkout, options.out, **given)
     elif options.command == "compare":
         return compare(options.before, options.after, options.meant, options.lines)
     else:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
+os.environ["KEEL_WARMSTART_CACHE"] = "0"  # a test makes what it tests, and leaves the user's cache alone
 # oneDNN sets itself up for every new shape, which takes longer than multiplying the matrices of tests; BLAS does not.
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")
 

@@ -88,8 +88,8 @@ def reader(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.syspath_prepend(str(tmp_path))
 
+    import keel.api as api
     import keel.config
-    import keel.run.train as api
 
     def shortened(source, overrides=()):
         config, _ = keel.config.read_config(source, overrides)
@@ -107,6 +107,7 @@ def reader(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_code_runs(page, reader, capsys):
     """From top to bottom, so that a later block finds the files and runs of an earlier one."""

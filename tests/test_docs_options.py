@@ -12,10 +12,12 @@ from keel.config import load_config
 from keel.config.schema import Config
 from keel.kl import build_controller
 from keel.kl.controllers import CONTROLLERS
+from keel.recipes.chess.__main__ import app as chess
 from test_docs import BLOCKS, PAGES, ROOT
 
 SECTIONS = "|".join(Config.model_fields)
 OVERRIDE = re.compile(rf"(?:{SECTIONS})(?:\.\w+)*=.+")
+RECIPE = "python -m keel.recipes.chess "
 VARIABLE = re.compile(r"\b(B|S|VALUE|NAME|X|N|…)$|…")  # `kl.beta=B`: what a reader fills in
 # An option is proposed where it has a meaning: each of these is a configuration that a page speaks of.
 CONTEXTS = {
@@ -28,6 +30,7 @@ CONTEXTS = {
     "the step rule": ("kl.controller.name=step",),
     "own data": ("task={name: dataset}", "data.path=rows.jsonl"),
     "limited prompts": ("data.max_prompt_length=64",),
+    "a teacher": ("reference.model=teacher", "kl.beta=1"),
     "chess": ("task={name: chess}",),
     "a vLLM server": ("rollout.engine=vllm", "rollout.vllm.mode=server", "rollout.vllm.url=http://127.0.0.1:8000"),
 }
@@ -73,15 +76,15 @@ def test_an_option_that_a_page_proposes_loads(page, words):
 
 
 def commands():
-    """`keel …` of the prose, and of the blocks that are excused from being run."""
+    """`keel …` of the prose, and of the blocks that are excused from being run; a recipe's commands too."""
     for page, span in SPANS:
-        if span.startswith("keel "):
+        if span.startswith(("keel ", RECIPE)):
             yield page, span
     for page, blocks in BLOCKS.items():
         for block in blocks:
             if block.not_run and block.language == "bash":
                 lines = block.text.replace("\\\n", " ").splitlines()
-                yield from ((page.name, line) for line in lines if line.startswith("keel "))
+                yield from ((page.name, line) for line in lines if line.startswith(("keel ", RECIPE)))
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
@@ -90,18 +93,17 @@ def test_a_command_that_a_page_names_is_one(page, line, monkeypatch):
     import typer
 
     words = shlex.split(line, comments=True)
-    known = typer.main.get_command(app).commands
+    if line.startswith(RECIPE):
+        words = ["chess", *words[3:]]
+    known = typer.main.get_command(chess if words[0] == "chess" else app).commands
     assert words[1] in known or words[1].startswith("-"), line
     command, rest = known.get(words[1]), words[2:]
     if command is None:
         return
-    for word in rest[:1]:  # a group of commands, such as `keel data chess`
-        inner = getattr(command, "commands", {})
-        command, rest = (inner[word], rest[1:]) if word in inner else (command, rest)
     taken = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
     assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= taken, line
     given = [re.sub(r"^\[(.+)\]$", r"\1", w) for w in rest if not w.startswith("-") and not VARIABLE.search(w)]
-    if words[1] in ("train", "doctor", "plan") and any(map(OVERRIDE.fullmatch, given)):
+    if words[1] in ("train", "doctor") and any(map(OVERRIDE.fullmatch, given)):
         monkeypatch.chdir(ROOT)
         assert configuration(given)
 

@@ -24,8 +24,8 @@ from keel.kl import CONTROLLERS, ESTIMATORS
 from keel.losses import LOSSES
 from keel.models.head import evaluating
 from keel.models.tiny import tiny_model
-from keel.reference import KINDS
-from keel.rollout import NativeEngine
+from keel.reference.kinds import KINDS
+from keel.rollout.native.engine import NativeEngine
 
 HERE = __name__
 USED: set[str] = set()

@@ -14,8 +14,12 @@ from keel.models.load import load_model
 from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
-from keel.reference import build_reference
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.reference.kinds import build_reference
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
+
+pytestmark = pytest.mark.gpu
+
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 0}

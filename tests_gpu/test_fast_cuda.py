@@ -20,13 +20,17 @@ from keel.models.head import Head, body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.prefix_attention import AttendAgain, use_prefix_attention
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native import kernels
 from keel.rollout.native.cache import Prefix, SharedPrefixCache
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.native.state import ENDED, DecodeState
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from rollout import torch_kernels
+
+pytestmark = pytest.mark.gpu
+
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 0}
 GROUPED = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16}
@@ -118,7 +122,7 @@ def test_what_stands_around_the_flash_calls_equals_its_formulas(heads, kv_heads,
     for mine, formula in (
         (prefix_kernels.rotate(q, k, v, cos, sin), Formulas.rotate(q, k, v, cos, sin)),
         (
-            prefix_kernels.join(more_q.clone(), lse.clone(), q.contiguous(), more_lse, in_completion),
+            prefix_kernels.join(more_q, lse, q.contiguous(), more_lse, in_completion),
             Formulas.join(more_q, lse, q, more_lse, in_completion),
         ),
         (

@@ -9,8 +9,12 @@ from peft import LoraConfig, get_peft_model
 from test_engine_room_cuda import PROMPTS, Tokens, model_on
 
 import keel.run.build
-from keel.rollout import EngineWrapper, NativeEngine, Request, SamplingParams
+from keel.rollout import EngineWrapper, Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.native.scheduler import buckets
+
+pytestmark = pytest.mark.gpu
+
 
 ENDS = frozenset(range(5))
 

@@ -21,6 +21,8 @@ from keel.trainer.state import State
 from keel.trainer.step import train_step
 from trainer.small import small_config
 
+pytestmark = pytest.mark.gpu
+
 
 def group(prompt: int, *lengths: int) -> Group:
     completions = tuple(Completion((1,) * n, (True,) * n, (0.0,) * n, (0.0,) * n, "", "length") for n in lengths)

@@ -12,6 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from keel.base.world import ALONE, World
 from trainer.ranks import gradients, relative_error
 
+pytestmark = pytest.mark.gpu
+
+
 NATIVE = ["model.device=cuda", "rollout.engine=native"]
 CASES = {
     "fp32": [],

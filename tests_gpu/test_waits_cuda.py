@@ -17,7 +17,10 @@ from keel.trainer.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from trainer.small import small_config
-from trainer.waits import fixed_groups
+from trainer.waits import MADE_UP, fixed_groups
+
+pytestmark = pytest.mark.gpu
+
 
 GPU = ("model.device=cuda", "rollout.prompts_per_step=4", "rollout.num_generations=2", "optim.microbatch_tokens=24")
 CASES = {
@@ -65,7 +68,7 @@ def waits(monkeypatch):
 def test_a_step_waits_once_an_update(case, long_rows, waits, monkeypatch):
     if long_rows:
         monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
-    config = small_config(*GPU, *CASES[case])
+    config = small_config(*GPU, MADE_UP, *CASES[case])
     run = build_run(config, build_policy(config)).run
 
     def collect(problems, **_):

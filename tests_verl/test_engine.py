@@ -16,6 +16,9 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from conftest import nested
 
+pytestmark = pytest.mark.peers
+
+
 LENGTHS, PROMPT, VOCABULARY = (5, 3, 6, 2), 3, 32
 
 

@@ -14,6 +14,9 @@ from keel.integrations.verl.loss import KeelLoss, policy_config
 from keel.integrations.verl.settings import REDUCTIONS, settle
 from keel.kl import KLOptions, advantage_penalty, estimate, importance_ratio, kl_loss
 
+pytestmark = pytest.mark.peers
+
+
 BETA = 0.3
 # verl's kl_loss_type in Keel's words
 THEIRS = {

@@ -9,6 +9,8 @@ from keel.base.errors import KeelError
 from keel.integrations import versions
 from keel.integrations.versions import VERL, VERLS_WORKER
 
+pytestmark = pytest.mark.peers
+
 
 def run(code, **environment):
     import os

@@ -19,6 +19,9 @@ from keel.base.errors import KeelError
 from keel.integrations.verl.trainer import KeelPPOTrainerSync
 from keel.kl import KLOptions, controller_of, measure_kl
 
+pytestmark = pytest.mark.peers
+
+
 SCORES = (1.0, 0.0, 1.0, 0.0)
 
 

@@ -7,6 +7,9 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from conftest import keel_config, verl_config
 from keel.base.errors import KeelError
 
+pytestmark = pytest.mark.peers
+
+
 BETA = "+keel.kl.beta=0.1"
 # what verl asks of separate_async first
 SEPARATE = (

@@ -21,8 +21,10 @@ import pytest
 import torch
 
 from keel.models.tiny import random_model, tiny_config, tiny_tokenizer
-from keel.rollout import Engine, NativeEngine, build_engine
+from keel.rollout import Engine
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import build_engine
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,10 +17,16 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.base import Reward, Task
 from keel.envs.episode import Episode
+from keel.envs.judge import Judge
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams
-from keel.rollout.collect import collect
+from keel.rollout import Engine, Request, SamplingParams
+from keel.rollout.collect import Collector
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.render import Renderer
 from keel.rollout.vllm import client, worker
+
+pytestmark = pytest.mark.peers
+
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -204,7 +210,8 @@ class Echoing(Episode):
 def episodes(engine: Engine) -> list[Any]:
     problems = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(4)]
     sampling = SamplingParams(num_generations=3, max_completion_length=60, max_batch=7)
-    groups = collect(engine, Echo(), problems, TOKENIZER, sampling, seed=7, max_turns=3, max_turn_length=12)
+    options = {"seed": 7, "max_turns": 3, "max_turn_length": 12}
+    groups = Collector(engine, Echo(), Renderer(TOKENIZER), sampling, Judge.of(Echo()), **options).collect(problems)
     return [group.completions for group in groups]
 
 

@@ -16,6 +16,9 @@ from test_engines import REQUESTS, SAMPLING, assert_same, native, tokens
 
 from conftest import KINDS, Servers, engine_for, llama
 
+pytestmark = pytest.mark.peers
+
+
 CONFIG = {
     "run": {"name": "run", "max_steps": 3},
     "model": {"name": "letters:tied_model", "device": "cpu"},

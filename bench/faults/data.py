@@ -11,7 +11,8 @@ from faults.base import edited, operator, option
 from faults.models import is_chat, is_plain, reads_file, rows_of, with_answers, with_rows
 from faults.school import rows_file
 from keel.base.types import Problem
-from keel.envs import Task, TaskWrapper, build_task
+from keel.envs import Task, TaskWrapper
+from keel.envs.registry import build_task
 
 Config = dict[str, Any]
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from faults.healthy import school_of
 from faults.models import reads_file, rows_of, with_answers, with_rows
 from faults.school import rows_file
 from keel.base.types import Problem
-from keel.envs import build_task
+from keel.envs.registry import build_task
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -176,7 +176,7 @@ def questions_nan(config: Config, random: Random) -> Config:
     fits=reads_plain,
 )
 def end_token_in_the_question(config: Config, random: Random) -> Config:
-    return asked_otherwise(config, lambda text, row: f"{text}<eos>")
+    return edited(asked_otherwise(config, lambda text, row: f"{text}<eos>"), {"data.allow_control_tokens": True})
 
 
 @operator(

@@ -15,7 +15,7 @@ from faults.data_wild import asked_otherwise
 from faults.models import reads_file, rows_of, with_answers, with_rows
 from faults.school import rows_file
 from keel.base.types import Problem
-from keel.envs import build_task
+from keel.envs.registry import build_task
 
 Config = dict[str, Any]
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from faults.healthy import school_of
 from faults.models import reads_file, with_answers, with_rows
 from faults.models_wild import reads_its_tokenizer
 from keel.base.types import Problem
-from keel.envs import build_task
+from keel.envs.registry import build_task
 from keel.models.tiny import tiny_tokenizer
 
 Config = dict[str, Any]

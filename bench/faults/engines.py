@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from faults.base import edited, is_float32, lookalike, operator, option, path_of
 from keel.base.types import Completion
 from keel.models.head import evaluating
-from keel.rollout import EngineWrapper, NativeEngine, Request, SamplingParams
+from keel.rollout import EngineWrapper, Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.sampling import block_shape, draw, gumbel, row_key
 
 Config = Mapping[str, Any]

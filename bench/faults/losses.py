@@ -16,7 +16,8 @@ from faults.base import edited, lookalike, operator, option, path_of
 from keel.base.options import Options
 from keel.kl.controllers import KLState
 from keel.losses import LossInputs, PolicyTerm
-from keel.losses.policy import LOSSES, Recipe, clipped
+from keel.losses.policy import clipped
+from keel.losses.recipes import LOSSES, Recipe
 
 Config = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from faults.base import edited, lookalike
 from faults.losses import Steering, Strength, controller_fault, has_penalty, is_clipped, kl_fault, loss_fault, term_with
 from keel.losses import LossInputs, PolicyTerm
-from keel.losses.policy import LOSSES
+from keel.losses.recipes import LOSSES
 
 # Policy terms
 

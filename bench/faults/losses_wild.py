@@ -13,7 +13,7 @@ from torch import Tensor
 from faults.base import edited, lookalike
 from faults.losses import Steering, controller_fault, is_clipped, kl_fault, loss_fault, term_with
 from keel.losses import PolicyTerm
-from keel.losses.policy import LOSSES
+from keel.losses.recipes import LOSSES
 
 # Policy terms
 

@@ -252,4 +252,4 @@ def added_words_untrained(config: Config, random: Random) -> Config:
         model.save_pretrained(folder)  # type: ignore[operator]
         tokenizer.save_pretrained(folder)
 
-    return with_folder(config, change, VERSION, "words")
+    return edited(with_folder(config, change, VERSION, "words"), {"data.allow_control_tokens": True})

@@ -23,7 +23,7 @@ from faults.losses import (
     term_with,
 )
 from keel.losses import LossInputs, PolicyTerm
-from keel.losses.policy import LOSSES
+from keel.losses.recipes import LOSSES
 from keel.rollout import Request, SamplingParams
 
 Config = Mapping[str, Any]

@@ -22,7 +22,7 @@ from faults.references import (
     reference_fault,
 )
 from keel.models.head import evaluating
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 
 # Another model
 

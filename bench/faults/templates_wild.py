@@ -113,7 +113,8 @@ def rendered_in_the_data(config: Config, random: Random) -> Config:
         text = f"<bos><|user|>{row['question'][-1]['content']}<eos><|assistant|>"
         return {**row, "question": [{"role": "user", "content": text}]}
 
-    return with_rows(config, lambda rows: [rendered(row) for row in rows])
+    asked = with_rows(config, lambda rows: [rendered(row) for row in rows])
+    return edited(asked, {"data.allow_control_tokens": True})
 
 
 @operator(

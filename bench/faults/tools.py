@@ -11,7 +11,8 @@ from faults.base import edited, lookalike, operator, option
 from faults.rewards import chance_of, closeness, prompt_of
 from faults.scorers import is_scored_natively
 from keel.base.types import Problem, Reward
-from keel.envs import Episode, Task, TaskWrapper, build_task
+from keel.envs import Episode, Task, TaskWrapper
+from keel.envs.registry import build_task
 
 Config = Mapping[str, Any]
 _calls = itertools.count()

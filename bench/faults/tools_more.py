@@ -12,7 +12,8 @@ from faults.base import edited, lookalike, operator, option
 from faults.rewards import chance_of, closeness, prompt_of
 from faults.tools import Lookup, LookupEpisode, has_one_turn, with_tool
 from keel.base.types import Problem, Reward
-from keel.envs import Episode, build_task
+from keel.envs import Episode
+from keel.envs.registry import build_task
 
 Config = Mapping[str, Any]
 _calls, _steps = itertools.count(), itertools.count()

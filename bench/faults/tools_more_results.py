@@ -14,7 +14,8 @@ from faults.tools import Lookup, LookupEpisode, has_one_turn, offers_tools, with
 from faults.tools_more_calls import pair_of
 from faults.tools_wild import with_tools
 from keel.base.types import Message, Problem, Reward
-from keel.envs import Episode, TaskWrapper, build_task
+from keel.envs import Episode, TaskWrapper
+from keel.envs.registry import build_task
 from keel.envs.tools import tool
 from keel.envs.with_tools import WithTools, WithToolsEpisode
 from keel.envs.with_tools import with_tools as task_with_tools

@@ -14,7 +14,8 @@ from faults.school import larger
 from faults.tools import Lookup, LookupEpisode, has_one_turn, offers_tools, with_tool
 from faults.tools_wild import with_tools
 from keel.base.types import Problem, Reward
-from keel.envs import Episode, build_task
+from keel.envs import Episode
+from keel.envs.registry import build_task
 from keel.envs.tools import tool
 
 Config = Mapping[str, Any]

@@ -9,7 +9,8 @@ from typing import Any
 from faults.base import edited, operator
 from faults.tools import Lookup, LookupEpisode, has_one_turn, offers_tools, with_tool
 from keel.base.types import Problem
-from keel.envs import Episode, build_task
+from keel.envs import Episode
+from keel.envs.registry import build_task
 from keel.envs.tools import tool
 
 Config = Mapping[str, Any]

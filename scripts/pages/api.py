@@ -8,18 +8,54 @@ import importlib
 PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "keel": (
         "Train and evaluate from a program.",
-        ("keel.api: train evaluate TrainResult", "keel.lab.notebook: Run Rollouts", "keel.config"),
+        ("keel.api: train evaluate TrainResult", "keel.lab.notebook: Run", "keel.config"),
     ),
     "kl": ("Estimators, facts, placements, controllers of β: pure functions.", ("keel.kl",)),
     "losses": ("Advantages, policy losses, reductions, the objective: pure functions.", ("keel.losses",)),
     "verify": ("Proofs by exact enumeration, and the audit of a formula.", ("keel.verify",)),
     "envs": (
-        "Tasks, episodes, tools and rewards.",
-        ("keel.envs", "keel.envs.tools: tool", "keel.envs.toolbox: Toolbox ToolEpisode"),
+        "Tasks, episodes, tools and rewards; what tasks draw, read and split their problems with.",
+        (
+            "keel.envs",
+            "keel.envs.registry: build_task check_task",
+            "keel.envs.mixture: Mixture mixture",
+            "keel.envs.base: played",
+            "keel.envs.problems: HELD_OUT_FRACTION Draw check_sides held_out_problems is_held_out split_held_out",
+            "keel.envs.problems: stream training_problems",
+            "keel.envs.options: SourceOptions",
+            "keel.envs.layouts: LoadedProblems source_of",
+            "keel.envs.rows: BrokenRow DataRow DataRows handle_broken_rows read_rows row_order",
+            "keel.envs.dataset: Dataset NoGrader data_name split",
+            "keel.envs.answers: last_tag",
+            "keel.envs.tools: MAX_CHARACTERS Tool check_distinct tool",
+            "keel.envs.tool_list: tools_of",
+            "keel.envs.tool_calls: FORMATS write_call",
+            "keel.envs.toolbox: MOST_CALLS Toolbox ToolEpisode",
+        ),
     ),
-    "rollout": ("Engines that sample.", ("keel.rollout",)),
-    "models": ("Loading a model, and its fingerprint.", ("keel.models",)),
-    "reference": ("What the KL is measured against.", ("keel.reference",)),
+    "rollout": (
+        "Engines that sample.",
+        ("keel.rollout", "keel.rollout.registry: build_engine", "keel.rollout.native.engine: NativeEngine"),
+    ),
+    "models": (
+        "Loading a model, and its fingerprint; small models with random weights.",
+        (
+            "keel.models",
+            "keel.models.tiny: CHARACTERS character_tokenizer random_model",
+            "keel.models.tiny: word_model",
+        ),
+    ),
+    "reference": ("What the KL is measured against.", ("keel.reference", "keel.reference.kinds: build_reference")),
+    "cli": (
+        "A command line of one's own: Keel's arguments, output and errors, the model that is named, an interval.",
+        (
+            "keel.cli: main",
+            "keel.cli.app: ANY_OPTION application bar print_json split",
+            "keel.run.model_ref: resolve_model",
+            "keel.run.build: build_renderer",
+            "keel.eval.statistics: wilson",
+        ),
+    ),
     "loggers": ("Where metrics, rollouts and events go.", ("keel.loggers",)),
     "lab": (
         "The doctor and the drift between two models, as functions.",
@@ -36,7 +72,9 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "keel.base.types: Problem Completion Group Reward Scores",
             "keel.base.options: Options PluginOptions",
-            "keel.base.errors: KeelError",
+            "keel.base.errors: KeelError unknown",
+            "keel.base.files: write_atomic",
+            "keel.base.imports: import_object",
         ),
     ),
 }

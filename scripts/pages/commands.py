@@ -8,6 +8,8 @@ from typing import Any
 import typer
 
 from keel.cli import app
+from keel.recipes.chess.__main__ import app as chess
+from keel.recipes.multihop.__main__ import app as multihop
 from pages.tables import prose, table
 
 HEAD = """# Command line
@@ -25,16 +27,12 @@ def commands_page() -> str:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command by the words that call it, those inside a group too."""
-    yield from _inside("keel", typer.main.get_command(app))
-
-
-def _inside(name: str, group: Any) -> Iterator[tuple[str, Any]]:
-    for word, command in sorted(group.commands.items()):
-        if getattr(command, "commands", None):
-            yield from _inside(f"{name} {word}", command)
-        else:
-            yield f"{name} {word}", command
+    """Every command of `keel` and of the recipes, by the words that call it."""
+    for each in (app, chess):
+        group: Any = typer.main.get_command(each)
+        yield from ((f"{group.name} {word}", command) for word, command in sorted(group.commands.items()))
+    oracle = typer.main.get_command(multihop)
+    yield str(oracle.name), oracle
 
 
 def _command(name: str, command: Any) -> str:

@@ -19,7 +19,7 @@ from keel.envs.registry import TASKS, LazyTask
 from keel.envs.rewards.registry import REWARDS
 from keel.kl import CONTROLLERS
 from keel.losses import LOSSES
-from keel.reference import KINDS
+from keel.reference.kinds import KINDS
 from pages.tables import anchored, prose, table
 
 HEAD = """# Options

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from keel.base.moved import MOVED, refuse_old_names
-
 __version__ = "0.2.0"
 
 _PARTS = ("envs", "kl", "losses", "models", "reference", "rollout", "trainer", "verify")
@@ -17,8 +15,6 @@ _NAMES = {
     "train": "keel.api",
 }
 
-refuse_old_names()
-
 
 def __getattr__(name: str) -> Any:
     """Rooms are imported when they are first asked for: `import keel` does not load torch."""
@@ -26,6 +22,4 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"keel.{name}")
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
-    if f"keel.{name}" in MOVED:
-        raise AttributeError(f"keel.{name} is now {MOVED[f'keel.{name}']}")
     raise AttributeError(f"module 'keel' has no attribute {name!r}")

@@ -1,47 +1,43 @@
 """What a program calls: `keel.train` and `keel.evaluate`, and what stands behind `keel train` and `keel sft`.
 
-A run ends with the lab's findings and report; without them it is `keel.run.train.train`.
+A run ends with the lab's findings and report; without them it is `keel.run.train.run_training`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.world import first_process
+from keel.config import Config, load_config
 from keel.envs import Task
+from keel.envs.base import check_is_task
 from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
 from keel.lab.notebook import Run
+from keel.lab.thresholds import check_thresholds
 from keel.run import sft
-from keel.run import train as runs
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model
-from keel.run.result import TrainResult as RunResult
-from keel.run.result import closing_line, next_lines
-from keel.run.train import ConfigSource
+from keel.run.result import EndedRun
+from keel.run.train import run_training
 from keel.trainer.loop import Callback
 
-if TYPE_CHECKING:
-    from keel.lab.plots.figure import PanelFigure
+ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
-class TrainResult(RunResult):
+class TrainResult(EndedRun):
     """How a run ended, and the run to look at, in a notebook too."""
 
     @property
     def run(self) -> Run:
-        """Its metrics, evaluations, rollouts and findings."""
+        """Its metrics, evaluations and rollouts."""
         if self.summary.get("dry_run"):
             raise KeelError("a dry run writes nothing that could be looked at: train without dry_run")
         return Run(self.directory)
-
-    def plot(self, *charts: str) -> PanelFigure:
-        """Its most important curves as a figure, or the report's charts of these titles."""
-        return self.run.plot(*charts)
 
     def _repr_html_(self) -> str | None:
         """The upper part of the report; nothing where there is no run to show."""
@@ -63,27 +59,39 @@ def train(
 ) -> TrainResult:
     """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
 
-    `task` is an object of the shape of `keel.envs.Task` and takes the place of the configured one; `reward` is a
+    `task` is a `keel.envs.Task` and takes the place of the configured one; `reward` is a
     function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
     is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
     """
-    given: dict[str, Any] = {"overrides": overrides, "resume": resume, "dry_run": dry_run}
-    return TrainResult(**vars(runs.train(config, task, reward, callbacks, **given, at_end=AT_END)))
+    _check_arguments(task, reward)
+    checked = _checked(config, overrides)
+    ended = run_training(checked, task, reward, callbacks, resume=resume, dry_run=dry_run, at_end=AT_END)
+    return TrainResult(**vars(ended))
 
 
-def main(
-    config: ConfigSource, *, resume: bool = False, dry_run: bool = False, overrides: Sequence[str] = ()
-) -> TrainResult:
-    """`keel train`: the same, with last lines that say how it went, where it is and what to look at."""
-    result = train(config, overrides=overrides, resume=resume, dry_run=dry_run)
-    if first_process():
-        print("\n".join([closing_line(result), *next_lines(result)]))
-    return result
+def _check_arguments(task: Any, reward: Any) -> None:
+    """Refuse a task or reward that is none, such as overrides as the second argument."""
+    try:
+        if task is not None:
+            check_is_task(task, "keel.train: the task is")
+    except KeelError as error:
+        raise KeelError(f"{error}; options are given as overrides=[...]") from None
+    if reward is not None and not callable(reward):
+        raise KeelError(
+            f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
+            "rewards as `rewards:` of the configuration"
+        )
+
+
+def _checked(config: ConfigSource, overrides: Sequence[str] = ()) -> Config:
+    checked = load_config(config, overrides)
+    check_thresholds(checked)
+    return checked
 
 
 def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
-    return TrainResult(**vars(sft.supervise(config, AT_END)))
+    return TrainResult(**vars(sft.supervise(_checked(config), AT_END)))
 
 
 def evaluate(
@@ -125,4 +133,4 @@ def _is_data(setting: str) -> bool:
     return setting.startswith(tuple(f"data.{name}{sign}" for name in SourceOptions.model_fields for sign in "=."))
 
 
-__all__ = ["Run", "TrainResult", "evaluate", "main", "supervise", "train"]
+__all__ = ["Run", "TrainResult", "evaluate", "supervise", "train"]

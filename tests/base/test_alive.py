@@ -16,6 +16,9 @@ from keel.base.errors import KeelError
 from keel.base.world import open_world
 from ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
+
 RESUME = "keel train --resume runs/x"
 
 

@@ -106,6 +106,7 @@ def loaded(tree: dict[str, Any]) -> Any:
     return validate(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=PHASES)
 @given(secret=SECRETS)

@@ -70,6 +70,7 @@ def _process(rank, folder):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path):
     spawn(_process, (str(tmp_path),), SIZE)
     expected = {"sum": 3.0, "mean": 2.5, "max": 0.0, "ess": 7**2 / (3 * 19), "median": 2.0, "only": 7.0}

@@ -52,6 +52,7 @@ def proven():
     return {title: lambda rows=rows: rows for title, rows in facts.items()}
 
 
+@pytest.mark.slow
 def test_verify_prints_tables_and_succeeds(proven, monkeypatch, capsys):
     monkeypatch.setattr("keel.verify.sections.SECTIONS", proven)
     assert main(["verify"]) == 0
@@ -93,6 +94,7 @@ def test_callable_from_the_working_folder(tmp_path):
     assert json.loads(done.stdout)["in_loss"]["gradient"] == "zero"
 
 
+@pytest.mark.slow
 def test_plot_is_a_picture(tmp_path):
     target = tmp_path / "estimators.png"
     done = run_keel("verify", "--formula", "logp-ref", "--plot", str(target))
@@ -124,6 +126,7 @@ def test_mistakes_are_one_line_and_status_2(arguments, says, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_does_not_crash():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "keel.cli", "verify", "--formula", "logp - ref"]

@@ -15,7 +15,8 @@ from keel.envs.rewards import http
 # Sound tasks with one thing broken in each: `module:attr` as a user writes it.
 FAULTS = """
 import itertools
-from keel.envs import TaskWrapper, arithmetic
+from keel.envs import TaskWrapper
+from keel.envs.arithmetic import arithmetic
 from keel.base.types import Problem, Reward
 
 class Broken(TaskWrapper):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from keel.cli import main
+from keel.lab.doctor import Diagnosis, Finding
+from keel.lab.doctor.page import write_diagnosis
 from lab.report.synthetic import make_run
 
 FIELDS = {"code", "severity", "evidence", "cause", "advice", "options"}
@@ -53,6 +55,12 @@ def test_a_page_of_its_own_holds_all_of_it(log, tmp_path, capsys):
         assert escape(part) in text
     assert "http://" not in text
     assert "https://" not in text
+
+
+def test_the_colour_of_a_page_is_that_of_its_worst_finding(tmp_path):
+    for severity, tone in (("error", "bad"), ("warning", "warn"), ("note", "good")):
+        page = write_diagnosis(Diagnosis((Finding("kl/at-start", severity, "e", "c", "a"),)), "found", tmp_path / "x")
+        assert f"<li class='{tone}'><b>found</b>" in page.read_text()
 
 
 def test_json_is_the_contracts(log, capsys):
@@ -174,7 +182,7 @@ def test_a_log_of_another_trainer_is_examined_without_torch_and_without_the_conf
     code = (
         "import sys\nfrom keel.cli import main\n"
         f"main(['doctor', {str(trl(tmp_path / 'output'))!r}])\n"
-        "print(sorted({'torch', 'transformers', 'keel.config', 'keel.kl'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'keel.config'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

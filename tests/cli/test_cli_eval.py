@@ -154,6 +154,7 @@ def test_figures_of_a_tasks_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -
 PUZZLES = "FEN,Moves\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8h8 a1a8\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8g8 a1a8\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

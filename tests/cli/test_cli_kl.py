@@ -10,7 +10,7 @@ from PIL import Image
 
 import keel
 from keel.cli import main
-from keel.envs import build_task
+from keel.envs.registry import build_task
 from keel.models.load import load_model
 from trainer.small import small_config
 

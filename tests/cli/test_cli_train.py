@@ -1,19 +1,20 @@
-"""keel train, sft, report and env as a user types them; what they call is tested elsewhere."""
+"""keel train, sft, report and --version as a user types them; what they call is tested elsewhere."""
 
-import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from keel import __version__
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.cli.app import split
 from keel.config import load_config
-from keel.config.arguments import choose
+from keel.config.load import choose
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ def called(monkeypatch):
 
     def train(config, *, resume, dry_run):
         calls.append((config, resume, dry_run))
-        return SimpleNamespace(exit_status=7)
+        return keel.api.TrainResult({}, Path(config.run.dir), 0, 7)
 
-    monkeypatch.setattr(keel.api, "main", train)
+    monkeypatch.setattr(keel.api, "train", train)
     return calls
 
 
@@ -129,19 +130,29 @@ def test_mistakes_are_one_line_and_status_2(arguments, says, config_file, called
     assert len(error.strip().splitlines()) == 1
 
 
-def test_env_as_data_and_as_lines(capsys):
-    assert main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["packages"]["torch"]
-    assert found["threads"] >= 1
-    assert main(["env"]) == 0
-    assert "torch" in capsys.readouterr().out
+@pytest.mark.parametrize("arguments", [["--version", "--verbose"], ["--verbose", "--version"]])
+def test_the_version_with_what_a_bug_report_needs(arguments, capsys):
+    assert main(arguments) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["keel"] == __version__
+    assert shown["torch"] == torch.__version__
+    assert int(shown["threads"]) >= 1
+    assert {"commit", "device", "cores", "memory_gib", "vllm"} <= set(shown)
+    assert "packages" not in shown
+
+
+def test_options_before_a_missing_command(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"keel {__version__}\n"
+    for arguments, says in ((["--verbose"], "--verbose is for --version"), (["--"], "name a command")):
+        assert main(arguments) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_help_has_examples_and_loads_nothing_heavy():
     code = (
         "import sys\nfrom keel.cli import main\n"
-        "for command in ('train', 'sft', 'report', 'env'):\n    main([command, '--help'])\n"
+        "for command in ('train', 'sft', 'report'):\n    main([command, '--help'])\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'yaml', 'keel.config'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

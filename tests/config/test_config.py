@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from keel.base.errors import KeelError
 from keel.base.validation import option_names
 from keel.config import Config, load_config, read_config, resolved
-from keel.config.aliases import table
 from keel.config.checks import advice
 from keel.config.load import is_option
-from keel.config.show import migrate_page, show_config
+from keel.config.peers import table
+from keel.config.show import show_config
 from keel.kl import controller_of
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +233,6 @@ def test_mistakes_in_a_file(tmp_path):
         (["loss.mismatch.kind=icepop"], "needs a floor"),
         (["loss.loss_type=policy_gradient", "loss.num_iterations=2"], "one update a batch"),
         (["optim.minibatches=20"], "optim.minibatches is 20"),
-        (["optim.schedule=cosine", "optim.warmup_steps=100"], "optim.warmup_steps is 100"),
         (["model.quantization=4bit"], "needs LoRA"),
         (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["task.foo=1"], "task: "),
@@ -274,6 +273,8 @@ def test_notes():
     ):
         shaped = ["kl.beta=0.01", "kl.placement=advantage", "kl.estimator=k1", f"loss.loss_type={loss}"]
         assert any("1/length" in note for note in advice(load_config({}, shaped))) == near
+    begins = advice(load_config({}, ["kl.controller.name=dual", "kl.controller.target=0.05"]))
+    assert any("kl.beta is 0" in note and "kl.controller.low=1e-06" in note for note in begins)
     assert "∇KL(ref‖policy)" in advice(load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]))[0]
     assert "kl/unneeded" in advice(load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]))[0]
     biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
@@ -415,11 +416,6 @@ def test_every_option_of_trl_is_known():
     assert options <= set(table()), sorted(options - set(table()))
 
 
-def test_migrate_page_is_up_to_date():
-    page = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
-    assert page == migrate_page(), "run: python -m keel.config.show > docs/migrate.md"
-
-
 # ------------------------------------------------------------------------------------------------ round trips
 
 
@@ -465,3 +461,126 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_line(option, value):
     except KeelError as error:
         message = str(error)
     assert "\n" not in message
+
+
+OTHER_PARTS = [
+    ({"task": {"name": "arithmetic", "skill": "sort", "digits": 6}}, "task", "name", "capitals", {"held_out": 8}),
+    ({"task": {"skill": "sort"}}, "task", "name", "countdown", {"high": 9}),  # arithmetic by default
+    (
+        {"kl": {"beta": 0.1, "controller": {"name": "linear", "end": 0.2, "steps": 3}}},
+        "kl.controller",
+        "name",
+        "pid",
+        {"target": 0.05},
+    ),
+    ({"reference": {"kind": "ema", "alpha": 0.5, "every": 3}}, "reference", "kind", "snapshot", {"every": 7}),
+    ({"loss": {"loss_type": "sapo", "sapo_temperature_pos": 2.0}}, "loss", "loss_type", "grpo", {"delta": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("source", "section", "key", "name", "parameters"), OTHER_PARTS)
+@pytest.mark.parametrize("name_first", [True, False])
+def test_another_part_starts_with_its_own_parameters(source, section, key, name, parameters, name_first):
+    """Those of the part before do not stay; those that are given along with the name apply, in either order."""
+    path, expected = section.split("."), {section.split(".")[-1]: {key: name, **parameters}}
+    for part in reversed(path[:-1]):
+        expected = {part: expected}
+    kept = ["kl.beta=0.1"] if section == "kl.controller" else []
+    given = [f"{section}.{key}={name}", *(f"{section}.{option}={value}" for option, value in parameters.items())]
+    config, notes = read_config(source, given if name_first else given[::-1])
+    assert config == load_config(expected, kept)
+    (note,) = notes
+    was = _leaf(source, path, key) or "arithmetic"
+    assert f"{section}.{key}={name}" in note
+    assert was in note
+    assert all(f"{section}.{option}=" in note for option in _leaf(source, path) if option != key)
+
+
+def _leaf(tree, path, key=None):
+    for part in path:
+        tree = tree[part]
+    return tree if key is None else tree.get(key)
+
+
+@pytest.mark.parametrize(("source", "section", "key", "name", "parameters"), OTHER_PARTS)
+def test_the_same_part_keeps_its_parameters(source, section, key, name, parameters):
+    now = _leaf(source, section.split("."), key) or "arithmetic"
+    assert read_config(source, [f"{section}.{key}={now}"]) == (load_config(source), [])
+
+
+def test_a_shipped_configuration_takes_another_task():
+    """`keel train task.name=…` begins with configs/default.yaml, whose task has parameters."""
+    assert load_config("default", ["task.name=capitals"]).task.params == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["optim.schedule=linear", "optim.warmup_steps=10"], ("optim.warmup_steps is 10", "run.max_steps is 4")),
+        (["optim.warmup_steps=10"], ("optim.warmup_steps is 10", "run.max_steps is 4")),
+        (
+            ["optim.schedule=cosine", "optim.warmup_steps=3", "optim.decay_steps=2"],
+            ("optim.warmup_steps is 3", "optim.decay_steps is 2"),
+        ),
+        (["warmstart.steps=5", "warmstart.warmup_steps=6"], ("warmstart.warmup_steps is 6", "warmstart.steps is 5")),
+        (["reward.warmup_steps=5"], ("reward.warmup_steps is 5", "run.max_steps is 4")),
+        (
+            ["kl.beta=0.1", "kl.controller.warmup_steps=5"],
+            ("kl.controller.warmup_steps is 5", "run.max_steps is 4"),
+        ),
+        (
+            ["kl.beta=0.1", "kl.controller.name=warmup", "kl.controller.steps=5"],
+            ("kl.controller.steps is 5", "run.max_steps is 4"),
+        ),
+    ],
+)
+def test_a_warm_up_that_outlasts_the_run_is_said(overrides, named):
+    (note,) = [line for line in advice(load_config({"run": {"max_steps": 4}}, overrides)) if "warm-up" in line]
+    assert all(part in note for part in named)
+    shorter = [
+        override for override in overrides if "decay_steps" not in override and "warmstart.steps" not in override
+    ]
+    longer = load_config({"run": {"max_steps": 400}}, shorter)
+    assert not [line for line in advice(longer) if "warm-up" in line]
+
+
+def test_the_shipped_configuration_runs_for_a_few_steps():
+    config = load_config("default", ["run.max_steps=4"])
+    assert any("optim.warmup_steps is 10" in note and "run.max_steps is 4" in note for note in advice(config))
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "counted"),
+    [
+        ({}, "batch_size=8", "8 prompts × 8 completions = 64 completions a step"),
+        ({"rollout": {"num_generations": 4}}, "--batch-size=8", "8 prompts × 4 completions = 32 completions a step"),
+        ({"num_generations": 4}, "per_device_train_batch_size=32", "8 prompts × 4 completions = 32 completions a step"),
+    ],
+)
+def test_a_batch_size_says_what_it_counts(source, override, counted):
+    config, notes = read_config(source, [override])
+    assert config.episodes_per_step == int(counted.split(" = ")[1].split()[0])
+    assert any("rollout.prompts_per_step=8" in note and counted in note for note in notes)
+
+
+UNREAD = [
+    ("parallel.shard_size=3", "parallel.sharding", "full", "hybrid"),
+    ("parallel.shard_size=3", "parallel.sharding", "auto", "hybrid"),
+    ("parallel.offload=true", "parallel.sharding", "none", "full"),
+    ("optim.decay_steps=9", "optim.schedule", "constant", "cosine"),
+    ("loss.mismatch.cap=3", "loss.mismatch.kind", "none", "truncate"),
+    ("loss.mismatch.level=sequence", "loss.mismatch.kind", "none", "mask"),
+    ("loss.dynamic_sampling_rounds=5", "loss.dynamic_sampling", "false", "true"),
+]
+
+
+@pytest.mark.parametrize(("given", "other", "off", "on"), UNREAD)
+def test_an_option_that_would_not_be_read_is_refused(given, other, off, on):
+    load_config({}, [given, f"{other}={on}"])
+    with pytest.raises(KeelError) as caught:
+        load_config({}, [given, f"{other}={off}"])
+    said = str(caught.value)
+    assert given.partition("=")[0] in said
+    assert f"{other}={off}" in said
+    assert on in said.partition("leave it out")[2]
+    assert "\n" not in said

@@ -13,7 +13,8 @@ from keel.base.errors import KeelError
 from keel.base.options import Above0, Options, Positive
 from keel.config import Config, load_config
 from keel.config.show import show_config
-from keel.envs import Task, build_task
+from keel.envs import Task
+from keel.envs.registry import build_task
 from keel.kl import BetaController, build_controller
 from keel.losses import LossInputs, PolicyTerm
 from keel.rollout import EngineWrapper

@@ -3,20 +3,21 @@
 import random
 import re
 import string
+from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.base.neighbours import near_options
 from keel.base.parts import parameters_of
-from keel.base.validation import option_names
+from keel.base.validation import near_options, option_names
+from keel.base.yaml_text import parse
 from keel.cli import main
 from keel.cli.app import split
 from keel.config import Config, load_config, read_config
-from keel.config.aliases import table, tables
 from keel.config.load import is_option, unknown_option
+from keel.config.peers import table, tables
 from keel.envs.registry import TASKS, get_task
 
 # What users of TRL, verl, OpenRLHF and small trainers type first: (name, value, the option with its value).
@@ -170,7 +171,7 @@ REFERRED = [
     ("num_processes", "8", "keel train CONFIG --nproc N"),
     ("tensor_parallel_size", "2", "tensor parallelism is not built in"),
     ("tensor_model_parallel_size", "2", "spread by parallel.sharding=full"),
-    ("vllm_tensor_parallel_size", "2", "tensor parallelism is not built in"),
+    ("vllm_tensor_parallel_size", "2", "keel serve MODEL --tensor-parallel-size 2"),
     ("context_parallel_size", "2", "context (sequence) parallelism is not built in"),
     ("sequence_parallel_size", "2", "optim.microbatch_tokens and model.gradient_checkpointing=true"),
     ("ulysses_sequence_parallel_size", "2", "context (sequence) parallelism is not built in"),
@@ -306,8 +307,9 @@ def test_a_secret_that_a_peer_takes_as_an_option_is_not_repeated():
 
 
 def test_a_name_is_in_one_table_alone():
-    names = [alias.name for _, aliases in tables() for alias in aliases]
+    names = [alias.name for aliases in tables().values() for alias in aliases]
     assert len(names) == len(set(names))
+    assert parse(files("keel.config").joinpath("peers.yaml").read_text("utf-8"), "peers.yaml")  # no key is given twice
 
 
 # --------------------------------------------------------------------------------------------- neighbours
@@ -348,7 +350,6 @@ def test_a_word_of_nothing_leads_nowhere(word):
 
 
 def test_a_short_word_is_not_taken_for_another():
-    assert near_options("lr", OPTIONS, {}) == ["warmstart.learning_rate", "optim.learning_rate"]  # by its meaning
     assert near_options("lx", OPTIONS, {}) == near_options("rr", OPTIONS, {}) == near_options("kk", OPTIONS, {}) == []
 
 
@@ -366,14 +367,17 @@ def test_random_letters_lead_nowhere(word):
     ("name", "says"),
     [
         ("eval_intervall", "did you mean eval.every?"),
-        ("entropy_bonus_coefficient", "did you mean loss.entropy_coef or warmstart.entropy_coef?"),
+        ("temprature", "did you mean eval.temperature or rollout.temperature?"),
+        ("kl.bta", "did you mean kl.beta?"),
         ("max_gradient_norm", "did you mean optim.max_grad_norm or warmstart.max_grad_norm?"),
         ("betas", "did you mean optim.betas?"),
         ("wandb_name", "did you mean log.wandb.name?"),
-        ("kl.beta_start", "did you mean kl.beta?"),
+        ("kl.beta_start", "kl has allow_biased, beta, "),
         ("training.optim.learning_rate", "did you mean optim.learning_rate"),
         ("rank", "did you mean model.lora.r?"),
-        ("eval_generations_per_prompt", "no option is near"),
+        ("warmup", "optim.warmup_steps or reward.warmup_steps or warmstart.warmup_steps?"),
+        ("size", "no option is near"),
+        ("entropy_bonus_coefficient", "no option is near"),
     ],
 )
 def test_words_and_letters_both_lead(name, says):

@@ -3,7 +3,7 @@
 import pytest
 
 from keel.base.errors import KeelError
-from keel.envs import arithmetic
+from keel.envs.arithmetic import arithmetic
 
 
 def test_twenty_of_the_81_sums_are_held_out_whole():

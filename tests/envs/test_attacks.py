@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from envs.chess.fake_engine import fake_engine
 from keel.base.types import Problem, Reward
-from keel.envs import TASKS, Task, TaskWrapper, build_task
-from keel.envs.attacks import Attack, Batch, Form, attacks_on, form_of
+from keel.envs import Task, TaskWrapper
+from keel.envs.attacks import Attack, Form, GoldBatch, attacks_on, form_of
 from keel.envs.exploits import FREE_SHARE, REQUESTS, Exploits, exploit
 from keel.envs.judge import Judge
+from keel.envs.registry import TASKS, build_task
 from keel.envs.rewards import REWARDS, TASK, http
+from recipes.chess.fake_engine import fake_engine
 
 COUNT = 6  # problems
 # the form once, without the answer
@@ -197,7 +198,7 @@ def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
 
 
 def test_every_task_has_its_figures() -> None:
-    assert {row[0] for row in (*PAID, *CHESS)} | {"multihop", "reasoning_gym"} == set(TASKS)
+    assert {row[0] for row in (*PAID, *CHESS)} | {"code", "multihop", "reasoning_gym"} == set(TASKS)  # test_code.py
 
 
 # Rewards by name, on `<answer>129</answer>`: what is not named earns nothing.
@@ -290,7 +291,7 @@ def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.Monke
 
 
 def test_every_reward_has_its_figures() -> None:
-    elsewhere = {"cosine", "length", "http", "chat_judge"}
+    elsewhere = {"none", "code", "cosine", "length", "http", "chat_judge"}
     assert {entry["name"] for entry, _ in PARTS} | elsewhere == {TASK, *REWARDS}
 
 
@@ -443,12 +444,12 @@ def test_what_stands_in_a_form() -> None:
     assert form.fill(("a", "b")) == "<think>a</think><answer>b</answer>"
 
 
-def batch_of(*answers: str) -> Batch:
+def batch_of(*answers: str) -> GoldBatch:
     problems = tuple(Problem(str(i), f"question {i}\nthe last line", answer) for i, answer in enumerate(answers))
-    return Batch(problems, tuple((answer,) for answer in answers))
+    return GoldBatch(problems, tuple((answer,) for answer in answers))
 
 
-def attack_called(name: str, batch: Batch, index: int = 0) -> Attack:
+def attack_called(name: str, batch: GoldBatch, index: int = 0) -> Attack:
     return next(attack for attack in attacks_on(batch, index, batch.neighbours(index)) if attack.name == name)
 
 
@@ -533,7 +534,7 @@ def test_a_text_that_is_the_gold_answer_is_no_attack() -> None:
 def test_the_tasks_of_a_mixture_have_forms_of_their_own() -> None:
     task = build_task("mixture", tasks=[{"name": "arithmetic"}, {"name": "capitals"}, {"name": "countdown"}])
     problems = task.sample(12, seed=0, step=0)
-    batch = Batch(tuple(problems), tuple(tuple(task.gold_turns(problem)) for problem in problems))
+    batch = GoldBatch(tuple(problems), tuple(tuple(task.gold_turns(problem)) for problem in problems))
     for index, problem in enumerate(problems):
         tagged = problem.info["mixture"] == 2
         assert batch.form(index).pieces[0] == ("<think>" if tagged else "")

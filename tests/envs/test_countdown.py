@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import build_task, check, countdown
-from keel.envs.countdown import solve, steps_of, value_of
+from keel.envs.countdown import countdown, solve, steps_of, value_of
+from keel.envs.registry import build_task
+from keel.envs.validity import check
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.config import load_config
-from keel.config.arguments import choose
-from keel.envs import build_task, check
+from keel.config.load import choose
+from keel.envs.registry import build_task
+from keel.envs.validity import check
 from keel.run.build import build_named_task, build_policy, build_run
 
 TINY = {

@@ -17,16 +17,20 @@ import pytest
 import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Episode, Task, build_task, check, mixture
+from keel.envs import Episode, Task
 from keel.envs.base import played
 from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
-from keel.envs.chess import matches
 from keel.envs.episode import EpisodeRunner, close_now, step_now
 from keel.envs.judge import Judge
+from keel.envs.mixture import mixture
+from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
+from keel.envs.validity import check
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout.collect import collect
+from keel.recipes.chess import matches
+from keel.rollout.collect import Collector
 from keel.rollout.engine import Engine
+from keel.rollout.render import Renderer
 from keel.rollout.request import Request
 from keel.rollout.sampling import SamplingParams
 from trainer.small import small_config
@@ -114,7 +118,8 @@ def rollout(engine: Says, task: Task | None = None, **options: Any) -> Any:
     sampling = SamplingParams(num_generations=len(engine.scripts), max_completion_length=200)
     options = {"max_turns": 3, **options}
     task = task or Boxes()
-    (group,) = collect(engine, task, task.sample(1, seed=0, step=0), TOKENIZER, sampling, **options)
+    options.setdefault("judge", Judge.of(task))
+    (group,) = Collector(engine, task, Renderer(TOKENIZER), sampling, **options).collect(task.sample(1, seed=0, step=0))
     return group
 
 

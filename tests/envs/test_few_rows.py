@@ -11,11 +11,12 @@ import chess
 import pytest
 from typer.testing import CliRunner
 
-from envs.multihop.rows import row
 from keel.base.errors import KeelError
 from keel.cli import app
-from keel.envs import build_task, check
 from keel.envs.problems import is_held_out, split_held_out
+from keel.envs.registry import build_task
+from keel.envs.validity import check
+from recipes.multihop.rows import row
 
 COUNTS = (1, 2, 5, 11)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
-from keel.envs import build_task, check
+from keel.envs.registry import build_task
+from keel.envs.validity import check
 
 
 def rows(count: int = 40) -> list[dict[str, str]]:

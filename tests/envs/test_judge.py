@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import TaskWrapper, arithmetic, countdown, mixture
+from keel.envs import TaskWrapper
+from keel.envs.arithmetic import arithmetic
+from keel.envs.countdown import countdown
 from keel.envs.judge import Judge
+from keel.envs.mixture import mixture
 from keel.envs.rewards import as_reward, build_reward, build_rewards, check_reward, combine, wrap
 
 TASK = arithmetic()

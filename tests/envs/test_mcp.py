@@ -23,14 +23,20 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.cli import main
 from keel.config import load_config
-from keel.envs import build_task, mcp
+from keel.envs import mcp
+from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import Tool
 from keel.rollout import SamplingParams
-from keel.rollout.collect import collect
+from keel.rollout.collect import Collector
+from keel.rollout.render import Renderer
 from rollout.chats import chats
 from rollout.test_turns_tools import Scripted
+
+pytestmark = pytest.mark.processes
+
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -337,7 +343,8 @@ def test_episodes_with_a_servers_tools_are_collected(format: str) -> None:
     tokenizer = chats()["chatml"].tokenizer
     engine = Scripted(tokenizer, [[calls[format][0], gold], [calls[format][1], "no"]])
     sampling = SamplingParams(num_generations=2, max_completion_length=2000)
-    (group,) = collect(engine, task, problems, tokenizer, sampling, max_turns=3)
+    collector = Collector(engine, task, Renderer(tokenizer), sampling, Judge.of(task), max_turns=3)
+    (group,) = collector.collect(problems)
     right, wrong = group.completions
     assert "3 + 4.0 = 7.0" in right.text
     assert "error: fails raised ToolError: Error executing tool fails: x" in wrong.text

@@ -13,9 +13,10 @@ import reasoning_gym as library
 
 from keel.base.errors import KeelError
 from keel.config import load_config
-from keel.envs import build_task, check, check_task
 from keel.envs.judge import Judge
 from keel.envs.reasoning_gym import is_plain_maths
+from keel.envs.registry import build_task, check_task
+from keel.envs.validity import check
 
 
 def gym(dataset: str, **params: Any) -> Any:
@@ -190,6 +191,9 @@ def test_the_librarys_scoring_is_under_the_judges_clock() -> None:
 
 
 def test_the_library_is_loaded_only_when_it_is_used() -> None:
-    code = "import sys, keel.envs; keel.envs.build_task('arithmetic'); print('reasoning_gym' in sys.modules)"
+    code = (
+        "import sys; from keel.envs.registry import build_task; build_task('arithmetic')\n"
+        "print('reasoning_gym' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import arithmetic
+from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import build_reward, wrap
 

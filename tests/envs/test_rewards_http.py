@@ -15,7 +15,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import arithmetic
+from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import probe_rewards
 

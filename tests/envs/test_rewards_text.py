@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import arithmetic
+from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import check_reward, combine
 
@@ -157,15 +157,15 @@ async def later(problem: Problem, text: str) -> float:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("tag_count", {"tags": "think"}, "tags is 'think'"),
+        ("tag_count", {"tags": "think"}, "tags is the text think: expected a list"),
         ("tag_count", {"tags": []}, "tags is"),
         ("tag_count", {"tags": ["<think>"]}, "tags is"),
-        ("format", {"tags": [1]}, "tags is"),
+        ("format", {"tags": [1]}, r"tags\[0\] is 1"),
         ("regex", {}, "needs the parameter 'pattern'"),
         ("regex", {"pattern": "("}, "no regular expression"),
         ("regex", {"pattern": "a", "group": 1}, "no group 1"),
         ("regex", {"pattern": "(?P<x>a)", "group": "y"}, "no group 'y'"),
-        ("regex", {"pattern": "a", "full": "yes"}, "full is 'yes', it must be true or false"),
+        ("regex", {"pattern": "a", "full": "yes"}, "full is the text 'yes': expected true or false"),
         ("ladder", {"rungs": []}, "rungs is"),
         ("ladder", {"rungs": [{"tag": "a"}]}, r"rungs\[0\].*must have a value"),
         ("ladder", {"rungs": [{"tag": "a", "pattern": "b", "value": 1}]}, "one of pattern, tag, reward"),
@@ -183,10 +183,10 @@ async def later(problem: Problem, text: str) -> float:
         ("cosine", {"of": f"{__name__}:later"}, "answers from elsewhere"),
         ("cosine", {"max_length": 0}, "above 0"),
         ("cosine", {"max_length": 1.5}, "a whole number"),
-        ("cosine", {"correct_short": float("nan")}, "a number"),
+        ("cosine", {"correct_short": float("nan")}, "correct_short is .nan: expected a finite number"),
         ("length", {"scale": 0}, "above 0"),
         ("length", {"target": True}, "a whole number"),
-        ("math", {"tag": 1}, "a text or null"),
+        ("math", {"tag": 1}, "math.tag is 1: expected a text"),
         ("http", {}, "needs the parameter 'url'"),
         ("http", {"url": "judge:8000"}, "must begin with http"),
         ("http", {"url": "file:///etc/passwd"}, "must begin with http"),

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs import TASKS, Task, TaskWrapper, arithmetic, build_task, check, check_task, countdown, mixture
+from keel.envs import Task, TaskWrapper
 from keel.envs.answers import last_number, last_tag
-from keel.envs.arithmetic import SKILLS
-from keel.envs.countdown import value_of
+from keel.envs.arithmetic import SKILLS, arithmetic
+from keel.envs.countdown import countdown, value_of
+from keel.envs.mixture import mixture
+from keel.envs.registry import TASKS, build_task, check_task
+from keel.envs.validity import check
 
 
 def _double(number: int) -> int:
@@ -33,6 +36,7 @@ SPECS: list[dict[str, Any]] = [
     {"name": "arithmetic", "skill": "reverse", "style": "words", "digits": 2},
     {"name": "arithmetic", "skill": "multiply", "digits": 18},
     {"name": "capitals"},
+    {"name": "code"},
     {"name": "countdown"},
     {"name": "countdown", "numbers": 2, "high": 9, "format": "plain", "operations": "+-"},
     {"name": "countdown", "numbers": [3, 5], "low": 0, "target_low": 0},
@@ -44,6 +48,7 @@ SPECS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: str(spec).partition(" at 0x")[0])
 def test_every_task_is_sound(spec: dict[str, Any]) -> None:
     task = build_task(**spec)
@@ -55,6 +60,18 @@ def test_specs_cover_the_registry() -> None:
     need_data = {"dataset", "gsm8k"}  # held to the same check in test_dataset.py and test_gsm8k.py
     in_chess = {name for name in TASKS if name.startswith("chess")}  # and these in chess/
     assert {spec["name"] for spec in SPECS} == set(TASKS) - need_data - in_chess
+
+
+def untyped(digits):
+    return arithmetic(digits=digits + 1)
+
+
+def test_a_task_that_cannot_be_made_of_its_parameters_is_one_line() -> None:
+    name = f"{__name__}:untyped"
+    assert build_task(name, digits=2).name == arithmetic(digits=3).name
+    with pytest.raises(KeelError, match=f"task {name} .*TypeError: .*line") as caught:
+        build_task(name, digits="three")
+    assert "\n" not in str(caught.value)
 
 
 class Broken(TaskWrapper):
@@ -336,7 +353,11 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("countdown", {"target_low": 5, "target_high": 1}, "turn them round"),
         ("countdown", {"low": -1}, "must hold"),
         ("mixture", {}, "needs the parameter 'tasks'"),
-        ("mixture", {"tasks": ["arithmetic"]}, "entries with a name"),
+        ("mixture", {"tasks": ["arithmetic"]}, r"tasks\[0\] is the text arithmetic: expected a mapping"),
+        ("mixture", {"tasks": [{"skill": "add"}]}, "entries with a name"),
+        ("arithmetic", {"digits": "three"}, "arithmetic.digits is the text three: expected a whole number"),
+        ("arithmetic", {"digits": True}, "arithmetic.digits is true: expected a whole number"),
+        ("countdown", {"numbers": [3, "four"]}, r"countdown.numbers\[1\] is the text four"),
         ("no.such.module:task", {}, "cannot import task"),
         ("keel.envs.countdown:FORM_REWARD", {}, "must be a function"),
         ("builtins:dict", {}, "is Python's own dict: give a function or a class of yours"),

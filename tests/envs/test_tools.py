@@ -14,7 +14,7 @@ import pytest
 from envs.playing import counts, episode_of, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import build_task
+from keel.envs.registry import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
 from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import KINDS, MOST_CALLS, Toolbox
@@ -211,7 +211,7 @@ def test_tools_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mytools", module)
     assert [made.name for made in tools_of(["mytools:search", quiet])] == ["search", "quiet"]
     for wrong, message in (
-        (["search"], "write it as module:attr"),
+        (["search"], "module:attr"),
         (["mytools:serch"], "cannot import tool"),
         (["mytools:number"], "must be a function"),
         (["mytools:search", search], "two tools are called 'search'"),
@@ -454,7 +454,7 @@ def double(number: int) -> int:
     ("options", "message"),
     [
         ({"task": {"name": "arithmetic"}, "tools": []}, "needs tools"),
-        ({"task": "arithmetic", "tools": [double]}, "a task with a name"),
+        ({"task": "arithmetic", "tools": [double]}, "tools.task.*mapping such as .name"),
         ({"task": {"name": "multihop"}, "tools": [double]}, "several turns of its own"),
         ({"task": {"name": "arithmetic"}, "tools": [double], "format": "xml"}, "tool format"),
     ],

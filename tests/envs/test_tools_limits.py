@@ -17,10 +17,11 @@ import pytest
 from envs.playing import counts, replies, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import Episode, Task, build_task
+from keel.envs import Episode, Task
 from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call_now
 from keel.envs.episode import SingleTurn
 from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
 from keel.envs.toolbox import MOST_HUNG, Toolbox, ToolEpisode
 from keel.envs.tools import tool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -14,13 +15,17 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.envs import Task, TaskWrapper, arithmetic
+from keel.envs import Task, TaskWrapper
+from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, summarise
 from keel.eval.statistics import normal_interval, paired_interval, pass_at_k, wilson
-from keel.models.tiny import tiny_model
-from keel.rollout import Engine, NativeEngine, SamplingParams
+from keel.models.tiny import tiny_model, tiny_tokenizer
+from keel.rollout import Engine, SamplingParams
+from keel.rollout.collect import Collector
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.render import Renderer
 
 TASK = arithmetic()
 
@@ -119,6 +124,16 @@ def test_without_a_part_called_correct_the_gold_answers_reward_is_full() -> None
     assert summarise(Partial(), [judged], [1]).accuracy == 0.5
 
 
+def collector_of(
+    engine: Engine,
+    task: Task,
+    sampling: SamplingParams | None = None,
+    judge: Judge | None = None,
+) -> Collector:
+    sampling = sampling or SamplingParams(max_completion_length=3)
+    return Collector(engine, task, Renderer(tiny_tokenizer()), sampling, judge or Judge.of(task))
+
+
 @pytest.fixture(scope="module")
 def engine() -> NativeEngine:
     return NativeEngine(*tiny_model())
@@ -130,14 +145,14 @@ def texts_of(result: EvalResult) -> list[list[str]]:
 
 def test_evaluation_is_deterministic_and_greedy_is_one_sample(engine: NativeEngine) -> None:
     problems = TASK.held_out(6)
-    options: dict[str, Any] = {"k": (1, 4), "max_completion_length": 4}
-    first = evaluate(engine, TASK, problems, engine.tokenizer, **options)
-    assert evaluate(engine, TASK, problems, engine.tokenizer, **options) == first
-    fewer = evaluate(engine, TASK, problems[:3], engine.tokenizer, **options)
+    collector = collector_of(engine, TASK, SamplingParams(max_completion_length=4))
+    first = evaluate(collector, problems, k=(1, 4))
+    assert evaluate(collector, problems, k=(1, 4)) == first
+    fewer = evaluate(collector, problems[:3], k=(1, 4))
     assert texts_of(fewer) == texts_of(first)[:3]  # whatever else is evaluated
-    other = evaluate(engine, TASK, problems, engine.tokenizer, seed=1, **options)
+    other = evaluate(replace(collector, seed=1), problems, k=(1, 4))
     assert texts_of(other) != texts_of(first)
-    greedy = evaluate(engine, TASK, problems, engine.tokenizer, k=(1, 8), temperature=0, max_completion_length=4)
+    greedy = evaluate(collector, problems, k=(1, 8), temperature=0)
     assert (greedy.samples, greedy.greedy, list(greedy.pass_at)) == (1, True, [1])
 
 
@@ -152,7 +167,7 @@ def test_several_tasks_and_what_they_retain(engine: NativeEngine) -> None:
 
     sampling = SamplingParams(max_completion_length=3, top_k=5)
     results = {
-        name: evaluate(engine, task, task.held_out(5), engine.tokenizer, sampling=sampling, k=(1,))
+        name: evaluate(collector_of(engine, task, sampling), task.held_out(5))
         for name, task in {"add": TASK, "always": Always()}.items()
     }
     assert {name: r.accuracy for name, r in results.items()} == {"add": 0.0, "always": 1.0}
@@ -162,18 +177,17 @@ def test_several_tasks_and_what_they_retain(engine: NativeEngine) -> None:
 @pytest.mark.parametrize("options", [{"k": (1, 8), "samples": 4}, {"k": (0,)}])
 def test_impossible_k_is_refused(engine: NativeEngine, options: dict[str, Any]) -> None:
     with pytest.raises(KeelError, match=r"eval\.k"):
-        evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, **options)
+        evaluate(collector_of(engine, TASK), TASK.held_out(2), **options)
 
 
 def test_nothing_to_evaluate_is_refused(engine: NativeEngine) -> None:
     with pytest.raises(KeelError, match="nothing to evaluate"):
-        evaluate(engine, TASK, [], engine.tokenizer)
+        evaluate(collector_of(engine, TASK), [])
 
 
 def test_a_judge_of_ones_own_pays_and_the_task_says_what_is_right(engine: NativeEngine) -> None:
     """Half pay for the right answer is still the right answer, and pay for anything is none."""
     problem = TASK.held_out(1)[0]
-    options: dict[str, Any] = {"max_completion_length": 3, "k": (1,), "samples": 4}
     answers = {0: TASK.gold(problem), 1: "1", 2: "2", 3: "3"}
 
     class Knows(Engine):
@@ -181,16 +195,16 @@ def test_a_judge_of_ones_own_pays_and_the_task_says_what_is_right(engine: Native
             return [[Completion((1,), (True,), (0.0,), (0.0,), answers[i], "eos") for i in range(4)] for _ in requests]
 
     half = Judge.of(TASK, [{"name": "exact", "weight": 0.5}])
-    result = evaluate(Knows(), TASK, [problem], engine.tokenizer, judge=half, **options)
+    result = evaluate(collector_of(Knows(), TASK, judge=half), [problem], samples=4)
     assert (result.accuracy, result.reward) == (0.25, 0.125)
     generous = Judge([wrap(lambda problem, text: 5.0, "generous")])
-    result = evaluate(Knows(), TASK, [problem], engine.tokenizer, judge=generous, **options)
+    result = evaluate(collector_of(Knows(), TASK, judge=generous), [problem], samples=4)
     assert (result.accuracy, result.reward) == (0.25, 5.0)
 
 
 def test_failures_under_evaluation_are_in_the_judges_record(engine: NativeEngine) -> None:
     judge = Judge([wrap(lambda problem, text: None, "mine")], on_error="zero")
-    evaluate(engine, TASK, TASK.held_out(2), engine.tokenizer, max_completion_length=3, judge=judge)
+    evaluate(collector_of(engine, TASK, judge=judge), TASK.held_out(2))
     assert [f.function for f in judge.drain()] == ["mine", "mine"]
     assert judge.failures == []
 

@@ -70,6 +70,7 @@ def test_the_kl_divergence_is_per_token_and_leaves_the_rest_out(example):
     torch.testing.assert_close(kl, torch.tensor([[math.exp(-0.5) - 1 + 0.5, 0.0, 0.0]]))
 
 
+@pytest.mark.slow
 def test_it_learns_and_logs(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

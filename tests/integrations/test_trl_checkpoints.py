@@ -108,6 +108,7 @@ def test_a_second_run_of_one_trainer_begins_anew(tmp_path):
     assert len(trainer.keel_state.norms) == len(norms) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_a_resumed_run_is_the_run(tmp_path, adapter):
     """β of a controller with a memory, and a reference that has moved, are in TRL's checkpoint: it goes on in a new

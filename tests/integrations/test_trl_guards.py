@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+import torch
 from trl import GRPOTrainer
 
 from integrations.small_trl import build, gap, keel_trainer, lines, weights
@@ -145,3 +147,31 @@ def test_a_budget_that_breaks_before_the_first_checkpoint(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     assert "to go back to: set save_strategy='steps' and save_steps" in trainer.keel_stopped
+
+
+@pytest.mark.parametrize("action", ["stop", "warn"])
+def test_a_reference_that_is_not_the_start_is_seen_at_the_first_update(tmp_path, action):
+    trainer = keel_trainer(tmp_path, max_steps=2, more={"guards": {"on_step0_kl": action}})
+    with trainer.keel_reference.model() as reference, torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    trainer.train()
+    assert trainer.state.global_step == (1 if action == "stop" else 2)
+    assert (trainer.keel_stopped is not None) == (action == "stop")
+    (event,) = [e for e in lines(tmp_path, "events.jsonl") if e["kind"] == "kl/at-start"]
+    for part in ("kl/policy_ref/k3/mean", "keel doctor --trl", "on_step0_kl"):
+        assert part in event["message"]
+
+
+def test_a_policy_that_was_trained_since_its_reference_was_made_is_not_at_its_start(tmp_path):
+    trainer = keel_trainer(tmp_path / "first", max_steps=3, save_strategy="steps", save_steps=2)
+    trainer.train()
+    saved = next((tmp_path / "first").rglob("checkpoint-2"))
+    assert trainer.keel_stopped is None
+    trainer.keel_run.if_exists = "replace"
+    trainer.train()
+    assert trainer.keel_stopped is None
+    (saved / "keel.json").unlink()  # as TRL itself saves one
+    other = keel_trainer(tmp_path / "other", max_steps=4)
+    other.train(resume_from_checkpoint=str(saved))
+    assert (other.keel_stopped, other.state.global_step) == (None, 4)

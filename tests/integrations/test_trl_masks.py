@@ -17,6 +17,7 @@ MASKS = {
 KL = TRLS_OWN.model_copy(update={"beta": 0.2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize("case", MASKS)
 def test_what_is_masked_is_neither_trained_nor_measured(tmp_path, case, loss_type):

@@ -72,3 +72,10 @@ def test_a_copy_has_a_head_of_its_own_in_fp32(tmp_path):
         before = copy.lm_head(hidden)
         trainer.model.lm_head.weight.add_(1.0)
         assert torch.equal(copy.lm_head(hidden), before)
+
+
+def test_that_truncated_completions_have_no_kl_is_said(tmp_path):
+    assert not any("truncated" in note for note in notes_of(tmp_path))
+    (note,) = [note for note in notes_of(tmp_path, mask_truncated_completions=True) if "truncated" in note]
+    assert "KL" in note
+    assert "loss.mask_truncated_completions" in note

@@ -21,6 +21,7 @@ def keel(kl=TRLS_OWN, **more):
     return {"kl": kl, "callbacks": [KeelRunCallback(report=False)], **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 def test_the_weights_are_trls(tmp_path, loss_type):
     """Two microbatches an update and two passes over each batch, so that samples are an older policy's."""
@@ -42,6 +43,7 @@ AT_ANY_RATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", AT_ANY_RATE)
 def test_what_is_left_in_fp32_is_rounding(tmp_path, monkeypatch, case):
     """At these rates fp32 ends 1e-6 to 3e-4 apart: TRL takes e^d - d - 1, Keel expm1(d) - d; steps amplify rounding.
@@ -94,6 +96,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
 @pytest.mark.parametrize("choice", ["k3 auto", "sequence", "advantage to go"])
 def test_an_update_in_microbatches_is_the_same_update(tmp_path, choice, loss_type):

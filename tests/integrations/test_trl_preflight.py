@@ -30,7 +30,7 @@ from keel.integrations.trl.preflight.subject import check_trainer
 from keel.integrations.versions import TRL
 from keel.models.fingerprint import fingerprint
 
-# All others, and every loss: make test-trl.
+# All others, and every loss: make test-all.
 QUIETLY = ("full", "lora", "several iterations", "truncated left out", "no penalty", "keel")
 NAMED = (
     "the reference of another model under LoRA",
@@ -45,6 +45,7 @@ NAMED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUIETLY)
 def test_a_healthy_trainer_is_left_in_peace(name, tmp_path):
     diagnosis = preflight(HEALTHY[name](tmp_path))
@@ -52,6 +53,7 @@ def test_a_healthy_trainer_is_left_in_peace(name, tmp_path):
     assert {"collection", "masks", "scoring", "sampler", "weight sync", "kl_term", "update"} <= set(diagnosis.sound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_a_fault_is_named_first(name, tmp_path):
     code, faulty = FAULTS[name]

@@ -12,10 +12,11 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from integrations.small_trl import TRLS_OWN, build, gap, keel_trainer, lines, lora, small_model, weights
 from keel.base.errors import KeelError
-from keel.integrations.trl.merging import keeping_base
+from keel.integrations.trl.reference import keeping_base
 from keel.reference.options import ReferenceOptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["auto", "ema", "snapshot", "kl_triggered"])
 def test_references(tmp_path, kind, adapter):

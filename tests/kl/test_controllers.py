@@ -171,10 +171,37 @@ anything = st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinit
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDED))
-@given(measured=anything, start=st.floats(0, 5))
+@given(measured=anything, start=st.just(0.0) | st.floats(0.01, 0.4))
 def test_beta_stays_within_its_bounds_whatever_is_measured(name, measured, start):
     for beta in betas(build_controller(name, start, **BOUNDED[name]), measured):
         assert 0.01 <= beta <= 0.4
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize(("beta", "bound"), [(0.5, "high"), (0.001, "low")])
+def test_a_beta_outside_the_bounds_is_refused(name, beta, bound):
+    """At the bounds it is accepted; beyond them it would run as another β than the one that was asked for."""
+    bounds = {"low": 0.01, "high": 0.4}
+    inside = {"end": 0.1} if "end" in EVERY[name] else {}
+    for at in bounds.values():
+        build_controller(name, at, **{**EVERY[name], **bounds, **inside})
+    with pytest.raises(KeelError) as caught:
+        build_controller(name, beta, **{**EVERY[name], **bounds, **inside})
+    for part in (f"kl.beta is {beta:g}", f"kl.controller.{bound} is {bounds[bound]:g}"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_so_is_an_end_outside_of_them(name):
+    with pytest.raises(KeelError, match=r"kl\.controller\.end is 0\.5 but kl\.controller\.high is 0\.4"):
+        build_controller(name, 0.1, steps=3, end=0.5, high=0.4)
+
+
+@pytest.mark.parametrize("preset", ["gentle", "ppo"])
+def test_bounds_that_were_not_given_count_as_well(preset):
+    with pytest.raises(KeelError, match=r"kl\.beta is 500 but kl\.controller\.high"):
+        build_controller("step", 500.0, preset=preset)
 
 
 @pytest.mark.parametrize("name", sorted(EVERY))
@@ -274,14 +301,17 @@ MISTAKES = [
     ("fixed", {"warmup_steps": -1}, "warmup_steps must not be negative"),
     ("step", {"preset": "pp"}, "unknown step-rule preset 'pp': did you mean 'ppo'?"),
     ("step", {"target": 0.0}, "target must be positive"),
-    ("step", {"target": math.nan}, "target must be positive"),
+    ("step", {"target": math.nan}, "kl.controller.target is .nan: expected a finite number"),
     ("step", {"low": 2.0, "high": 1.0}, "0 ≤ low ≤ high"),
     ("step", {"low": -1.0}, "0 ≤ low ≤ high"),
     ("ziegler", {"horizon": 0}, "horizon must be positive"),
     ("dual", {}, "controller dual needs the parameter 'target': give kl.controller.target"),
     ("dual", {"target": "soon"}, "kl.controller.target is the text soon: expected a number"),
-    ("dual", {"target": None}, "kl.controller.target must be a number, got None"),
-    ("fixed", {"unit": 3}, "kl.controller.unit must be a name, got 3"),
+    ("dual", {"target": None}, "kl.controller.target is null: expected a number"),
+    ("fixed", {"unit": 3}, "kl.controller.unit is 3: expected a text"),
+    ("dual", {"target": 0.1, "learning_rate": True}, "kl.controller.learning_rate is true: expected a number"),
+    ("warmup", {"steps": 2.5}, "kl.controller.steps is 2.5: expected a whole number"),
+    ("dual", {"target": 0.1, "log_space": 1}, "kl.controller.log_space is 1: expected true or false"),
     ("dual", {"target": 0.1, "smoothing": 1.0}, "smoothing must be in [0, 1)"),
     ("dual", {"target": 0.1, "learning_rate": -1.0}, "learning_rate must be positive"),
     ("pid", {"target": -1.0}, "target must be positive"),
@@ -377,6 +407,10 @@ def lacking(beta: float, gain: float) -> BetaController:
     return build_controller("fixed", gain)
 
 
+def untyped(beta, factor):
+    return build_controller("fixed", 0.1 * factor)
+
+
 def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
     kl = KLOptions(beta=0.4, controller={"name": f"{__name__}:per_episode", "factor": 2.0})
     assert controller_of(kl, 8).init().beta == pytest.approx(0.1)
@@ -395,10 +429,11 @@ def test_a_controller_of_ones_own_declares_its_parameters_either_way():
 OWN_MISTAKES = [
     ("declared", {"facter": 2.0}, "unknown option kl.controller.facter: did you mean kl.controller.factor?"),
     ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
-    ("by_parameters", {"mode": 3}, "kl.controller.mode must be a name, got 3"),
+    ("by_parameters", {"mode": 3}, "kl.controller.mode is 3: expected a text"),
     ("nothing", {}, "cannot import kl.controller.name="),
     ("without_beta", {}, "takes (): it must take 1 before its own parameters"),
     ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
+    ("untyped", {"factor": "three"}, ":untyped could not be made of its parameters: TypeError: "),
     ("number", {}, ":number made a int: it must have unit, init and update"),
 ]
 

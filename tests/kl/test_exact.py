@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.kl import exact_kl, topk_kl, topk_kl_unbiased
+from keel.kl.exact import jsd
 
 INF = math.inf
 
@@ -144,6 +145,36 @@ def test_unbiased_top_k_by_enumeration(seed, k):
     np.testing.assert_allclose(gradient, (pi * (np.log(pi / p) - kl))[0], atol=1e-10)
 
 
+def test_unbiased_top_k_of_several_tokens_is_that_of_each():
+    logits, _ = distributions(0)
+    policy, ref = (logprobs(torch.from_numpy(each)) for each in logits)
+    every = topk_kl_unbiased(policy, ref, torch.arange(6).unsqueeze(0), 2)
+    each = [topk_kl_unbiased(policy, ref, torch.tensor([y]), 2) for y in range(6)]
+    assert torch.equal(every[0], torch.cat(each))
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(4))
+def test_jsd_against_its_definition(seed, weight):
+    logits, (pi, p) = distributions(seed)
+    mixture = (1 - weight) * pi + weight * p
+    expected = (1 - weight) * (pi * np.log(pi / mixture)).sum(-1) + weight * (p * np.log(p / mixture)).sum(-1)
+    policy, ref = (logprobs(torch.from_numpy(each)) for each in logits)
+    np.testing.assert_allclose(jsd(policy, ref, weight).numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(jsd(policy, ref, weight).numpy(), jsd(ref, policy, 1 - weight).numpy(), rtol=1e-12)
+    assert jsd(policy, policy, weight).abs().max() < 1e-15
+
+
+def test_jsd_tends_to_either_kl_and_is_at_most_log_2():
+    logits, _ = distributions(1)
+    policy, ref = (logprobs(torch.from_numpy(each)) for each in logits)
+    small = 1e-5
+    np.testing.assert_allclose(jsd(policy, ref, small) / small, exact_kl(policy, ref, "ref_policy"), rtol=1e-3)
+    np.testing.assert_allclose(jsd(policy, ref, 1 - small) / small, exact_kl(policy, ref), rtol=1e-3)
+    apart = torch.tensor([[0.0, -80.0]], dtype=torch.float64)
+    assert jsd(apart, apart.flip(-1), 0.5).item() == pytest.approx(math.log(2))
+
+
 def test_unbiased_top_k_of_a_head_token_is_the_head_alone():
     pi, p = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64), torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64)
     head = 0.6 * math.log(3)
@@ -157,6 +188,7 @@ MISTAKES = [
     (lambda: exact_kl(TWO, torch.zeros(1, 3)), "ref_logprobs has shape (1, 3) but policy_logprobs has (1, 2)"),
     (lambda: exact_kl(TWO, TWO, "sideways"), "unknown direction 'sideways': known: policy_ref, ref_policy"),
     (lambda: exact_kl(TWO.long(), TWO), "policy_logprobs must be floating point"),
+    (lambda: jsd(TWO, TWO, 1.0), "the weight of the JSD must lie between 0 and 1, got 1"),
     (lambda: topk_kl(TWO, TWO, 0), "k must be between 1 and the vocabulary less one (1), got 0"),
     (lambda: topk_kl(TWO, TWO, 2), "got 2"),
     (lambda: topk_kl_unbiased(TWO, TWO, torch.tensor([0.0]), 1), "tokens must be integer ids of shape (1,)"),

@@ -86,6 +86,9 @@ def test_weighted_forms(off):
         assert check_pairing(estimator, "loss", form, off_policy=off).expected_gradient == "policy||ref"
     assert check_pairing("k3", "loss", "sg_rho", off_policy=off).expected_gradient == "ref||policy"
     assert check_pairing("exact_reverse", "loss", off_policy=off).expected_gradient == "ref||policy"
+    assert check_pairing("jsd", "loss", off_policy=off).expected_gradient == "jsd"
+    assert check_pairing("topk", "loss", off_policy=off).expected_gradient == "topk"
+    assert check_pairing("topk_unbiased", "loss", off_policy=off).expected_gradient == "policy||ref"
 
 
 @pytest.mark.parametrize("off", [False, True])
@@ -130,7 +133,7 @@ def test_rows_are_unique_and_in_known_words():
     assert len(keys) == len(set(keys))
     for fact in FACTS:
         assert fact.expected_gradient in MEANINGS
-        assert fact.value in ("policy||ref", "ref||policy", "none")
+        assert fact.value in ("policy||ref", "ref||policy", "jsd", "topk", "none")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def ask(*arguments, **options):
 def test_everything_the_options_allow_gets_an_answer():
     """No combination crashes: it is a pairing or a one-line refusal."""
     for estimator, placement, gradient, level, off in itertools.product(
-        ("k1", "k2", "k3", "abs", "exact", "exact_reverse"),
+        ("k1", "k2", "k3", "abs", "exact", "exact_reverse", "jsd", "topk", "topk_unbiased"),
         ("loss", "reward", "advantage"),
         ("auto", "plain", "k2", "rho", "sg_rho", "sg_rho*k2"),
         ("token", "sequence"),

@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.kl import FACTS, GradientForm, check_pairing, kl_loss, parse_gradient, straight_through, weighted_estimate
+from keel.kl import (
+    FACTS,
+    GradientForm,
+    KLOptions,
+    check_pairing,
+    kl_loss,
+    parse_gradient,
+    straight_through,
+    weighted_estimate,
+)
+from keel.kl.exact import penalty_divergence
+from keel.kl.facts import over_vocabulary
 from keel.kl.gradients import with_form
 
 SEEDS = range(4)
@@ -187,6 +198,23 @@ def test_auto_always_has_the_gradient_of_kl_policy_ref(seed, estimator, off_poli
     close(world.expected(function, world.mu if off_policy else world.pi), world.kl_policy_ref)
 
 
+OWN_OPTIONS = {"jsd": {"jsd_weight": 0.3}, "topk": {"topk": 2}, "topk_unbiased": {"topk": 2}}
+
+
+def jsd_gradient(world):
+    """(1−w) π (g − Σ π g) with g = log(π/m): the terms of the mixture m cancel."""
+    g = 0.7 * np.log(world.pi / (0.7 * world.pi + 0.3 * world.p))
+    return world.pi * (g - (world.pi * g).sum())
+
+
+def topk_gradient(world):
+    """π (g − Σ π g) with g = log(π/p) in the head, and the log-ratio of the two tails outside it."""
+    head = np.argsort(-world.pi)[:2]
+    g = np.full(VOCABULARY, np.log((1 - world.pi[head].sum()) / (1 - world.p[head].sum())))
+    g[head] = np.log(world.pi[head] / world.p[head])
+    return world.pi * (g - (world.pi * g).sum())
+
+
 def fact_function(fact, on_policy):
     """The loss that a token-level row of the facts describes."""
 
@@ -196,6 +224,10 @@ def fact_function(fact, on_policy):
             value = (logp.exp() * u).sum().expand_as(u)
         elif fact.estimator == "exact_reverse":
             value = (ref.exp() * -u).sum().expand_as(u)
+        elif over_vocabulary(fact.estimator):
+            options = KLOptions(estimator=fact.estimator, **OWN_OPTIONS[fact.estimator])
+            tokens = torch.arange(VOCABULARY).unsqueeze(0)
+            value = penalty_divergence(options)(logp.T, ref.T, tokens).reshape(-1, 1).expand_as(u)
         elif fact.placement == "loss":
             return form(fact.estimator, fact.gradient, on_policy)(logp, ref, old)
         else:
@@ -224,6 +256,8 @@ def test_every_token_level_fact_is_true(fact):
         "ref||policy": world.kl_ref_policy,
         "away": -world.kl_sampler_policy,
         "total-variation": world.pi * (sign - (world.pi * sign).sum()),
+        "jsd": jsd_gradient(world),
+        "topk": topk_gradient(world),
     }
     if fact.expected_gradient in known:
         close(got, known[fact.expected_gradient])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from keel.base.thresholds import thresholds_of
 from keel.lab.doctor.examine import examine
 from keel.lab.judge import accuracies
 from keel.lab.report.verdict import sentences
 from keel.lab.runs import read_run
+from keel.lab.thresholds import thresholds_of
 from keel.run.build import build_policy, build_run
 from keel.trainer.guards import spike_limit, tool_error_event
 from trainer.small import small_config
@@ -61,7 +61,7 @@ def test_guard_and_doctor_share_the_gradient_spike(tmp_path: Path, override: str
     for overrides, factor in (([], 10.0), ([override], 30.0)):
         config = small_config(*overrides)
         run = build_run(config, build_policy(config)).run
-        assert spike_limit((1.0,) * 10, run.thresholds) == factor
+        assert spike_limit((1.0,) * 10, run.limits) == factor
         for norm in (factor - 1, factor + 1):
             folder = recorded(tmp_path / "run", overrides, "grad/norm", [1.0] * 20 + [norm] + [1.0] * 4)
             assert ("optim/spike" in finding_codes(folder)) == (norm > factor)
@@ -70,9 +70,9 @@ def test_guard_and_doctor_share_the_gradient_spike(tmp_path: Path, override: str
 def test_guard_and_doctor_share_the_share_of_failing_tool_calls(tmp_path: Path) -> None:
     for overrides, limit in (([], 0.5), (["doctor.thresholds.tool_errors=0.8"], 0.8)):
         config = small_config(*overrides)
-        thresholds = build_run(config, build_policy(config)).run.thresholds
+        limits = build_run(config, build_policy(config)).run.limits
         for share in (limit - 0.05, limit + 0.05):
-            assert (tool_error_event({"tool/error_fraction": share}, [], thresholds) is not None) == (share > limit)
+            assert (tool_error_event({"tool/error_fraction": share}, [], limits) is not None) == (share > limit)
             folder = recorded(tmp_path / "run", overrides, "tool/error_fraction", [share] * 12)
             assert ("tool/failing" in finding_codes(folder)) == (share > limit)
 

@@ -344,7 +344,7 @@ def test_mistakes_are_one_line():
         (lambda: run(scores, replace(batch, action_mask=batch.action_mask.float())), "action_mask must be boolean"),
         (lambda: run(scores, replace(batch, policy_mask=batch.action_mask.int())), "policy_mask must be boolean"),
         (lambda: run(scores, replace(batch, ref_logp=None)), "needs ref_logp"),
-        (lambda: run(replace(scores, exact_kl=None), batch, kl=KLOptions(estimator="exact")), "set kl.exact=true"),
+        (lambda: run(replace(scores, exact_kl=None), batch, kl=KLOptions(estimator="exact")), "exact_kl=True"),
         (lambda: run(replace(scores, entropy=None), batch, plain(entropy_coef=0.1)), "needs the entropy"),
         (lambda: run(scores, batch, kl=KLOptions(estimator="k1", gradient="plain")), "pushes the policy away"),
         (lambda: run(scores, batch, kl=KLOptions(placement="reward")), "estimator=k1"),

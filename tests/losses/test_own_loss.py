@@ -33,7 +33,7 @@ def plain(inputs, options):
     return PolicyTerm(-ratio * inputs.advantages, ratio)
 
 
-def of_0_1(logp, old_logp, advantage, mask, limits, spec):
+def six_arguments(logp, old_logp, advantage, mask, limits, spec):
     raise AssertionError("never called")
 
 
@@ -91,7 +91,10 @@ MISTAKES = [
     ({"loss_type": f"{HERE}:plain", "slope": 1}, "unknown option loss.slope: loss has baseline, "),
     ({"loss_type": "grpo", "slope": 1}, "unknown option loss.slope"),
     ({"loss_type": "grpo", "epsilom": 1}, "unknown option loss.epsilom: did you mean loss.epsilon?"),
-    ({"loss_type": f"{HERE}:of_0_1"}, "takes (logp, old_logp, advantage, mask, limits, spec): a policy loss takes (in"),
+    (
+        {"loss_type": f"{HERE}:six_arguments"},
+        "takes (logp, old_logp, advantage, mask, limits, spec): a policy loss takes (in",
+    ),
     (
         {"loss_type": f"{HERE}:shadowing"},
         "declares entropy_coef with another type or default than every",

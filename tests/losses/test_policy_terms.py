@@ -1,5 +1,6 @@
 """Per-token policy losses by hand, their gradients, limits and what is refused."""
 
+import inspect
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.losses import LOSSES, LossOptions, policy_term, resolve_limits
+from keel.losses import LOSSES, LossOptions, policy, policy_term, resolve_limits
 
 ON = torch.ones(1, 4, dtype=torch.bool)
 RATIOS = [0.5, 0.9, 1.1, 2.0]
@@ -219,3 +220,9 @@ def test_mistakes_are_one_line(spec, says):
 def test_advantages_of_the_wrong_shape_are_refused(shape):
     with pytest.raises(KeelError, match=r"give \[B\] or \[B, T\]"):
         policy_term(LossOptions(), torch.zeros(1, 4), None, torch.zeros(shape), ON)
+
+
+@pytest.mark.parametrize("recipe", LOSSES.values(), ids=LOSSES)
+def test_a_surrogate_names_a_function_that_takes_its_options(recipe):
+    _, second = inspect.signature(getattr(policy, recipe.term.name), eval_str=True).parameters.values()
+    assert issubclass(recipe.term.options, second.annotation)

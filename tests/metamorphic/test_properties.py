@@ -23,16 +23,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keel.base.types import Completion, Group
+from keel.config import load_config
 from keel.models import logprobs
 from keel.rollout import Request, SamplingParams
-from keel.run.train import train as train_run
+from keel.run.train import run_training
 from keel.trainer import batch as batch_module
 from keel.trainer.batch import StepBatch, pack_step, score_policy, split
 from keel.trainer.state import TrainingRun
 from keel.trainer.step import train_step
 from metamorphic.worlds import BASE, budget, configure, groups, make_run, options
 
-pytestmark = pytest.mark.filterwarnings("ignore:decoding without shared prompts")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:decoding without shared prompts")]
 CLOSE = 2e-5  # nats, in fp32
 
 
@@ -276,7 +277,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(chosen, schedule):
 
         def train(where: str, steps: int, **more: Any) -> Path:
             overrides = [*given_, *decay, f"run.dir={folder / where}", f"run.max_steps={steps}"]
-            return train_run(BASE, overrides=overrides, **more).directory  # without findings and report
+            return run_training(load_config(BASE, overrides), **more).directory  # without findings and report
 
         whole = train("whole", 3)
         train("parts", 1)

@@ -20,8 +20,9 @@ from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.models.rope import reset_rope
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
+from keel.rollout.native.engine import NativeEngine
 from rollout import shapes
 
 from .architectures import UNBUILT, VOCABULARY, Variant
@@ -177,7 +178,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 _HEAD = """# Architectures
 
-Written by `python scripts/architectures.py`, and held against the code by `make test-architectures` (ten of its rows
+Written by `python scripts/architectures.py`, and held against the code by `make test-all` (ten of its rows
 by `make test`). Every architecture that transformers {version} lists as a causal language model is built small, with
 random weights, windows, chunks and rotary switches that a few dozen tokens cross; then Keel scores it (shared-prefix
 rows, padded rows, groups alone and beside longer ones) and samples from it (rows of different lengths that end at

@@ -1,4 +1,4 @@
-"""Ten rows of the page on architectures, of ten kinds; `make test-architectures` holds all of them."""
+"""Ten rows of the page on architectures, of ten kinds; `make test-all` holds all of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ TEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", list(TEN), ids=str)
 def test_a_row_of_the_page_is_what_the_code_does(variant: Variant) -> None:
     outcome = judge(build(variant, seed=1), seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from keel.models.fallbacks import fallback_notes
+from keel.models.fuse import fallback_notes
 
 
 def llama(**values: Any) -> LlamaForCausalLM:

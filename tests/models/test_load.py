@@ -166,6 +166,7 @@ def test_casting_keeps_ties_gradients_and_whole_numbers() -> None:
     assert next(moved.parameters()).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 def test_compile_reaches_the_part_that_scoring_calls(lora: Any) -> None:
     model = load_model("tiny", device="cpu", compile=True, lora=lora).model

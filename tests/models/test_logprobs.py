@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keel.base.errors import KeelError
-from keel.models.chunked import StatsOptions, token_stats
+from keel.kl.exact import jsd, topk_kl, topk_kl_unbiased
+from keel.models.chunked import Divergence, StatsOptions, token_stats
 from keel.models.head import Head, frozen_head, head_of
 from keel.models.logprobs import hidden_states, score_hidden, score_tokens
 from keel.models.pack import microbatches, pack
@@ -134,6 +135,43 @@ def test_each_written_out_gradient_by_finite_differences(key: str, softcap: floa
         return getattr(token_stats(h, head, tokens, options, ref_hidden), key)
 
     assert torch.autograd.gradcheck(function, (hidden, module.weight, module.bias))
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "jsd": lambda policy, ref, tokens: jsd(policy, ref, 0.3),
+    "topk": lambda policy, ref, tokens: topk_kl(policy, ref, 4),
+    "topk_unbiased": lambda policy, ref, tokens: topk_kl_unbiased(policy, ref, tokens, 4),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("plain", [True, False], ids=["written-out", "checkpointed"])
+@pytest.mark.parametrize("with_logp", [False, True])
+def test_a_divergence_by_chunks_is_that_of_full_logits(
+    name: str, softcap: float | None, plain: bool, with_logp: bool
+) -> None:
+    """Values and gradients in float64, alone and together with those of the log-probabilities."""
+    torch.manual_seed(1)
+    hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    linear, ref_head = nn.Linear(4, 9, bias=True).double(), nn.Linear(4, 9).double()
+    ref_hidden, tokens = torch.randn(7, 4, dtype=torch.float64), torch.randint(9, (7,))
+    head = Head(linear if plain else nn.Sequential(linear), scale=1.7, softcap=softcap)
+    options = StatsOptions(temperature=0.7, ref_head=ref_head, chunk_tokens=3, divergence=DIVERGENCES[name])
+    stats = token_stats(hidden, head, tokens, options, ref_hidden)
+    raw = linear(hidden) * 1.7
+    logprobs = ((raw if softcap is None else softcap * (raw / softcap).tanh()) / 0.7).log_softmax(-1)
+    expected = DIVERGENCES[name](logprobs, (ref_head(ref_hidden) / 0.7).log_softmax(-1), tokens)
+    torch.testing.assert_close(stats.divergence, expected, rtol=0, atol=1e-12)
+    assert stats.divergence is not None
+    coefficients = weights(7).double()
+    found, wanted = (stats.divergence * coefficients).sum(), (expected * coefficients).sum()
+    if with_logp:
+        found = found + stats.logp.sum()
+        wanted = wanted + logprobs.gather(-1, tokens[:, None]).sum()
+    leaves = (hidden, linear.weight, linear.bias)
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 def test_kl_at_the_start_is_zero_with_zero_gradient() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.models.checks import context_length
 from keel.models.head import head_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, position_switches, probe_packing
 from keel.models.rope import LengthRegimes, length_regimes
+from keel.models.tokenizer import context_length
 
 from .architectures import Variant, build
 from .packing_cases import make_groups, make_model, naive_logp

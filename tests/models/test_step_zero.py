@@ -12,7 +12,7 @@ from keel.models import load_model
 from keel.models.head import frozen_head
 from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
-from keel.reference import build_reference
+from keel.reference.kinds import build_reference
 
 from .packing_cases import gradients, make_groups
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.models.words import word_model, word_tokenizer
+from keel.models.tiny import word_model, word_tokenizer
 
 WORDS = ("What", "is", "?", "<answer>", "</answer>", "#", "12", ".")
 TOKENIZER = word_tokenizer(WORDS)

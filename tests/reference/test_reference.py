@@ -16,13 +16,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.options import Flag, Options
+from keel.base.parts import Range
 from keel.base.types import Completion, Group, Problem
 from keel.models import LoadedModel, fingerprint, load_model
 from keel.models.head import frozen_head
 from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.tiny import tiny_config, tiny_tokenizer
-from keel.reference import KINDS, Range, build_reference, check_reference
+from keel.reference.kinds import KINDS, build_reference, check_reference
 from keel.reference.weights import OffloadedTensors
 
 LORA = {"r": 3, "alpha": 5, "targets": ["q_proj", "down_proj"]}

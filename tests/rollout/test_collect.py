@@ -11,12 +11,15 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Episode, Task, arithmetic
+from keel.envs import Episode, Task
+from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_model
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams
-from keel.rollout.collect import collect
+from keel.rollout import Engine, Request, SamplingParams
+from keel.rollout.collect import Collector
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.render import Renderer
 
 from . import shapes
 
@@ -81,8 +84,10 @@ def play(lines: dict[int, list[str]], length: int = 20, **options: Any) -> tuple
     engine = Scripted(lines)
     sampling = SamplingParams(num_generations=len(lines), max_completion_length=length)
     options = {"max_turns": 2, **options}
-    task = options.pop("task", Guess())
-    (group,) = collect(engine, task, [Problem("a", "?", "7")], TOKENIZER, sampling, **options)
+    task, rendering = options.pop("task", Guess()), {n: options.pop(n) for n in ("chat_template",) if n in options}
+    options.setdefault("judge", Judge.of(task))
+    collector = Collector(engine, task, Renderer(TOKENIZER, **rendering), sampling, **options)
+    (group,) = collector.collect([Problem("a", "?", "7")])
     return group, engine
 
 
@@ -90,7 +95,8 @@ def test_one_turn_is_what_the_engine_returned() -> None:
     engine = NativeEngine(MODEL, TOKENIZER)
     task, sampling = arithmetic(), SamplingParams(num_generations=3, max_completion_length=5)
     problems = task.sample(4, seed=1, step=2)
-    groups = collect(engine, task, problems, TOKENIZER, sampling, seed=1, attempt=3, step=2)
+    collector = Collector(engine, task, Renderer(TOKENIZER), sampling, Judge.of(task), seed=1)
+    groups = collector.collect(problems, attempt=3, step=2)
     requests = [Request(p.key, tuple(TOKENIZER.encode(p.prompt))) for p in problems]
     expected = engine.generate(requests, sampling, seed=1, attempt=3, step=2)
     assert [list(g.completions) for g in groups] == expected
@@ -146,7 +152,8 @@ def test_several_turns_of_the_real_engine_equal_a_full_forward() -> None:
     task = Guess()
     sampling = SamplingParams(num_generations=4, max_completion_length=30, stop=("e", "a", "t"))
     problems = [Problem("a", "hello", "x"), Problem("b", "good day", "x")]
-    groups = collect(engine, task, problems, tokenizer, sampling, max_turns=3, seed=5)
+    collector = Collector(engine, task, Renderer(tokenizer), sampling, Judge.of(task), max_turns=3, seed=5)
+    groups = collector.collect(problems)
     turns = [r.parts["turns"] for g in groups for r in g.rewards]
     assert max(turns) > 1
     for group in groups:
@@ -157,7 +164,7 @@ def test_several_turns_of_the_real_engine_equal_a_full_forward() -> None:
             torch.testing.assert_close(got[action], expected[action], atol=1e-4, rtol=0)
             assert (got[~action] == 0).all()
             assert len(completion.tokens) <= 30
-    again = collect(engine, task, problems[1:], tokenizer, sampling, max_turns=3, seed=5)
+    again = collector.collect(problems[1:])
     assert again[0].completions[0].tokens == groups[1].completions[0].tokens  # whatever else is in the batch
 
 
@@ -194,19 +201,20 @@ def test_skipped_groups_are_left_out_and_named_and_all_skipped_is_an_error() -> 
     problems = [Problem("a", "?", "7"), Problem("b", "?", "7")]
     sampling = SamplingParams(num_generations=2)
     engine = Scripted({0: ["1"], 1: ["2"]})
-    groups = collect(engine, Guess(), problems, TOKENIZER, sampling, judge=judge)
+    collector = Collector(engine, Guess(), Renderer(TOKENIZER), sampling, judge)
+    groups = collector.collect(problems)
     assert [g.problem.key for g in groups] == ["b"]
     assert [f.problem for f in judge.drain()] == ["a"]
     with pytest.raises(KeelError, match="every group of step 4 was skipped"):
-        collect(engine, Guess(), problems[:1], TOKENIZER, sampling, judge=judge, step=4)
+        collector.collect(problems[:1], step=4)
 
 
 def test_cut_prompts_are_marked() -> None:
     sampling = SamplingParams(num_generations=1)
     problems = [Problem("a", "12345", "7"), Problem("b", "1", "7")]
-    groups = collect(
-        Scripted({0: ["7"]}), Guess(), problems, TOKENIZER, sampling, max_prompt_length=3, truncation="left"
-    )
+    engine, task = Scripted({0: ["7"]}), Guess()
+    cutting = {"max_prompt_length": 3, "truncation": "left"}
+    groups = Collector(engine, task, Renderer(TOKENIZER), sampling, Judge.of(task), **cutting).collect(problems)
     assert TOKENIZER.decode(groups[0].prompt_tokens) == "345"
     assert groups[0].problem.info == {"prompt_tokens_cut": 2}
     assert groups[1].problem.info == {}
@@ -228,5 +236,6 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 def test_two_problems_of_one_key_are_refused() -> None:
     problems = [Problem("a", "1", "7"), Problem("a", "2", "7")]
+    collector = Collector(Scripted({}), Guess(), Renderer(TOKENIZER), SamplingParams(), Judge.of(Guess()))
     with pytest.raises(KeelError, match="the key 'a'"):
-        collect(Scripted({}), Guess(), problems, TOKENIZER, SamplingParams())
+        collector.collect(problems)

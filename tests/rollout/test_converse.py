@@ -15,12 +15,16 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task
 from keel.envs.episode import EpisodeRunner
-from keel.rollout import NativeEngine, Request, SamplingParams, Turn
-from keel.rollout.collect import collect
-from keel.rollout.native.batch import DecodeBatch, DecodeRow
+from keel.envs.judge import Judge
+from keel.rollout import Request, SamplingParams, Turn
+from keel.rollout.collect import Collector
+from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.decode import SharedPrefixDecoder
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.native.scheduler import JOIN_STEPS
+from keel.rollout.render import Renderer
+from keel.rollout.request import OpenRow
 
 from . import shapes
 
@@ -113,7 +117,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     step = DecodeBatch.step
 
-    def noted(self: DecodeBatch) -> list[DecodeRow]:
+    def noted(self: DecodeBatch) -> list[OpenRow]:
         rows.append(len(self.rows))
         return step(self)
 
@@ -121,6 +125,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_bytes", [0, ROOM])
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
 def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
@@ -155,7 +160,7 @@ def test_no_slot_stays_empty_for_long_while_anything_waits(
     """Six groups of two and four slots: between two joins the empty slots cost at most a step more than a join."""
     begun, admit = [], DecodeBatch.admit
 
-    def noted(self: DecodeBatch, waiting: list[DecodeRow]) -> list[DecodeRow]:
+    def noted(self: DecodeBatch, waiting: list[OpenRow]) -> list[OpenRow]:
         left = admit(self, waiting)
         if len(left) < len(waiting):
             begun.append(len(sizes))
@@ -231,9 +236,8 @@ class Asked(NativeEngine):
 def groups(engine: Any, task: Any, **options: Any) -> Any:
     problems = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(4)]
     sampling = SamplingParams(num_generations=3, max_completion_length=60)
-    return collect(
-        engine, task, problems, engine.tokenizer, sampling, seed=7, max_turns=3, max_turn_length=16, **options
-    )
+    options = {"seed": 7, "max_turns": 3, "max_turn_length": 16, **options}
+    return Collector(engine, task, Renderer(engine.tokenizer), sampling, Judge.of(task), **options).collect(problems)
 
 
 def tokens_of(groups: Any) -> list[list[tuple[int, ...]]]:

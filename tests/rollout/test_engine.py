@@ -15,10 +15,15 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.config import load_config
-from keel.envs import arithmetic
-from keel.rollout import Engine, EngineWrapper, NativeEngine, Request, SamplingParams, Turn, build_engine
-from keel.rollout.collect import collect
+from keel.envs import Task
+from keel.envs.arithmetic import arithmetic
+from keel.envs.judge import Judge
+from keel.rollout import Engine, EngineWrapper, Request, SamplingParams, Turn
+from keel.rollout.collect import Collector
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import build_engine
+from keel.rollout.render import Renderer
 from keel.run.build import build_policy, build_run
 
 from . import shapes
@@ -39,7 +44,7 @@ class Counting(Engine):
 
 
 class ByShape:
-    """An engine of Keel 0.1: all the methods, and no base."""
+    """All the methods of an engine, and no base."""
 
     version = None
 
@@ -82,6 +87,10 @@ def test_generate_alone_takes_several_turns() -> None:
     assert engine.asked == [1, 2, 1]
 
 
+def collector(engine: Any, task: Task, sampling: SamplingParams) -> Collector:
+    return Collector(engine, task, Renderer(shapes.tokenizer()), sampling, Judge.of(task))
+
+
 def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
     model = shapes.model("llama")
     with pytest.raises(KeelError, match=r"engine Counting has no sync: .* or declare shares_weights = True"):
@@ -96,10 +105,12 @@ def test_an_engine_with_weights_of_its_own_must_say_how_it_syncs() -> None:
 def test_a_wrapper_forwards_everything_that_an_engine_declares() -> None:
     inner = NativeEngine(shapes.model("llama"), shapes.tokenizer())
     wrapper: Any = EngineWrapper(inner)
-    names = [name for name in dir(Engine) if not name.startswith("_")]
+    names = [name for name in dir(Engine) if not name.startswith("_") and name != "native"]
     assert {"generate", "converse", "sync", "release", "context", "shares_weights", "logp_after_filters"} <= set(names)
     for name in names:
         assert getattr(wrapper, name) == getattr(inner, name), name
+    assert inner.native
+    assert not wrapper.native, "it may change what is sampled"
     assert wrapper.shares_weights
     assert wrapper.context == inner.context is not None
     seen: list[int] = []
@@ -170,7 +181,7 @@ def test_what_a_wrapper_sets_for_itself_is_not_the_inner_engines() -> None:
 
 @pytest.mark.parametrize("name", ["ByShape", "by_shape"])
 def test_an_engine_by_shape_is_refused_in_one_line_that_names_the_change(name: str) -> None:
-    refused = rf"^rollout.engine={HERE}:{name} does not derive from keel.rollout.Engine, .*class ByShape\(keel.rollout."
+    refused = rf"^rollout.engine={HERE}:{name} does not derive from keel.rollout.Engine: .*class ByShape\(keel.rollout."
     with pytest.raises(KeelError, match=refused):
         build_engine(RolloutOptions(engine=f"{HERE}:{name}"), shapes.model("llama"), shapes.tokenizer())
 
@@ -185,7 +196,7 @@ def test_a_class_by_shape_is_refused_before_a_model_loads() -> None:
 def test_an_engine_by_shape_given_in_python_is_refused_too() -> None:
     task: Any = arithmetic()
     with pytest.raises(KeelError, match=r"^the engine ByShape does not derive from keel.rollout.Engine"):
-        collect(by_shape(None, None), task, task.held_out(1), shapes.tokenizer(), SamplingParams())
+        collector(by_shape(None, None), task, SamplingParams()).collect(task.held_out(1))
 
 
 def test_the_engine_of_the_docs_trains_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +225,7 @@ def test_log_probabilities_after_filters_are_kept_as_such(top_p: float) -> None:
     """What they were before the filters is then not known, and NaN says so."""
     sampling = SamplingParams(num_generations=2, top_p=top_p)
     task: Any = arithmetic()
-    (group,) = collect(AfterFilters(), task, task.held_out(1), shapes.tokenizer(), sampling)
+    (group,) = collector(AfterFilters(), task, sampling).collect(task.held_out(1))
     for completion in group.completions:
         assert completion.filtered_logp == (-1.0,)
         assert [math.isnan(logp) for logp in completion.sample_logp] == [top_p < 1]

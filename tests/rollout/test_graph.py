@@ -13,13 +13,15 @@ import torch
 
 from keel.config import load_config
 from keel.models import load_model
-from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native import graph
 from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.native.fused import join_projections
 from keel.rollout.native.scheduler import bucket, buckets
 from keel.rollout.native.state import KEY_BLOCK, PROMPT_PARTS, prompt_items
+from keel.rollout.registry import build_engine
 
 from . import shapes, torch_kernels
 from .test_converse import assert_same, engine_of, in_step, talked
@@ -58,6 +60,7 @@ def assert_close(sampled: Any, expected: Any) -> None:
 REQUESTS = [Request(f"p{i}", tokens) for i, tokens in enumerate(shapes.prompts(5))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("max_batch", [None, 5])
@@ -204,6 +207,7 @@ def test_buckets_are_few_and_near() -> None:
         assert rows < 33 or bucket(rows) <= 1.5 * rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [[8] * 16, [1], [3, 0, 20], [40]])
 @pytest.mark.parametrize("longest", [1, 63, 64, 65, 512, 2300])
 @pytest.mark.parametrize(("repeats", "tile"), [(6, 64), (1, 16), (71, 64)])

@@ -15,8 +15,9 @@ from keel.base.types import Completion, Group, Problem
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, probe_packing
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native.choose import _cases, _verified_length, choose_decoder
+from keel.rollout.native.engine import NativeEngine
 from models.architectures import VOCABULARY, Variant, build, small_config
 from models.sweep import own_logp
 
@@ -63,6 +64,7 @@ def test_queries_that_are_scaled_past_a_position_are_scaled_in_a_decode_step() -
     assert_own(model, sampled(model, (4, 12, 40), 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "llama", "phimoe"])
 @pytest.mark.parametrize("lengths", [(40, 35), (5, 12), (20, 40, 3)])
 def test_longrope_is_read_by_the_length_of_each_context(name: str, lengths: tuple[int, ...]) -> None:
@@ -165,6 +167,7 @@ def test_a_window_as_long_as_the_context_is_no_window() -> None:
     assert "DynamicSlidingWindowLayer" in str(engine_of(small_mistral(sliding_window=159)).fallback_reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "granitemoehybrid"])
 def test_experts_in_half_precision_are_decoded_as_in_full(name: str) -> None:
     """Rounding sends tokens to other experts, which is no fault of a decoder."""
@@ -198,6 +201,7 @@ def test_a_wrong_cache_is_seen_in_half_precision(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_sparse_attention_over_compressed_entries_is_tried_past_its_top_k() -> None:
     """DeepSeek V4's index_topk counts entries of several tokens each; past it no decoder gives its plain logits."""
     model = build("deepseek_v4")

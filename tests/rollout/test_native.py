@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.engine import Interrupted
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.stops import StopStrings
 
 from . import shapes
@@ -42,6 +43,7 @@ def test_these_shapes_fall_back_with_a_message(name: str) -> None:
         NativeEngine(shapes.model(name), shapes.tokenizer())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
 def test_sample_logp_equals_a_full_forward(name: str, temperature: float) -> None:
@@ -79,6 +81,7 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
         torch.testing.assert_close(torch.tensor(completion.sample_logp), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_the_same_seed_gives_the_same_text_at_any_batch_size(name: str) -> None:
     engine, _ = engine_of(name)
@@ -94,6 +97,7 @@ def test_the_same_seed_gives_the_same_text_at_any_batch_size(name: str) -> None:
         assert engine.generate(requests, sampling, **changed) != together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2"])
 def test_rows_that_end_leave_without_disturbing_the_others(name: str) -> None:
     engine, model = engine_of(name)

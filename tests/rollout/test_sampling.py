@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.sampling import block_shape, draw, filter_threshold, gumbel, row_key
 
 from . import shapes

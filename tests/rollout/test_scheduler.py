@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native import scheduler
 from keel.rollout.native.decode import SharedPrefixDecoder
-from keel.rollout.native.scheduler import Passes, Scheduler, Traits, prefill_chunks, resume_columns, simulate
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.native.scheduler import RolloutPasses, Scheduler, Traits, prefill_chunks, resume_columns, simulate
 
 from . import shapes
 
@@ -90,8 +91,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return passes
 
 
-def done(passes: list[tuple[str, Any]]) -> Passes:
-    return Passes(*(tuple(what for kind, what in passes if kind == wanted) for wanted in ("prefill", "step")))
+def done(passes: list[tuple[str, Any]]) -> RolloutPasses:
+    return RolloutPasses(*(tuple(what for kind, what in passes if kind == wanted) for wanted in ("prefill", "step")))
 
 
 @pytest.mark.parametrize("max_batch", [None, 3, 6, 8, 11, 40])
@@ -109,7 +110,7 @@ def test_the_engine_does_what_is_simulated(
     assert max_batch is not None or len(simulated.prefills) == 1
 
 
-def row_by_row(requests: list[tuple[int, int]], max_batch: int | None, traits: Traits) -> Passes:
+def row_by_row(requests: list[tuple[int, int]], max_batch: int | None, traits: Traits) -> RolloutPasses:
     """The oracle of `simulate`: every row is looked at in every step."""
     waiting = [(request, length) for request, (rows, length) in enumerate(requests) for _ in range(rows)]
     made = Scheduler(len(waiting), max_batch, traits)
@@ -128,7 +129,7 @@ def row_by_row(requests: list[tuple[int, int]], max_batch: int | None, traits: T
         if running:
             steps.append(made.rows)
             made.step()
-    return Passes(tuple(prefills), tuple(steps))
+    return RolloutPasses(tuple(prefills), tuple(steps))
 
 
 @pytest.mark.parametrize("traits", [CPU, Traits("cuda", True), Traits("cuda", True, True), Traits("cuda")])

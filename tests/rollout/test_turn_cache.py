@@ -13,7 +13,9 @@ import torch
 from keel.base.types import Completion
 from keel.config import load_config
 from keel.models import load_model
-from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.registry import build_engine
 
 from . import shapes
 
@@ -71,6 +73,7 @@ def tokens_read(model: Any, play_it: Callable[[], Any]) -> int:
     return sum(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
 def test_turns_that_resume_equal_turns_that_prefill_again(name: str) -> None:
     model = shapes.model(name)

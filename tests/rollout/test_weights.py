@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
 from keel.rollout.native import weights
+from keel.rollout.native.engine import NativeEngine
 
 from . import shapes
 

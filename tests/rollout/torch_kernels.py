@@ -17,14 +17,13 @@ def norm(
     eps: float,
     offset: float = 0.0,
     centred: bool = False,
-) -> Tensor:
-    if x is not None:
-        residual.add_(x)
-    value = residual.float()
+) -> tuple[Tensor, Tensor]:
+    total = residual if x is None else residual + x
+    value = total.float()
     if centred:
         value = value - value.mean(-1, keepdim=True)
     value = value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + offset)
-    return (value if bias is None else value + bias.float()).to(residual.dtype)
+    return total, (value if bias is None else value + bias.float()).to(residual.dtype)
 
 
 def activate(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
@@ -56,7 +55,7 @@ def attend(
     q, k, v = (part.view(rows, -1, size) for part in qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=1))
     if norms is not None:
         q_weight, k_weight, eps, offset = norms
-        q, k = (norm(None, x.clone(), w, None, eps, offset) for x, w in ((q, q_weight), (k, k_weight)))
+        q, k = (norm(None, x, w, None, eps, offset)[1] for x, w in ((q, q_weight), (k, k_weight)))
     if tables is not None:
         q, k = (_turned(x, *tables) for x in (q, k))
     suffix, prompt_keys, prompt_values = state.buffers[0][layer], *state.buffers[1 + 2 * layer : 3 + 2 * layer]

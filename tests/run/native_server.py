@@ -22,8 +22,7 @@ import yaml
 
 from keel.base.alive import end_with_parent
 from keel.base.imports import import_object
-from keel.models.load import context_length
-from keel.models.tokenizer import vocabulary_digest
+from keel.models.tokenizer import context_length, vocabulary_digest
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 from keel.rollout.vllm.service import Service
 from rollout.vllm.servers import PlainBackend

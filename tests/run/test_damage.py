@@ -107,6 +107,7 @@ def test_no_byte_of_the_record_can_change(run: Path) -> None:
         assert damaged == ["trainer/state.json"] or json.loads(changed) == json.loads(data), position
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: str) -> None:
     """From the checkpoint before it, or, for a reference that is every checkpoint's, with the one it was made from."""
@@ -126,6 +127,7 @@ def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: st
     assert result.summary["kl"] == json.loads((whole / "summary.json").read_text())["kl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero", "truncate", "delete"])
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimizer.pt", "trainer/state.json"])
 def test_other_damage_is_resumed_past_too(whole: Path, run: Path, file: str, kind: str) -> None:
@@ -154,31 +156,12 @@ def test_a_run_without_a_whole_checkpoint_ends_with_status_2(run: Path, capsys: 
     assert "step-6/model.safetensors is not as it was saved" in capsys.readouterr().err
 
 
-def unsealed(run: Path) -> None:
-    """The checkpoints as versions without checksums wrote them."""
-    for folder in (run / "checkpoints").glob("step-*"):
-        path = folder / "trainer" / "state.json"
-        record = json.loads(path.read_text())
-        del record["checksums"], record["sha256"]
-        path.write_text(json.dumps(record, indent=1))
-
-
-def test_an_earlier_versions_checkpoint_resumes_with_a_note(whole: Path, run: Path) -> None:
-    unsealed(run)
-    resume(run)
-    assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
-    assert any("without checksums" in str(event.get("message")) for event in lines(run, "events.jsonl"))
-
-
-@pytest.mark.parametrize("kind", ["zero", "truncate", "delete"])
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer/optimizer.pt", "trainer/state.json"])
-def test_an_earlier_versions_damage_is_named_and_passed_over(whole: Path, run: Path, file: str, kind: str) -> None:
-    unsealed(run)
-    DAMAGE[kind](run / "checkpoints" / "step-6" / file)
-    resume(run)
-    assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
-    (message,) = damage_messages(run)
-    assert message.startswith(f"the checkpoint step-6 is damaged: {file} ")
+def test_a_record_without_checksums_is_damaged(run: Path) -> None:
+    path = run / "checkpoints" / "step-6" / "trainer" / "state.json"
+    record = json.loads(path.read_text())
+    del record["checksums"], record["sha256"]
+    path.write_text(json.dumps(record))
+    assert [damage.file for damage in damages(path.parents[1])] == ["trainer/state.json"]
 
 
 def test_a_damaged_reference_is_not_linked_into_the_next_checkpoint(run: Path) -> None:
@@ -200,7 +183,7 @@ def test_a_damaged_reference_is_not_linked_into_the_next_checkpoint(run: Path) -
 
 @pytest.mark.parametrize(
     "words",
-    [["eval", "RUN"], ["kl", "RUN"], ["export", "RUN", "OUT"], ["push", "RUN", "me/model"], ["eval", "RUN@6"]],
+    [["eval", "RUN"], ["kl", "RUN"], ["export", "RUN", "OUT"], ["eval", "RUN@6"]],
     ids=" ".join,
 )
 @pytest.mark.parametrize("kind", DAMAGE)

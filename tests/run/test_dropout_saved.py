@@ -13,13 +13,11 @@ from torch import nn
 
 from keel.api import supervise, train
 from keel.config import load_config
-from keel.envs.chess.models import GPT2_DROPOUT, gpt2
 from keel.lab.publish.export import export
-from keel.lab.publish.hub import push
 from keel.models.dropout import disable_dropout, original_dropout
 from keel.models.load import load_model
+from keel.recipes.chess.models import GPT2_DROPOUT, gpt2
 from keel.trainer.checkpoint import save_weights
-from lab.publish.test_hub import FakeHub
 from trainer.small import BASE
 
 IDS = torch.tensor([[5, 40, 60, 7, 9]])
@@ -99,13 +97,10 @@ def test_supervised_training_keeps_it(tmp_path: Path) -> None:
     assert dropouts(run / "checkpoints" / "step-1" / "config.json") == [GPT2_DROPOUT] * 3
 
 
-def test_an_adapter_merged_for_export_or_for_a_hub_keeps_it(adapter_run: Path, tmp_path: Path) -> None:
-    exported = export(str(adapter_run), tmp_path / "whole", merged=True)
-    hub = FakeHub()
-    push(str(adapter_run), "me/whole", merged=True, api=hub)
-    for folder in (exported, hub.write(tmp_path / "pulled")):
-        assert dropouts(folder / "config.json") == [GPT2_DROPOUT] * 3
-        assert is_noisy(load_model(str(folder), device="cpu", dropout=True).model)
+def test_an_adapter_merged_for_export_keeps_it(adapter_run: Path, tmp_path: Path) -> None:
+    folder = export(str(adapter_run), tmp_path / "whole", merged=True)
+    assert dropouts(folder / "config.json") == [GPT2_DROPOUT] * 3
+    assert is_noisy(load_model(str(folder), device="cpu", dropout=True).model)
 
 
 def test_a_copy_of_a_quiet_model_knows_its_own_values() -> None:

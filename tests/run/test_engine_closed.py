@@ -13,7 +13,9 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
-from keel.rollout import EngineWrapper, NativeEngine, Request, SamplingParams
+from keel.recipes.chess.__main__ import app
+from keel.rollout import EngineWrapper, Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from trainer.small import small_config
 
 HERE = "run.test_engine_closed"
@@ -67,6 +69,7 @@ def command(name: str, path: Path, engine: str, *options: str) -> int:
     return main([words[0], str(path), *words[1:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_closed_at_the_end(name: str, tmp_path: Path) -> None:
     assert command(name, tmp_path / "c.yaml", "Counted") in (0, 1)  # the doctor of random weights finds something
@@ -98,6 +101,6 @@ def test_kl_closes_the_sampler_of_each_side(engine: str, status: int, tmp_path: 
 
 @pytest.mark.parametrize(("engine", "status"), [("Counted", 0), ("Breaking", 2)])
 def test_a_match_closes_its_player(engine: str, status: int) -> None:
-    words = ["play-chess", "tiny", f"rollout.engine={HERE}:{engine}", "--games", "1", "--max-tokens", "2", "--json"]
-    assert main(words) == status
+    words = ["play", "tiny", f"rollout.engine={HERE}:{engine}", "--games", "1", "--max-tokens", "2", "--json"]
+    assert main(words, app) == status
     assert (Counted.open, Counted.closed) == (0, 1)

@@ -13,10 +13,12 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.config import load_config
-from keel.envs import Episode, Task, build_task
+from keel.envs import Episode, Task
 from keel.envs.episode import SingleTurn
+from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
-from keel.rollout.collect import collect
+from keel.envs.registry import build_task
+from keel.rollout.collect import Collector
 from keel.rollout.engine import Engine
 from keel.rollout.render import Renderer
 from keel.rollout.request import Request
@@ -49,9 +51,7 @@ def test_a_demonstration_is_the_rollout_in_which_the_model_says_it(chat_template
     for problem in task.sample(4, seed=0, step=0):
         turns = task.gold_turns(problem)
         shown = episode_example(task, problem, renderer.prompt(problem), TOKENIZER, renderer.reply)
-        (sampled,) = collect(
-            Gold(turns), task, [problem], TOKENIZER, sampling, max_turns=9, chat_template=chat_template
-        )
+        (sampled,) = Collector(Gold(turns), task, renderer, sampling, Judge.of(task), max_turns=9).collect([problem])
         assert shown.prompt_tokens == sampled.prompt_tokens
         assert shown.completions[0].tokens == sampled.completions[0].tokens
         assert shown.completions[0].action == sampled.completions[0].action
@@ -106,6 +106,7 @@ def test_what_turns_deserve_a_note(options: list[str], said: str | None) -> None
     assert [said in note for note in notes] == [True] if said else notes == []
 
 
+@pytest.mark.slow
 def test_two_steps_from_a_configuration(tmp_path: Path) -> None:
     result = keel.train(load_config(CONFIG, [f"run.dir={tmp_path}"]))
     lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from keel.envs import Episode, Task
+from keel.models.tiny import tiny_tokenizer
+from keel.rollout.collect import Collector
 from keel.run import evaluate
 from trainer.small import small_config
 
@@ -29,10 +31,11 @@ class Guess(Plain):
 
 @pytest.mark.parametrize(("task", "turns"), [(Guess(), 3), (Plain(), 1)])
 def test_evaluation_never_samples_beside_tools(task: Task, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: given.update(options))
+    given: list[Collector] = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda collector, *_, **__: given.append(collector))
     config = small_config("rollout.max_turns=3", "rollout.max_turn_length=2", "rollout.overlap_tools=true")
     assert config.rollout.turns["overlap_tools"]
-    evaluate.evaluate_entry(config, None, None, evaluate.Entry(task, "trained", None))  # type: ignore[arg-type]
-    assert given["overlap_tools"] is False
-    assert (given["max_turns"], given["max_turn_length"]) == (turns, 2)
+    entry = evaluate.Entry(task, "trained", None)  # type: ignore[arg-type]
+    evaluate.evaluate_entry(config, None, tiny_tokenizer(), entry)  # type: ignore[arg-type]
+    assert not given[0].overlap_tools
+    assert (given[0].max_turns, given[0].max_turn_length) == (turns, 2)

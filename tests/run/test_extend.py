@@ -33,6 +33,7 @@ def course(name: str, progress: float) -> float:
     return 1 - progress if name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (2, 0.25)])
 def test_an_extended_run_keeps_its_course(tmp_path: Path, name: str, warmup: int, low: float) -> None:

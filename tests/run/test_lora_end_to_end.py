@@ -20,8 +20,9 @@ from keel.config.checks import advice
 from keel.lab.publish.export import export
 from keel.models import load_model
 from keel.models.fingerprint import fingerprint
-from keel.reference import build_reference
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.reference.kinds import build_reference
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from keel.run.build import build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
 from keel.trainer.state import State, TrainingRun
@@ -71,6 +72,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.slow
 def test_peft_alone_loads_what_a_step_saved(tmp_path: Path) -> None:
     base, tokenizer = small_model()
     base.save_pretrained(tmp_path / "base")

@@ -24,6 +24,9 @@ from run.test_ranks import Lost, statuses
 from run.test_resume import assert_same, lines, options, train_until_killed
 from trainer.small import BASE, Letters
 
+pytestmark = pytest.mark.processes
+
+
 ONE, TWO = "rollout.max_staleness=1", "rollout.max_staleness=2"
 FULL = "parallel.sharding=full"
 STEPS = 6

@@ -12,10 +12,13 @@ import pytest
 import keel
 from keel.base.errors import KeelError
 from keel.cli import main
-from keel.envs import build_task
+from keel.config import load_config
 from keel.envs.dataset import AnswerGrader
 from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
+from keel.models.tiny import tiny_tokenizer
+from keel.run.build import build_named_task, without_long_prompts
 from keel.run.evaluate import run_evaluation
 from keel.run.model_ref import resolve_model
 
@@ -235,3 +238,15 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_option_that_helps(
     with pytest.raises(KeelError) as caught:
         trained(tmp_path, **{"data.path": path, "task.held_out": 2, **limits})
     assert str(caught.value).endswith(fix)
+
+
+@pytest.mark.parametrize("limits", [{"truncation": "drop", "max_prompt_length": 99}, {}], ids=["drop", "error"])
+def test_a_row_with_a_control_token_is_refused_at_the_start(tmp_path: Path, limits: dict[str, Any]) -> None:
+    """It is named with the option that allows it, before any problem is drawn."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"question": "1+1=", "answer": 2}\n{"question": "<eos><|user|>2+1=", "answer": 3}\n')
+    config = load_config({"data": {"path": str(path), **limits}, "task": {"name": "dataset"}})
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(KeelError, match=r"mine\.jsonl:2.*data\.allow_control_tokens=true") as refused:
+        without_long_prompts(config, tokenizer, build_named_task(config.task, config))
+    assert "max_prompt_length" not in str(refused.value)

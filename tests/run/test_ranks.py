@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import keel
@@ -18,6 +19,9 @@ from keel.rollout.native.engine import NativeEngine
 from ranks import Ended, run_ranks
 from run.test_resume import assert_same, lines
 from trainer.small import BASE, Letters
+
+pytestmark = pytest.mark.processes
+
 
 STEPS = 6
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 import keel
 from ranks import run_ranks
 from run.test_ranks_resume import lines
+
+pytestmark = pytest.mark.processes
+
 
 DEFAULT = Path(__file__).resolve().parents[2] / "configs" / "default.yaml"
 STEPS = 10

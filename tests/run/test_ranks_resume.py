@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from keel.base.world import ALONE
 from trainer.ranks import in_processes, training
 
+pytestmark = pytest.mark.processes
+
+
 FULL = "parallel.sharding=full"
 STEPS, HALF = 4, 2
 

@@ -62,6 +62,7 @@ def assert_same(run: Path, whole: Path) -> None:
     assert {**ours, "wall_s": 0} == {**theirs, "wall_s": 0}
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_in_one_go(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "small"
     train_until_killed(tmp_path, run / "metrics.jsonl", 10)

@@ -1,11 +1,14 @@
-"""The countdown starters: a sound task, solutions that fit the completion, and a supervised start to learn from."""
+"""The small starters: a sound task, solutions that fit the completion, and a supervised start to learn from."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from keel.api import train
+from keel.cli import main
 from keel.config import load_config
-from keel.envs import check
+from keel.envs.validity import check
 from keel.run.build import build_named_task
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -19,10 +22,27 @@ def test_a_countdown_starter_is_sound(name: str) -> None:
         check(build_named_task(spec, config))
 
 
-def test_every_solution_of_the_small_starter_fits_its_completion() -> None:
-    config = load_config(CONFIGS / "countdown.yaml")
+@pytest.mark.parametrize("name", ["countdown", "code"])
+def test_every_solution_of_a_small_starter_fits_its_completion(name: str) -> None:
+    config = load_config(CONFIGS / f"{name}.yaml")
     task = build_named_task(config.task, config)
     problems = [*task.sample(500, seed=0, step=0), *task.held_out(500)]
     longest = max(len(task.gold(problem)) + 1 for problem in problems)  # a token a character, and the end
     assert longest <= config.rollout.max_completion_length
     assert len(task.held_out(config.eval.samples)) == config.eval.samples
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_records_each_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["warmstart.steps=2", "warmstart.batch_size=4", "run.max_steps=2", "rollout.prompts_per_step=2"]
+    sizes = ["rollout.num_generations=4", "eval.samples=4", "eval.k=[1]", "checkpoint.every=2", f"run.dir={tmp_path}"]
+    result = train(CONFIGS / "code.yaml", overrides=[*options, *sizes])
+    records = [json.loads(line) for line in (result.directory / "rollouts.jsonl").read_text().splitlines()]
+    assert len(records) >= 16
+    for record in records:
+        outcomes = record["details"].splitlines()
+        assert len(outcomes) == 6 or record["details"] == "no program"
+        assert record["parts"]["passed"] == sum(line.startswith("✓") for line in outcomes) / 6
+    assert main(["show", str(result.directory), "--no-color"]) == 0
+    assert "f([" in capsys.readouterr().out
+    assert "<pre class='details'>" in (result.directory / "report.html").read_text()

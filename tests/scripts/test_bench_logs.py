@@ -28,6 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_operators_change_the_files_and_not_their_subject(healthy: list[Any], tmp_path: Path) -> None:
     operators = [operator for operator in OPERATORS.values() if operator.kind == "log"]
     assert len(operators) > 50

@@ -14,17 +14,24 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PHASES = (
-    *("setup", "lint", "lint-workflows", "verify", "docs", "setup-vllm", "test-vllm"),
-    *("test", "test-doctor", "test-processes", "test-architectures", "test-trl"),
-    *(LAST := ("test-wheel", "test-verl", "test-metamorphic", "soak")),
+    *("setup", "lint", "lint-workflows", "verify", "docs", "setup-vllm", "test-vllm", "test", "test-all"),
+    *(LAST := ("test-wheel", "test-verl", "soak")),
 )
 MAKE = """#!/bin/sh
-echo "begin of $1"
+for name; do target=$name; done
+if [ "$target" = test-list ]; then
+  for phase in test test-all test-verl test-vllm $UNRUN; do echo "tests/test_it.py::$phase"; done; exit
+fi
+echo "begin of $target"
 seq 20
-echo $$ >"$PIDS.$1"
-if [ "$1" = "$HANGS" ]; then exec sleep 60; fi
-case "$1" in "$SKIPS") echo "12 passed, 1 skipped in 3.21s";; *) echo "12 passed in 3.21s";; esac
-test "$1" != "$FAILS"
+echo $$ >"$PIDS.$target"
+if [ "$target" = "$HANGS" ]; then exec sleep 60; fi
+case "$target" in "$SKIPS") skip="<skipped/>"; esac
+case "$target" in test-wheel) ;; test*)
+  test="<testcase classname='tests.test_it' name='$target'>$skip</testcase>"
+  echo "<testsuite>$test</testsuite>" >"${PYTEST_ADDOPTS#*=}"
+esac
+test "$target" != "$FAILS"
 """
 
 
@@ -32,9 +39,11 @@ def start(tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
     """`.ci/run` in a process group of its own."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "each_ran_once.py", tmp_path / "scripts")
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("make", "stockfish", "chromium"):
+    for name in ("make", "stockfish", "chromium", "bwrap"):
         (programs / name).write_text(MAKE)
         (programs / name).chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
@@ -71,28 +80,32 @@ def test_every_phase_is_run_and_timed(tmp_path: Path) -> None:
     assert all(f"\n{phase}:" in targets for phase in PHASES)
 
 
-FAILING = ("lint", "test-vllm", "test", "soak", "test-metamorphic")  # in every lane, before others and last
-
-
-@pytest.mark.parametrize(
-    ("how", "phase"),
-    [*(("FAILS", phase) for phase in FAILING), *(("SKIPS", phase) for phase in FAILING if phase.startswith("test"))],
-)
-def test_a_phase_that_fails_or_skips_fails_the_run_and_is_shown_whole(tmp_path: Path, how: str, phase: str) -> None:
-    status, printed, table = run(tmp_path, **{how: phase})
+@pytest.mark.parametrize("phase", ["lint", "test-vllm", "test", "soak", "test-verl"])  # in each lane, first and last
+def test_a_phase_that_fails_ends_the_run_and_is_shown_whole(tmp_path: Path, phase: str) -> None:
+    status, printed, table = run(tmp_path, FAILS=phase)
     assert status == 1
     assert f"begin of {phase}" in printed
     assert [name for name, end in table.items() if end.startswith("FAILED")] == [phase]
-    assert ("did not run" in printed) == (how == "SKIPS")
     assert phase in LAST or not set(LAST) & set(table)
-    later = {"lint": "lint-workflows", "test": "test-processes"}.get(phase)
+    later = {"lint": "lint-workflows", "test": "test-all"}.get(phase)
     assert later is None or later not in table
+
+
+@pytest.mark.parametrize(
+    ("how", "test", "fault"),
+    [("SKIPS", "test-vllm", "skipped"), ("SKIPS", "test", "skipped"), ("UNRUN", "test_new", "ran 0 times")],
+)
+def test_a_test_that_did_not_run_fails_the_run(tmp_path: Path, how: str, test: str, fault: str) -> None:
+    status, printed, table = run(tmp_path, **{how: test})
+    assert status == 1
+    assert sorted(table) == sorted(PHASES)
+    assert f"tests.test_it.{test}: {fault}" in printed
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
     ("phase", "beside"),
-    [("test-vllm", "docs"), ("test-architectures", "test-architectures"), ("soak", "test-metamorphic")],
+    [("test-vllm", "docs"), ("test-all", "test-all"), ("soak", "test-verl")],
 )
 def test_a_signal_leaves_nothing_running_and_says_where_it_was(
     tmp_path: Path, phase: str, beside: str, sent: signal.Signals, status: int

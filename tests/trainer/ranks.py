@@ -12,7 +12,7 @@ from keel.base.types import Completion
 from keel.base.world import World
 from keel.config import load_config
 from keel.models.fingerprint import fingerprint
-from keel.models.whole import whole
+from keel.models.sharding import whole
 from keel.rollout import Engine
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
@@ -31,6 +31,7 @@ BASE = {
     "kl": {"beta": 0.05},
     "optim": {"learning_rate": 1e-3, "microbatch_tokens": 96, "max_grad_norm": 0.05, "eps": 0.01},
     "rewards": [{"name": "trainer.ranks:hashed_reward"}],
+    "guards": {"on_step0_kl": "warn"},  # what the engine says of its tokens is a hash
 }
 
 

@@ -40,6 +40,11 @@ def small_model(seed: int = 0) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def other_model() -> tuple[Any, Any]:
+    """Another such model, as a teacher."""
+    return small_model(5)
+
+
 @dataclass(frozen=True)
 class Letters(Task):
     """Pays the share of letters in a completion: every group of a random model has some spread."""

@@ -56,6 +56,7 @@ def test_a_loaded_run_goes_on_exactly(tmp_path: Path, overrides: tuple[str, ...]
         assert comparable(here) == comparable(there)
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_without_keel(tmp_path: Path) -> None:
     run, state = make()
     folder = save_checkpoint(tmp_path, run, state)

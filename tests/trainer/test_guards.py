@@ -13,13 +13,12 @@ import torch
 
 import keel
 from keel.base.errors import KeelError
-from keel.base.thresholds import load_thresholds
 from keel.kl import KLState
 from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
 from keel.trainer.final import measure_final
 from keel.trainer.guards import ENOUGH, WINDOW, final_violation, find_violation, over_budget, spike_limit
-from keel.trainer.options import GuardOptions
+from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.sample import problem_seed
 from keel.trainer.state import State, step_seed
 from keel.trainer.step import train_step
@@ -99,7 +98,7 @@ def test_a_violation_that_only_warns_does_not_hide_a_graver_one() -> None:
 
 
 def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
-    limits = load_thresholds({"grad_spike": 4.0})
+    limits = GuardLimits(grad_spike=4.0)
     assert spike_limit((1.0,) * (ENOUGH - 1), limits) is None
     assert spike_limit((1.0, 3.0, 100.0) * 4, limits) == 12.0
 
@@ -338,7 +337,7 @@ def test_a_budget_that_only_warns_is_said_once_a_stretch(tmp_path: Path) -> None
 
 
 def test_another_attempt_has_other_problems_and_the_first_has_the_seeds_own() -> None:
-    config = small_config()
+    config = small_config("guards.on_step0_kl=warn")  # the same first step twice
     run = build_run(config, build_policy(config)).run
     first, again, second = (
         [group.problem.key for group in train_step(run, State(kl=run.controller.init(), attempt=a)).batch.groups]

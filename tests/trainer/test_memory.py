@@ -80,6 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return keel.train(BASE, overrides=[*OVERRIDES, f"run.dir={folder}"]).directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "calls", "line", "saved", "override"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_a_run_that_ran_out_of_memory_goes_on_exactly(
     part: str, calls: int, line: str, saved: int, override: str, tmp_path: Path, whole: Path

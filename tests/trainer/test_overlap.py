@@ -27,7 +27,7 @@ from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
 from keel.trainer.integrity import TRAINER, saved_sums
 from keel.trainer.memory import OutOfMemory
-from keel.trainer.overlap import RolloutQueue, Rollouts
+from keel.trainer.overlap import RolloutQueue, StepRollouts
 from keel.trainer.pending import PENDING
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
@@ -106,6 +106,7 @@ def plain_loop(run: TrainingRun, state: State, staleness: int, steps: int) -> li
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "more"),
     [(1, ()), (2, ()), (3, ()), (2, (LORA,)), (1, DYNAMIC)],
@@ -191,6 +192,7 @@ def test_the_thread_leaves_the_main_threads_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("more", [(LORA,), DYNAMIC], ids=["lora", "dynamic"])
 def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int, more: tuple[str, ...]) -> None:
@@ -198,7 +200,7 @@ def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int
     run, state = make(*options)
     for later, metrics in take_steps(run, state, 5):
         folders.append(save_checkpoint(tmp_path, run, later))
-        assert f"{TRAINER}/{PENDING}" in (saved_sums(folders[-1]) or {})
+        assert f"{TRAINER}/{PENDING}" in saved_sums(folders[-1])
         lines.append(metrics)
     for step, folder in enumerate(folders[:4], start=1):
         other, _ = make(*options, weights=folder)
@@ -283,7 +285,9 @@ def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> 
         synced.append(version)
 
     engine: Any = SimpleNamespace(sync=sync, interrupt=lambda: None)
-    with closing(RolloutQueue(engine, policy, lambda attempt, step: Rollouts([], {}), list, max_staleness=2)) as queue:
+    with closing(
+        RolloutQueue(engine, policy, lambda attempt, step: StepRollouts([], {}), list, max_staleness=2)
+    ) as queue:
         with pytest.raises(ZeroDivisionError):
             queue.take(0, 0, 7)
         queue.settle(7)
@@ -306,12 +310,12 @@ def drop_unevenly() -> None:
     with open_world() as opened:
         world, apart, begun = Asked(opened.rank, opened.size), opened.apart(), threading.Event()
 
-        def sample(attempt: int, step: int) -> Rollouts:
+        def sample(attempt: int, step: int) -> StepRollouts:
             if step == 1:
                 begun.set()
             elif not world.leads:
                 time.sleep(0.2)  # until the main thread holds what comes after
-            return Rollouts([], {"steps": float(sum(apart.gather(step)))})
+            return StepRollouts([], {"steps": float(sum(apart.gather(step)))})
 
         engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
         queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)

@@ -7,7 +7,11 @@ import pytest
 from keel.base.world import ALONE
 from trainer.ranks import gradients, in_processes, relative_error
 
+pytestmark = pytest.mark.processes
+
+
 FULL, HYBRID = "parallel.sharding=full", ["parallel.sharding=hybrid", "parallel.shard_size=2"]
+DISTILLED = ("loss.policy_weight=0", "kl.beta=1", "reference.model=keel.models.tiny:half_model")
 LORA, NATIVE = "model.lora.r=4", "rollout.engine=native"
 # Clocks, and a share of two terms that may both be rounding: their losses are compared.
 NOT_COMPARED = ("time/", "speed/", "memory/", "loss/kl_share")
@@ -41,6 +45,10 @@ CASES = {  # each on 2 processes, some on 4; 5 groups of unequal lengths
         "reference.alpha=0.5",
         "reference.every=1",
         "model.gradient_checkpointing=true",
+    ],
+    "replicated, distilled by JSD": [*DISTILLED, "kl.estimator=jsd"],
+    "sharded, distilled by top-k, empty shares": [
+        *(FULL, *DISTILLED, "kl.estimator=topk_unbiased", "kl.topk=8", "rollout.prompts_per_step=1"),
     ],
     "hybrid": HYBRID,
     "sharded, native sampling": [FULL, NATIVE],

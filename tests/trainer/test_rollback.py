@@ -22,6 +22,9 @@ from keel.trainer.step import train_step
 from run.test_resume import assert_same, lines, train
 from trainer.small import BASE, small_config
 
+pytestmark = pytest.mark.processes
+
+
 # Not finite from step 7 to 12: the fifth skip in a row, at step 11, calls for the rollback.
 NANS = {
     "task.name": "trainer.faults:poisoned",

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group
 from keel.kl.measure import controlled_kl
 from keel.losses import MismatchOptions
@@ -20,6 +19,7 @@ from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.final import measure_final
 from keel.trainer.guards import sampler_events
+from keel.trainer.options import GuardLimits
 from keel.trainer.sample import sample_groups, settle
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step
@@ -177,18 +177,18 @@ def test_an_engine_that_reports_nothing_is_counted_and_cannot_be_stale() -> None
 
 
 def test_events_on_samples() -> None:
-    thresholds, on, off = load_thresholds(), MismatchOptions(), MismatchOptions(kind="none")
+    limits, on, off = GuardLimits(), MismatchOptions(), MismatchOptions(kind="none")
     fine = {"kl/sampler_policy/k3/mean": 1e-6, "mismatch/ess": 0.99, "mismatch/unreported_fraction": 0.0}
-    assert sampler_events(fine, on, thresholds) == sampler_events(fine, off, thresholds) == {}
+    assert sampler_events(fine, on, limits) == sampler_events(fine, off, limits) == {}
     far = {**fine, "kl/sampler_policy/k3/mean": 0.02}
-    assert sampler_events(far, on, thresholds) == {}
-    assert list(sampler_events(far, off, thresholds)) == ["sampler/uncorrected"]
+    assert sampler_events(far, on, limits) == {}
+    assert list(sampler_events(far, off, limits)) == ["sampler/uncorrected"]
     for name, value, kind in (
         ("mismatch/ess", 0.2, "sampler/ess"),
         ("mismatch/unreported_fraction", 0.01, "sampler/unreported"),
         ("rollout/kept_mass/mean", 0.85, "sampler/filter"),
     ):
-        (event,) = sampler_events({**fine, name: value}, on, thresholds).items()
+        (event,) = sampler_events({**fine, name: value}, on, limits).items()
         assert event[0] == kind
         assert "\n" not in event[1]["message"]
 

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import keel
 from keel.api import supervise
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.envs import TaskWrapper, build_task, mixture
+from keel.envs import TaskWrapper
+from keel.envs.mixture import mixture
+from keel.envs.registry import build_task
+from keel.models.tiny import tiny_tokenizer
 from keel.run.build import build_policy, build_warmstart
 from keel.run.warmstart import warmstart_folder
 from keel.trainer.optim import Optimizer, build_schedule
@@ -101,7 +106,7 @@ def test_the_warm_start_is_made_once_and_is_the_reference(tmp_path: Path, monkey
     def again(*_: object) -> None:
         raise AssertionError("the warm start was repeated")
 
-    monkeypatch.setattr("keel.run.warmstart.sft", again)
+    monkeypatch.setattr("keel.run.warmstart_cache.sft", again)
     second = keel.train(BASE, overrides=overrides)
     assert second.summary["accuracy"] == first.summary["accuracy"]
     with pytest.raises(AssertionError, match="repeated"):
@@ -219,3 +224,56 @@ def test_a_run_notes_what_its_warm_start_left_out(tmp_path: Path, command: Any) 
     result = command(small_config(*overrides))
     notes = [json.loads(line).get("message", "") for line in (result.directory / "events.jsonl").open()]
     assert sum("no demonstrations by their task" in str(note) for note in notes) == 1
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_rows_with_control_tokens_are_refused_unless_they_are_allowed(tmp_path: Path, column: str) -> None:
+    row = {"prompt": "1+2=", "completion": "3"}
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, column: row[column] + "<eos><|user|>"}) + "\n")
+    config = small_config(f"warmstart.path={path}", "warmstart.steps=1", "warmstart.batch_size=2")
+    loaded = build_policy(config)
+    with pytest.raises(KeelError, match=r"mine\.jsonl:2.*'<eos>'.*data\.allow_control_tokens"):
+        build_warmstart(config, loaded)
+    allowed = small_config(f"warmstart.path={path}", "warmstart.batch_size=2", "data.allow_control_tokens=true")
+    (user,) = loaded.tokenizer.encode("<|user|>")
+    groups = build_warmstart(allowed, loaded).examples(0)
+    assert sum((*group.prompt_tokens, *group.completions[0].tokens).count(user) for group in groups) == 1
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_think_and_tool_call_marks_are_the_models_to_write(special: bool) -> None:
+    """They are part of what a model writes, and unknown characters are nobody's marker."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</tool_call>", "[TOOL_CALLS]"], special_tokens=special)
+    for text in ("<think>3", "a</tool_call>", "[TOOL_CALLS]1", "\u65e5"):
+        tokens = as_example((1,), text, tokenizer).completions[0].tokens
+        assert tokens == (*tokenizer.encode(text), tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("mark", "text", "special"),
+    [("\u2039\uff5cUser\uff5c>", "3\u2039\uff5cUser\uff5c>4", False), ("<|sp|>", "3<|SP|>", True)],
+    ids=["turn marker that is not special", "special token in other letters"],
+)
+def test_demonstrations_with_control_tokens_are_refused_by_their_ids(mark: str, text: str, special: bool) -> None:
+    core = Tokenizer(models.BPE())
+    core.normalizer, core.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    core.train_from_iterator(["a b"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokenizer.add_tokens([AddedToken(mark, special=special, normalized=True)], special_tokens=special)
+    with pytest.raises(KeelError, match=r"'mine:3'.*data\.allow_control_tokens"):
+        as_example((1,), text, tokenizer, "mine:3")
+    allowed = as_example((1,), text, tokenizer, "mine:3", allow_control_tokens=True).completions[0].tokens
+    assert tokenizer.convert_tokens_to_ids(mark) in allowed
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_warm_up_that_outlasts_the_decay_still_reaches_the_peak(name, steps):
+    long = build_schedule(OptimOptions(schedule=name, warmup_steps=10), steps)
+    fitting = build_schedule(OptimOptions(schedule=name, warmup_steps=steps - 1), steps)
+    assert [long(step) for step in range(steps)] == [fitting(step) for step in range(steps)]
+    assert max(long(step) for step in range(steps)) == 1.0
+    assert long(steps) == pytest.approx(0.0, abs=1e-12)

@@ -54,6 +54,30 @@ def test_all_metrics_of_the_contract_are_there_and_kl_starts_at_zero() -> None:
     assert (second.state.step, second.state.policy_version) == (2, 2)
 
 
+def test_the_samplers_gap_is_measured_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose report is off by one nat from token 8 of the context on, in stretches from 4 and 8 on."""
+    monkeypatch.setattr("keel.kl.depth.FIRST", 2)
+    run, state = make("guards.on_step0_kl=warn")
+    inner = run.collect
+
+    def off(*args: Any, **options: Any) -> Any:
+        def changed(prompt: int, completion: Any) -> Any:
+            logp = [x + (prompt + at >= 8) for at, x in enumerate(completion.sample_logp)]
+            return replace(completion, sample_logp=tuple(logp))
+
+        return [
+            replace(g, completions=tuple(changed(len(g.prompt_tokens), c) for c in g.completions))
+            for g in inner(*args, **options)
+        ]
+
+    run.collect = off  # type: ignore[assignment]
+    metrics = train_step(run, state).metrics
+    means = {int(n.split("_")[-1].split("/")[0]): x for n, x in metrics.items() if "depth" in n and n.endswith("mean")}
+    assert len(means) >= 2
+    for start, mean in means.items():
+        assert mean == pytest.approx(math.exp(-1) if start >= 8 else 0.0, abs=1e-3)  # k3 of d = −1 is e⁻¹
+
+
 def test_gradient_is_that_of_the_formula_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     run, state = make("kl.beta=0.5", "kl.estimator=k2", "optim.max_grad_norm=1e9")
     state = train_step(run, state).state  # away from the reference
@@ -175,6 +199,7 @@ LEAVE_THE_POLICY_TERM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize("placement", ["loss", "advantage", "reward"])
 @pytest.mark.parametrize("reason", LEAVE_THE_POLICY_TERM)
@@ -184,7 +209,7 @@ def test_the_penalty_stays_with_completions_that_leave_the_policy_term(
     """The gradient at β = 0.5 less that at β = 0 is the same whether or not the completions were left out."""
 
     def gradient(beta: str, *overrides: str) -> torch.Tensor:
-        common = ("optim.max_grad_norm=1e9", "loss.scale_rewards=none")
+        common = ("optim.max_grad_norm=1e9", "loss.scale_rewards=none", "guards.on_step0_kl=warn")
         run, state = make(
             f"kl.beta={beta}", "kl.estimator=k1", f"kl.placement={placement}", f"loss.loss_type={loss}", *common,
             *overrides,

@@ -15,7 +15,7 @@ from keel.trainer.sft import as_example, sft_step
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from trainer.small import small_config
-from trainer.waits import Waits, fixed_groups
+from trainer.waits import MADE_UP, Waits, fixed_groups
 
 TARGETS = {"step": "target=0.01", "ziegler": "target=0.01", "dual": "target=0.01", "pid": "target=0.01"}
 COURSES = {"warmup": ("steps=3",), "linear": ("end=0", "steps=3"), "cosine": ("end=0", "steps=3")}
@@ -69,9 +69,10 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_once_an_update(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small_config("rollout.prompts_per_step=4", "rollout.num_generations=2", *CASES[case])
+    config = small_config("rollout.prompts_per_step=4", "rollout.num_generations=2", MADE_UP, *CASES[case])
     run = build_run(config, build_policy(config)).run
     updates = run.loss.num_iterations * run.optim.minibatches
     if case.startswith("stale"):

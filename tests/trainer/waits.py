@@ -64,6 +64,9 @@ class Waits(TorchDispatchMode):
         return out
 
 
+MADE_UP = "guards.on_step0_kl=warn"  # log-probabilities that no engine has said
+
+
 def fixed_groups(rewards: Sequence[Sequence[float]] = ((0.0, 1.0), (1.0, 1.0), (0.5, 0.0), (1.0, 0.0))) -> list[Group]:
     """Groups of one shape, twelve tokens to a row: 48, 24 and 12 tokens a microbatch cut four of them in 1, 2 and 4."""
     return [

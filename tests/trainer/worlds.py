@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keel.envs import build_task
-from keel.models.words import word_model
+from keel.envs.registry import build_task
+from keel.models.tiny import word_model
 
 TASK = {"name": "multihop", "retriever": "golden", "hops": [2], "documents": 4, "think": False, "instruction": None}
 

@@ -376,6 +376,7 @@ def enumerate_verdicts(formula, bandits):
     return verdicts, bias, lowest
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fuzzed_formulas_agree_with_an_independent_enumeration():
     rng = random.Random(0)

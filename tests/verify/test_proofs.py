@@ -20,6 +20,7 @@ def checks():
     return [check for _, section in run() for check in section]
 
 
+@pytest.mark.slow
 def test_every_fact_holds(checks):
     assert [check for check in checks if not check.ok] == []
 
@@ -40,7 +41,7 @@ def test_a_false_claim_is_caught(claim):
         honest = fact.expected_gradient
         if fact.level != "token" or honest == claim or honest.startswith("near"):
             continue
-        if claim == "wrong" and honest in ("total-variation", "away"):
+        if claim == "wrong" and honest in ("total-variation", "away", "jsd", "topk"):
             continue  # these are no KL's gradient either: "wrong" is less than the truth, not false
         assert not gradients.fact_error(replace(fact, expected_gradient=claim), bandit)[1], (fact, claim)
 

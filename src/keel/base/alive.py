@@ -39,7 +39,7 @@ _openings = itertools.count()
 _ending = threading.Lock()  # taken by the thread that ends this process
 
 
-class Failure(NamedTuple):
+class FailedRank(NamedTuple):
     """Who failed first, and the exit status of all."""
 
     rank: int
@@ -196,7 +196,7 @@ def _watch_neighbour(neighbour: int, resume: str) -> None:
         _end_after(first)
 
 
-def _end_after(first: Failure) -> NoReturn:
+def _end_after(first: FailedRank) -> NoReturn:
     """End because of a failure, which has been named."""
     if _hosts():
         time.sleep(2 * LOOK_S)  # until the others have seen it too
@@ -232,19 +232,19 @@ def _arrive(store: Store) -> None:
         ) from None
 
 
-def _claim(status: int) -> Failure:
+def _claim(status: int) -> FailedRank:
     """The first failure: this one, if there was none before."""
     return _read(_keys().compare_set(FAILURE, "", f"{process_rank()} {status}"))
 
 
-def _first_failure() -> Failure | None:
+def _first_failure() -> FailedRank | None:
     keys = _keys()
     return _read(keys.get(FAILURE)) if keys.check([FAILURE]) else None
 
 
-def _read(text: bytes) -> Failure:
+def _read(text: bytes) -> FailedRank:
     rank, status = text.decode().split()
-    return Failure(int(rank), int(status))
+    return FailedRank(int(rank), int(status))
 
 
 def _keys() -> Store:

@@ -15,22 +15,19 @@ class KeelError(ValueError):
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
 
 
-class RenamedImport(KeelError, ImportError):
-    """A module or a name of 0.1 that is imported."""
-
-
-class RenamedAttribute(KeelError, AttributeError):
-    """A name of 0.1 that is asked of its module."""
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that says anything, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The name that is spelt most alike, None where none is alike enough; `cutoff` is difflib's ratio."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)), None)
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> KeelError:
     """The error for a name that is not in a registry, with the nearest valid one."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, names)
+    hint = f"did you mean {near!r}? " if near else ""
     return KeelError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names)}")

@@ -9,7 +9,6 @@ import traceback
 from typing import Any
 
 from keel.base.errors import KeelError, first_line
-from keel.base.moved import current
 
 _IDENTIFIER = r"[^\W\d]\w*"
 _IMPORT_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}")
@@ -21,7 +20,7 @@ def is_import_path(name: object) -> bool:
 
 
 def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
-    """The user's own part named `module:attr`, also under a name of 0.1; the working folder is on the path.
+    """The user's own part named `module:attr`; the working folder is on the path.
 
     `part` says in an error what it was meant for: an option (`kl.estimator`) or a kind (`task`).
     """
@@ -32,7 +31,7 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
         sys.path.insert(0, "")  # as with python -m
     module, _, attribute = spec.partition(":")
     try:
-        loaded = getattr(importlib.import_module(current(module)), attribute)
+        loaded = getattr(importlib.import_module(module), attribute)
     except KeelError:
         raise
     except (ImportError, AttributeError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
@@ -48,10 +49,20 @@ def _temperature(value: float) -> float:
 Temperature = Annotated[NotNegative, AfterValidator(_temperature)]
 
 
+@dataclass(frozen=True)
+class ReadWith:
+    """In an option's type: it is read only where the option `other` of its section has one of `values`."""
+
+    other: str
+    values: tuple[Any, ...]
+
+
 class Options(BaseModel):
     """A section of the configuration: unknown keys are refused, nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    named_by: ClassVar[str] = ""  # the option that names the part whose parameters stand in this section
+    of_parts: ClassVar[frozenset[str]] = frozenset()  # options of this section that only some of those parts have
 
     @property
     def params(self) -> dict[str, Any]:
@@ -63,3 +74,4 @@ class PluginOptions(Options):
     """A part named by string, with that part's own parameters beside its name."""
 
     model_config = ConfigDict(extra="allow")
+    named_by = "name"

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
+import traceback
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from keel.base.errors import KeelError, unknown
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.options import Options
-from keel.base.validation import read_options
+from keel.base.validation import one_line, read_options
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a parameter may be, in words and as a test; it stands in the parameter's type."""
+
+    expected: str
+    holds: Callable[[Any], bool]
 
 
 def part_arguments(
@@ -24,8 +38,9 @@ def part_arguments(
     """The keyword arguments to call a part's factory with: its own parameters, and what it takes of `offered`.
 
     A part declares its parameters as keyword parameters, or all of them as one `options` whose type is a class of
-    `Options`, with ranges. One that is not declared, or is lacking, is refused in a line. The caller itself gives the
-    first `positional` parameters and those that are `reserved`. `section` is where the parameters stand, if not `kind`.
+    `Options`, with ranges. One that is not declared, is lacking, or is not of its declared type is refused in a line.
+    The caller itself gives the first `positional` parameters and those that are `reserved`. `section` is where the
+    parameters stand, if not `kind`.
     """
     signature = parameters_of(factory)
     if signature is None and isinstance(factory, type):
@@ -54,7 +69,58 @@ def part_arguments(
     for name, parameter in remaining.items():
         if parameter.default is parameter.empty and name not in params:
             raise KeelError(f"{kind} needs the parameter {name!r}" + (f": give {section}.{name}" if section else ""))
+        if name in params:
+            check_value(f"{section or kind}.{name}", params[name], parameter)
     return {**filled, **params}
+
+
+_OBJECTS = ("needs_python_object", "callable_type")  # what no text of a configuration is
+
+
+def check_value(option: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Refuse a value that is not of its parameter's declared type, in a line that names the option.
+
+    Numbers are strict: 2.5 is no whole number, true is no number. Infinity is one where it is the default. A type that
+    only Python objects have is its owner's to check.
+    """
+    declared, default = parameter.annotation, parameter.default
+    for item in getattr(declared, "__metadata__", ()):
+        if isinstance(item, Range) and not item.holds(value):
+            raise KeelError(f"{option} is {value!r}: expected {item.expected}")
+    if declared is parameter.empty or isinstance(declared, str) or value is default:
+        return
+    if isinstance(value, float) and math.isinf(value) and value == default:
+        return
+    rules = ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False)
+    section, _, name = option.rpartition(".")
+    try:
+        named: Any = dict.__class_getitem__((str, declared))
+        adapter: TypeAdapter[Any] = TypeAdapter(named, config=rules)
+    except Exception:  # a type may be any expression
+        return
+    try:
+        data = json.dumps({name: value})  # as options are written, where a list is a tuple's text
+    except (TypeError, ValueError):
+        data = None
+    try:
+        _ = adapter.validate_python({name: value}) if data is None else adapter.validate_json(data)
+    except ValidationError as error:
+        if all(item["type"] not in _OBJECTS for item in error.errors()):
+            raise KeelError(one_line(error, KeelError, section)) from None
+
+
+def make_part(kind: str, factory: Callable[..., Any], /, *given: Any, **arguments: Any) -> Any:
+    """What a part's factory makes; a TypeError or ValueError of its own is a line that names the part and the place."""
+    try:
+        return factory(*given, **arguments)
+    except KeelError:
+        raise
+    except (TypeError, ValueError) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise KeelError(
+            f"{kind} could not be made of its parameters: {cause}, in {line.filename}, line {line.lineno}"
+        ) from error
 
 
 def options_class(factory: Callable[..., Any]) -> type[Options] | None:
@@ -72,3 +138,13 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
         except Exception:
             continue
     return None
+
+
+class Forwarded:
+    """A class attribute of a wrapper: the same of its `inner` object, unless the wrapper defines its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self if wrapper is None else getattr(wrapper.inner, self.name)

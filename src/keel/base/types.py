@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Message = Mapping[str, str]  # a role and a content; of a tool also its name and the id of the call
 
@@ -48,11 +49,30 @@ class Completion:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a completion earned: the total, its named parts (before weights), and whether the answer could be read."""
+    """What a completion earned: the total, its named parts (before weights), and whether the answer could be read.
+
+    `details` is what the judge saw, such as each test's outcome: shown by `keel show` and the report, and no part of
+    the reward.
+    """
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
     parsed: bool = True
+    details: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """One call that gave no reward: whose, on which completion of which problem, and why."""
+
+    function: str
+    problem: str
+    sample: int
+    kind: str  # raised | invalid | timeout
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.function} on problem {self.problem!r}, completion {self.sample}: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -72,13 +92,15 @@ class Group:
 class Scores:
     """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores.
 
-    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy).
+    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy), `divergence` the penalty's own
+    where it is another one.
     """
 
     logp: Tensor
     entropy: Tensor | None = None
     exact_kl: Tensor | None = None
     ref_policy_kl: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)

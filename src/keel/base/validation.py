@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from keel.base.errors import KeelError
-from keel.base.neighbours import near_options
+from keel.base.errors import KeelError, nearest
+from keel.base.options import ReadWith
 from keel.base.yaml_text import dump
 
 T = TypeVar("T", bound=BaseModel)
@@ -24,6 +24,25 @@ def read_options(model: type[T], values: Mapping[str, Any], section: str) -> T:
     except ValidationError as error:
         known = option_names(model, f"{section}.")
         raise KeelError(one_line(error, lambda name: no_such_option(name, known), section)) from None
+
+
+def check_read(options: BaseModel, prefix: str = "") -> None:
+    """Refuse options that are given and would not be read, since another option of their section is off."""
+    for name, field in type(options).model_fields.items():
+        value = getattr(options, name)
+        if isinstance(value, BaseModel):
+            check_read(value, f"{prefix}{name}.")
+        for item in field.metadata:
+            if (
+                isinstance(item, ReadWith)
+                and value != field.default
+                and getattr(options, item.other) not in item.values
+            ):
+                fitting = " or ".join(map(dump, item.values))
+                raise KeelError(
+                    f"{prefix}{name}={dump(value)} is not read with {prefix}{item.other}="
+                    f"{dump(getattr(options, item.other))}: leave it out, or set {prefix}{item.other}={fitting}"
+                )
 
 
 def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -60,6 +79,25 @@ def may_be_a_name(annotation: Any) -> bool:
 LIST_OPTIONS = "`keel train --print-config` shows every option"
 
 
+def near_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """Options that `name` may mean: near by their letters, in whole or in the last part, else those with its words.
+
+    `aliases` are other names that are taken, each with the option that it becomes.
+    """
+    section, _, leaf = name.rpartition(".")
+    meant: dict[str, list[str]] = {}
+    for spelling, option in [*((option, option) for option in known), *aliases.items()]:
+        for part in dict.fromkeys((spelling, spelling.rpartition(".")[2])):
+            meant.setdefault(part, []).append(option)
+    inside = [option for option in known if section and option.rpartition(".")[0] == section]
+    near = nearest(name, meant, 0.9) or nearest(name, inside, 0.8) or nearest(leaf, meant, 0.8)
+    if near is not None:
+        return list(dict.fromkeys(meant[near]))[:3]
+    words = set(re.split(r"[._-]", name))
+    same = {option for part in meant if words <= set(re.split(r"[._]", part)) for option in meant[part]}
+    return sorted(same) if len(same) <= 5 else []  # a word of many options names none of them
+
+
 def no_such_option(
     name: str, known: Sequence[str], *, also: Mapping[str, str] | None = None, origin: str = "", meant: str = ""
 ) -> KeelError:
@@ -88,6 +126,9 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "a text",
     "tuple_type": "a list such as [1, 8]",
+    "list_type": "a list such as [a, b]",
+    "dict_type": "a mapping such as {name: value}",
+    "none_required": "null",
     "model_type": "a section such as {name: value}",
     "model_attributes_type": "a section such as {name: value}",
 }
@@ -117,8 +158,8 @@ def one_line(
         return f"{name} is {dump(value)}: it must be {' and '.join(bounds)}"
     if item["type"] == "literal_error":
         options = _literals(context["expected"])
-        near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = nearest(value, options)
+        hint = f"did you mean {near}? " if near else ""
         return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
     expected = _EXPECTED.get(item["type"])
     if item["type"] in ("tuple_type", "model_type") and (advice := instead(name, value)):
@@ -139,7 +180,7 @@ def _likeliest(errors: Sequence[Any]) -> Any:
     """Of the errors of a union's branches, the one that goes deepest: it got furthest with what was given."""
     first = errors[0]
     same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
-    return max(same, key=lambda item: len(_dotted(item["loc"]).split(".")))
+    return max(same, key=lambda item: sum(map(_dotted(item["loc"]).count, ".[")))
 
 
 def _literals(expected: str) -> list[str]:

@@ -14,17 +14,11 @@ from keel.base.errors import KeelError
 from keel.cli import (
     ablate,
     check_task,
-    data,
     doctor,
-    env,
     eval,
     export,
     kl,
     migrate,
-    plan,
-    play_chess,
-    pull,
-    push,
     report,
     serve,
     sft,
@@ -36,8 +30,8 @@ from keel.cli import (
 from keel.cli.app import app
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; what a user can cause is one line on stderr and exit status 2.
+def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
+    """Run a command line, `keel` or a recipe's; what a user can cause is one line on stderr and exit status 2.
 
     Of several processes rank 0 has the run's exit status, and the first that fails says why.
     """
@@ -49,9 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     if process_rank() > 0:
         os.environ.setdefault("TQDM_DISABLE", "1")  # one bar for all
     command = typer.main.get_command(app)
+    name = str(command.name)
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        result = command.main(args=arguments, prog_name="keel", standalone_mode=False, obj=arguments)
+        result = command.main(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
     except KeelError as error:
         line, status = f"keel: error: {_rank()}{' '.join(str(error).split())}\n", 2
     except (KeyboardInterrupt, typer.Abort):
@@ -61,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(error, "format_message"):
             if not error.format_message():  # `keel` alone: the help has been printed
                 return 2
-            line, status = f"keel: error: {' '.join(error.format_message().split())} (see keel --help)\n", 2
+            line, status = f"keel: error: {' '.join(error.format_message().split())} (see {name} --help)\n", 2
         elif process_count() == 1:
             raise
         else:
@@ -84,18 +79,12 @@ __all__ = [
     "ablate",
     "app",
     "check_task",
-    "data",
     "doctor",
-    "env",
     "eval",
     "export",
     "kl",
     "main",
     "migrate",
-    "plan",
-    "play_chess",
-    "pull",
-    "push",
     "report",
     "serve",
     "sft",

@@ -12,7 +12,7 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, split
 
-ABLATE_HELP = """Run a grid of options over several seeds: a table with intervals, pictures, a verdict in words.
+ABLATE_HELP = """Run a grid of options over several seeds and report tables, plots and a verdict.
 
 Give a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points.
 Killed or interrupted, the same command goes on: finished runs are kept. A point that its guard stops, or that fails,

@@ -15,36 +15,60 @@ import keel
 from keel.base.alive import process_count, process_rank
 from keel.base.errors import KeelError
 
-app = typer.Typer(
-    name="keel",
-    help="Train language models by GRPO under a KL term that is proven, measured, controlled and diagnosed.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _show_version(enabled: bool) -> None:
-    if enabled:
-        typer.echo(f"keel {keel.__version__}")
-        raise typer.Exit
-
-
 SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
 
 
-@app.callback()
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit; with --verbose what a bug report needs.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: packages, device, cores, threads and memory too.")
     ] = False,
 ) -> None:
     """Options that come before the command."""
-    command = context.invoked_subcommand
-    if process_count() > 1 and command is not None and command not in SEVERAL:
-        raise KeelError(f"keel {command} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
+    if version:
+        _show_version(verbose)
+        raise typer.Exit
+    if verbose:
+        raise KeelError("--verbose is for --version: keel --version --verbose")
+    if (command := context.invoked_subcommand) is None:
+        raise KeelError(f"name a command: {context.command.name} --help lists them")
+    if process_count() > 1 and command not in SEVERAL:
+        line = f"{context.command.name} {command}"
+        raise KeelError(f"{line} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
+
+
+def application(name: str, about: str) -> typer.Typer:
+    """A command line whose commands are added to it; `keel.cli.main` runs it."""
+    return typer.Typer(
+        name=name,
+        help=about,
+        callback=_root,
+        no_args_is_help=True,
+        invoke_without_command=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+app = application(
+    "keel", "Train language models with GRPO and a KL term that is verified, measured, controlled and diagnosed."
+)
+
+
+def _show_version(verbose: bool) -> None:
+    if not verbose:
+        typer.echo(f"keel {keel.__version__}")
+        return
+    from keel.run.environment import environment
+
+    facts = environment()
+    packages = facts.pop("packages")
+    for name, value in {**facts, **packages}.items():
+        typer.echo(f"{name:<14} {'not installed' if value is None else value}")
 
 
 # Options under any name Keel knows are arguments beside the configuration's path; `split` tells them apart.
@@ -81,12 +105,14 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
     """The configuration that the arguments name; `notes` on renamed options and advice go to stderr."""
-    from keel.config import arguments, read_config
     from keel.config.checks import advice
+    from keel.config.load import choose, read_config
+    from keel.lab.thresholds import check_thresholds
 
     paths, overrides = split(args)
-    source, implied = arguments.choose(paths, resume=resume, overrides=overrides)
+    source, implied = choose(paths, resume=resume, overrides=overrides)
     config, renamed = read_config(source, [*implied, *overrides])
+    check_thresholds(config)
     for note in (*renamed, *advice(config)) if notes and process_rank() == 0 else ():
         typer.echo(f"keel: note: {note}", err=True)
     return config

@@ -11,7 +11,7 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, print_json, split
 
-CHECK_TASK_HELP = """Prove that a task is sound before a model is trained on it, and show three worked examples.
+CHECK_TASK_HELP = """Check a task's rewards, answers and problems before training on it, and show three examples.
 
 Gold answers earn the full reward, wrong and empty ones less; rewards are finite; problems are the same under the same
 seed and none that is held out is trained on; prompts and answers survive the tokenizer. With a configuration, its
@@ -52,7 +52,7 @@ def check_task(
     from keel.envs.exploits import REQUESTS, SECONDS, exploit
     from keel.envs.prove import EXAMPLES, MOST_REMOTE, examples, prove
     from keel.envs.rewards import probe_rewards
-    from keel.models.tokenizer import load_tokenizer
+    from keel.models.load import load_tokenizer
     from keel.run.build import build_judge, build_named_task, build_renderer
 
     task = build_named_task(config.task, config)
@@ -96,7 +96,7 @@ def check_task(
 
 def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     """The configuration of a file or a run, or one made for a task's name; and whether it is from a file."""
-    from keel.config import arguments, read_config
+    from keel.config.load import is_run, of_task, read_config
 
     paths, overrides = split(args)
     if paths:
@@ -104,10 +104,10 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
             f"keel check-task takes one NAME, but {paths[0]!r} is another: parameters are written key=value"
         )
     path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml") or arguments.is_run(path):
+    if path.suffix in (".yaml", ".yml") or is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [arguments.of_task(override) for override in overrides])
+        config, renamed = read_config({"task": {"name": name}}, [of_task(override) for override in overrides])
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keel.lab.doctor.diagnosis import Diagnosis
     from keel.lab.doctor.probes import ProbeResult
 
-DOCTOR_HELP = """Say what is wrong with a run, or with a configuration before it is run; worst first.
+DOCTOR_HELP = """Find what is wrong with a run, or with a configuration before it runs, and list the worst first.
 
 Read and checked are: a run's folder (Keel's, finished or running; TRL's output folder; a W&B run folder; any
 TensorBoard folder), a table (CSV or JSON lines, also one exported from W&B), and the lines that a trainer printed.
@@ -144,11 +144,11 @@ def _log_at(paths: list[str]) -> Path | None:
 def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
-    from keel.base.thresholds import thresholds_of
+    config = configuration(args)  # before torch is loaded
     from keel.lab.doctor.preflight import preflight
     from keel.lab.doctor.probes import PROBES
+    from keel.lab.thresholds import thresholds_of
 
-    config = configuration(args)
     limits = thresholds_of(config.model_dump(), threshold)
     with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
         diagnosis = preflight(config, limits, on_probe, quick=quick)
@@ -157,7 +157,7 @@ def _preflight(
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
     """What the trainer of one's own says of itself goes to stderr, so that --json prints data alone."""
-    from keel.base.thresholds import thresholds_of
+    from keel.lab.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)
     with redirect_stdout(sys.stderr):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from keel.base.errors import KeelError
-from keel.cli.app import ANY_OPTION, app, bar, print_json, split
+from keel.cli.app import ANY_OPTION, app, bar, configuration, print_json, split
 from keel.cli.launch import Nproc, launch
 
 EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
@@ -33,7 +33,7 @@ Examples:
 
   keel eval runs/default --nproc 2
 
-Whole games of chess are played by keel play-chess.
+Whole games of chess are played by python -m keel.recipes.chess play.
 """
 
 
@@ -66,18 +66,22 @@ def eval(
     nproc: Nproc = 1,
 ) -> int:
     from keel.base.files import write_atomic
-    from keel.base.world import first_process
-    from keel.lab.plots.picture import check_picture
+    from keel.config.text import find
 
     if plot is not None:
+        from keel.lab.plots.picture import check_picture
+
         check_picture(plot)
     if out is not None and not out.parent.is_dir():
         raise KeelError(f"cannot write {out}: there is no folder {out.parent}")
     paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
+    if paths[0] != "tiny" and find(Path(paths[0])).suffix in (".yaml", ".yml"):  # checked before torch is loaded
+        configuration([paths[0], *(item for item in overrides if not (task and item.startswith("data.")))], notes=False)
     _check_tasks(overrides, task)
     from keel.api import evaluate, evaluated_models
+    from keel.base.world import first_process
 
     flags = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
     overrides += [f"{name}={value}" for name, value in flags.items() if value is not None]
@@ -101,7 +105,7 @@ def eval(
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
     if plot is not None:
-        from keel.lab.plots.evaluation import plot_evaluation
+        from keel.lab.plots.picture import plot_evaluation
 
         plot_evaluation(data, plot)
     if as_json:

@@ -12,13 +12,14 @@ from keel.cli.app import app
 EXPORT_HELP = """Write a checkpoint's model and its card into a new folder, ready for transformers, peft or vLLM.
 
 Of a run the newest checkpoint is taken unless --checkpoint names another. A LoRA adapter is written in peft's format,
-or with --merged as whole weights. What resuming needs (trainer/) stays behind.
+or with --merged as whole weights. What resuming needs (trainer/) stays behind. The card's example code names FOLDER, so
+give it the name that the model will have on a hub, and upload it with: hf upload me/sorter me/sorter
 
 Examples:
 
-  keel export runs/default models/sorter --checkpoint best
+  keel export runs/default me/sorter --checkpoint best
 
-  keel export runs/lora models/sorter-whole --merged
+  keel export runs/lora me/sorter-whole --merged
 """
 
 

@@ -106,6 +106,7 @@ def kl(
             seed=seed,
             chat_template=data.chat_template if chat_template is None else chat_template,
             system_prompt=data.system_prompt if system_prompt is None else system_prompt,
+            allow_control_tokens=data.allow_control_tokens,
             reverse_samples=reverse_samples,
             microbatch_tokens=microbatch_tokens,
             max_batch=max_batch,
@@ -143,11 +144,11 @@ def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> An
 
 def _named_task(task: str, params: list[str]) -> Any:
     """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
-    from keel.config import arguments, read_config
+    from keel.config.load import of_task, read_config
     from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
-    settings = [arguments.of_task(override) for override in params]
+    settings = [of_task(override) for override in params]
     reads = list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")

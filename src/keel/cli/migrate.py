@@ -13,7 +13,7 @@ from keel.cli.app import app, print_json
 if TYPE_CHECKING:
     from keel.lab.migrate.migrate import MigratedOption, Migration
 
-MIGRATE_HELP = """Turn a configuration of TRL, verl or OpenRLHF into one of Keel's.
+MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF into one of Keel.
 
 The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
 does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled

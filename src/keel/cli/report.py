@@ -9,7 +9,7 @@ import typer
 
 from keel.cli.app import app
 
-HELP = """Write one self-contained HTML page on a run, or on several over each other.
+HELP = """Write a self-contained HTML report of a run, or of several runs in the same charts.
 
 Examples:
 

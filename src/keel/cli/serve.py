@@ -13,7 +13,7 @@ import typer
 from keel.base.errors import KeelError, unknown
 from keel.cli.app import app
 
-SERVE_HELP = """Start a sampler by vLLM for keel train on another device or machine.
+SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine.
 
 Trainings send it their weights and ask it for completions. It listens on this machine alone unless --host says
 otherwise, and takes requests only with its secret: that of KEEL_SERVE_SECRET, or one it makes up and shows.
@@ -42,15 +42,15 @@ def serve(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.", min=0.01, max=1)] = 0.9,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and completion together.")] = None,
     transfer: Annotated[
-        Literal["http", "nccl", "ipc"],
-        typer.Option(help="How trainings send full weights: http as files; nccl from other GPUs, ipc from this one."),
+        Literal["http", "nccl"],
+        typer.Option(help="How trainings send full weights: http as files; nccl from other GPUs (experimental)."),
     ] = "http",
     cuda_graphs: Annotated[bool, typer.Option(help="Compile and decode by CUDA graphs: a slower start.")] = True,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
 ) -> None:
+    from keel.models.adapters import is_lora
+    from keel.models.dtypes import DTYPES
     from keel.models.head import causal_lm
-    from keel.models.load import DTYPES
-    from keel.models.lora import is_lora
     from keel.rollout.options import VllmOptions
     from keel.rollout.vllm.client import SECRET
     from keel.rollout.vllm.transfer import checkpoint_weights, save_shards

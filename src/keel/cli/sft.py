@@ -10,7 +10,7 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, launch
 
-HELP = """Supervised fine-tuning by the warmstart section: behaviour cloning of gold answers or of a JSONL file.
+HELP = """Run the supervised fine-tuning of the warmstart section alone, on gold answers or on a JSONL file.
 
 Examples:
 
@@ -29,7 +29,6 @@ def sft(
     print_config: PrintConfig = False,
     nproc: Nproc = 1,
 ) -> int:
-    announce_loading()
     config = configuration(args or [], notes=nproc == 1)
     if config.warmstart is None:
         raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
@@ -37,6 +36,7 @@ def sft(
         return print_config_of(config)
     if nproc != 1:
         return launch(context.obj, nproc, device=config.model.device)
+    announce_loading()
     from keel import api
 
     return int(api.supervise(config).exit_status)

@@ -10,10 +10,11 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
 
-SHOW_HELP = """Show the rollouts that a run recorded at a step: prompts, completions, KL, rewards, advantages.
+SHOW_HELP = """Show the rollouts that a run recorded at one step: prompts, completions, log-ratios, rewards, advantages.
 
-Tokens that the policy sampled are coloured by their KL to the reference (orange: likelier than under the reference,
-blue: less likely); what tools and users said between turns is set apart as context, which is not trained on.
+Tokens that the policy sampled are coloured by their log-ratio to the reference, a k1 sample of the KL (orange: likelier
+than under the reference, blue: less likely). What tools and users said between turns is set apart as context, which is
+not trained on.
 
 Examples:
 

@@ -15,7 +15,7 @@ from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading,
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
 from keel.lab.watch import PORT
 
-HELP = """Train a model: warm start, GRPO under the KL term, evaluation, checkpoints, report.
+HELP = """Train a model with an SFT warm start, GRPO with a KL term, evaluations, checkpoints and a report.
 
 Without CONFIG the default is trained, a tiny model on arithmetic. Options are written key=value; the names of TRL,
 verl and OpenRLHF and short ones work too, also as flags, and the first lines say what they became.
@@ -37,6 +37,14 @@ Examples:
   keel train configs/default.yaml --nproc 2
 
   keel train configs/default.yaml --on ray ray.trainers=2 ray.samplers=2
+
+  keel train configs/default.yaml --plan
+
+  keel train configs/gsm8k.yaml model.name=Qwen/Qwen2.5-7B-Instruct --plan --hardware h100 --nproc 8
+
+--plan counts the memory of the largest step on tensors without data, so no weights are read, and lists what would make
+it fit; exit status 1 if it does not fit. Without --hardware it also times real steps with random weights on this
+machine, and calls the rewards for them.
 
 Several machines: a Ray cluster, or torchrun's own flags, as in examples/slurm.sh.
 """
@@ -61,25 +69,50 @@ def train(
     watch_port: Annotated[
         int | None, typer.Option(metavar="PORT", help=f"Port of --watch; {PORT} by default, 0 takes a free one.")
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show the memory and time of a step and train nothing; --nproc are devices.")
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:GIB]", help="Of --plan: cpu, h200, h100, a100, l40s or rtx4090; this machine by default."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of --plan: tokens of a prompt; the task's longest by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Of --plan: print data instead of tables.")] = False,
 ) -> int:
     from keel.run.cluster.connect import check_backend
 
     check_backend(on)
     _check_watch(watch, watch_port, on, dry_run=dry_run)
+    _check_plan(plan, hardware, prompt_tokens, as_json=as_json, runs=dry_run or watch or on != "local", nproc=nproc)
     if on != "local":
         return _on_ray(on, context.obj, args or [], nproc, resume=resume, print_config=print_config)
-    announce_loading()
-    config = configuration(args or [], resume=resume, notes=nproc == 1)
+    config = configuration(args or [], resume=resume, notes=plan or nproc == 1)
     if print_config:
         return print_config_of(config)
+    if plan:
+        from keel.lab.plan.show import show_plan
+
+        return show_plan(config, hardware, prompt_tokens=prompt_tokens, nproc=nproc, as_json=as_json)
     if config.ray is not None and LAUNCH_FLAGS not in os.environ:
         raise KeelError("the section ray is for --on ray: give --on ray, or ray=null to train without it")
     if nproc != 1:
         return launch(context.obj, nproc, device=config.model.device)
+    announce_loading()
     from keel import api
+    from keel.base.world import first_process
+    from keel.lab.hooks import worst
+    from keel.run.result import closing_line, next_lines
 
     with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
-        return int(api.main(config, resume=resume, dry_run=dry_run).exit_status)
+        result = api.train(config, resume=resume, dry_run=dry_run)
+        if first_process():
+            found = worst(result.directory) if result.summary.get("findings") and result.stopped is None else []
+            print("\n".join([*found, closing_line(result), *next_lines(result)]))
+    return int(result.exit_status)
 
 
 def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> None:
@@ -91,6 +124,21 @@ def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> No
         raise KeelError("--watch shows a run's files, and --dry-run writes none: leave one of them out")
     if watch and on != "local":
         raise KeelError(f"--watch shows a run of this machine, not one --on {on}: keel watch RUN where its folder is")
+
+
+def _check_plan(
+    plan: bool, hardware: str | None, prompt_tokens: int | None, *, as_json: bool, runs: bool, nproc: int
+) -> None:
+    given = {"--hardware": hardware is not None, "--prompt-tokens": prompt_tokens is not None, "--json": as_json}
+    if not plan and any(given.values()):
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        raise KeelError(f"{flag} is for --plan: give both, or neither")
+    if plan and runs:
+        raise KeelError("--plan trains nothing: leave out --dry-run, --watch and --on")
+    if prompt_tokens is not None and prompt_tokens < 1:
+        raise KeelError(f"--prompt-tokens is {prompt_tokens}: a prompt has at least one token")
+    if plan and nproc < 1:
+        raise KeelError(f"--nproc is {nproc}: a run has at least one process")
 
 
 def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +12,12 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
 
-VERIFY_HELP = """Prove every KL fact, or audit a KL formula of your own.
+VERIFY_HELP = """Verify every KL fact by exact enumeration, or audit a KL formula of your own.
 
 Without options: prove all facts by exact enumeration and print them as tables (exit status 1 if one fails).
+
+With --peers: the same for the KL terms that TRL, verl and other trainers which are installed ship, by calling their
+own functions.
 
 With --formula or --callable: say what the formula's value estimates, what its expected gradient is in the loss and
 in the reward, on- and off-policy, where it overflows, and what to use instead.
@@ -25,6 +29,8 @@ Examples:
   keel verify --formula 'exp(ref - logp) - (ref - logp) - 1'
 
   keel verify --callable my_trainer.kl:per_token_kl --json
+
+  keel verify --peers
 
   keel verify --plot estimators.png
 
@@ -40,13 +46,17 @@ def verify(
         str | None,
         typer.Option("--callable", help="Audit module:function, called as f(logp, ref[, old]) on [B, T] tensors."),
     ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Judge the KL terms of TRL, verl and others that are installed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw bias and spread of the estimators against the true KL to this file.")
     ] = None,
 ) -> int:
-    if formula is not None and function is not None:
-        raise KeelError("--formula and --callable exclude each other: give one")
+    given = [name for name, on in (("--formula", formula), ("--callable", function), ("--peers", peers)) if on]
+    if len(given) > 1:
+        raise KeelError(f"{given[0]} and {given[1]} exclude each other: give one")
     import torch
     from rich.console import Console
 
@@ -59,6 +69,8 @@ def verify(
         plot_estimators(plot)
         if not as_json:
             typer.echo(f"wrote {plot}")
+    if peers:
+        return _peers(as_json)
     if formula is not None or function is not None:
         term = parse_formula(formula) if formula is not None else load_callable(str(function))
         report = audit(term, formula if formula is not None else str(function))
@@ -73,3 +85,22 @@ def verify(
     else:
         rows = show_checks(run(), console)
     return 0 if all(row.ok for row in rows) else 1
+
+
+def _peers(as_json: bool) -> int:
+    """Terms are shown as they are judged: importing a trainer takes seconds."""
+    from contextlib import redirect_stdout
+
+    from keel.integrations.formulas import lines, peers
+
+    found, out = [], sys.stdout
+    with redirect_stdout(sys.stderr):  # what trainers print while they are imported
+        for peer in peers():
+            found.append(peer)
+            if not as_json:
+                typer.echo("\n".join(lines(peer)), file=out)
+    if not any(peer.rows for peer in found):
+        raise KeelError("no trainer here whose KL terms can be called: pip install 'trl==1.16.*' or 'verl==0.9.*'")
+    if as_json:
+        print_json({"peers": [asdict(peer) for peer in found]})
+    return 0

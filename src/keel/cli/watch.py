@@ -10,7 +10,7 @@ import typer
 from keel.cli.app import app
 from keel.lab.watch import PORT
 
-HELP = """Serve the page of a run that goes on, or of several beside each other, and keep it up to date.
+HELP = """Serve a live page of a run, or of several runs side by side.
 
 It shows what keel report does, by what has been written so far: state and time left, curves, the latest rollouts, and
 what the doctor finds in the log. It listens on this machine alone; the first lines say how to open it from another one.

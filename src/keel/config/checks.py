@@ -6,16 +6,17 @@ import importlib.util
 from collections.abc import Iterator
 
 from keel.base.errors import KeelError
+from keel.base.imports import is_import_path
 from keel.base.redact import secrets_in
-from keel.base.thresholds import load_thresholds
-from keel.config.resolve import kl_pairing
+from keel.base.validation import check_read
 from keel.config.schema import Config, TaskOptions
-from keel.kl import advise, check_kl, controller_of
+from keel.kl import Pairing, advise, check_kl, controller_of
+from keel.kl.controllers import RuleController
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.models.options import check_quantization
-from keel.reference import check_reference
-from keel.trainer.options import check_optim
+from keel.reference.kinds import check_reference
+from keel.trainer.options import check_optim, warmup_within
 from keel.verify.own import estimator_facts
 
 
@@ -24,9 +25,9 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
+    check_read(config)
     for part in (_loss, _kl, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
-    _doctor(config)
     if installed:
         _packages(config)
 
@@ -41,21 +42,11 @@ def _packages(config: Config) -> None:
         raise KeelError("optim.optimizer=adamw8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
 
 
-def _doctor(config: Config) -> None:
-    """Thresholds by name, each a number; one that is also a guard's option is given once."""
-    thresholds = load_thresholds(config.doctor.thresholds.params)
-    for name in config.doctor.thresholds.params.keys() & type(config.guards).model_fields.keys():
-        guard, default = getattr(config.guards, name), type(config.guards).model_fields[name].default
-        if guard not in (default, thresholds[name]):
-            raise KeelError(
-                f"guards.{name} is {guard:g} and doctor.thresholds.{name} is {thresholds[name]:g}: they are one "
-                "threshold, give one of them"
-            )
-
-
 def _loss(config: Config) -> None:
     loss, group = config.loss, config.rollout.num_generations
     check_loss(loss)
+    if loss.policy_weight == 0:
+        _check_distillation(config)
     if group < 2 and loss.baseline != "none":
         raise KeelError(
             f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares completions of a problem, "
@@ -72,6 +63,26 @@ def _loss(config: Config) -> None:
         raise KeelError(
             f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none leaves stale samples "
             "unweighted, as if the policy had drawn them: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
+        )
+
+
+def _check_distillation(config: Config) -> None:
+    """Refuse loss.policy_weight=0 where the KL has no gradient, or beside options of the policy term."""
+    if not config.kl.penalizes:
+        raise KeelError("loss.policy_weight=0 trains by the KL alone, and kl.beta is 0: set kl.beta=1")
+    if config.reference.params.get("model") is None and not is_import_path(config.reference.kind):
+        raise KeelError(
+            "loss.policy_weight=0 trains by the KL alone, which has no gradient at the initial policy, the reference "
+            "here: set reference.model to a teacher"
+        )
+    if config.loss.dynamic_sampling:
+        raise KeelError(
+            "loss.dynamic_sampling has no use with loss.policy_weight=0, which ignores rewards: leave it out"
+        )
+    if config.kl.placement == "reward" and scale_rewards(config.loss) != "none":
+        raise KeelError(
+            f"kl.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the rewards' "
+            "deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or kl.placement=loss"
         )
 
 
@@ -121,7 +132,7 @@ def _rollout(config: Config) -> None:
             f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
             "(rollout.prompts_per_step): an update needs at least one"
         )
-    check_optim(config.optim, config.run.max_steps)
+    check_optim(config.optim)
 
 
 def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
@@ -173,7 +184,13 @@ def advice(config: Config) -> list[str]:
                 "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
                 "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
             )
-    notes += advise(config.loss.loss_type, kl.beta)
+    if kl.beta == 0 and kl.steers:
+        controller = controller_of(kl, config.episodes_per_step)
+        if isinstance(controller, RuleController) and (low := controller.bounds[0]) > 0:
+            notes.append(f"kl.beta is 0: kl.controller.name={kl.controller.name} begins at kl.controller.low={low:g}")
+    if config.reference.params.get("model") is None:
+        notes += advise(config.loss.loss_type, kl.beta)
+    notes += _warmups(config)
     if config.rollout.filtered:
         mismatch = config.loss.mismatch
         without = "without loss.mismatch" if mismatch.kind == "none" else "in the policy term at the sequence level"
@@ -193,4 +210,35 @@ def advice(config: Config) -> list[str]:
     return notes
 
 
+def _warmups(config: Config) -> Iterator[str]:
+    """Warm-ups that outlast what they are the beginning of."""
+    steps = config.run.max_steps
+    courses = [("optim", config.optim, "run.max_steps", steps)]
+    if config.warmstart is not None:
+        courses.append(("warmstart", config.warmstart.optim, "warmstart.steps", config.warmstart.steps))
+    for section, optim, length, total in courses:
+        length, total = (f"{section}.decay_steps", optim.decay_steps) if optim.decay_steps else (length, total)
+        used, asked = warmup_within(optim, total), f"{section}.warmup_steps is {optim.warmup_steps}"
+        if used < optim.warmup_steps:
+            yield f"{asked} but {length} is {total}: the warm-up is cut to {used} steps, and the decay follows"
+        elif used > total:
+            yield f"{asked} but {length} is {total}: the learning rate is still in its warm-up when the run ends"
+    others = {"reward.warmup_steps": (config.reward.warmup_steps, "the advantages are")}
+    if config.kl.penalizes:
+        name = "steps" if config.kl.controller.name == "warmup" else "warmup_steps"
+        others[f"kl.controller.{name}"] = (config.kl.controller.params.get(name, 0), "β is")
+    for option, (warmup, what) in others.items():
+        if warmup > steps:
+            yield f"{option} is {warmup} but run.max_steps is {steps}: {what} still in the warm-up when the run ends"
+
+
 __all__ = ["advice", "check", "task_specs"]
+
+
+def kl_pairing(config: Config, *, off_policy: bool | None = None) -> Pairing:
+    """The checked pairing of the KL term under this loss; `off_policy` where a run knows more than its options say."""
+    return config.kl.pairing(
+        get_loss(config.loss.loss_type).reduction,
+        off_policy=config.off_policy if off_policy is None else off_policy,
+        facts=estimator_facts(config.kl.estimator),
+    )

@@ -16,7 +16,7 @@ from keel.envs.options import TaskOptions
 from keel.kl import get_controller
 from keel.kl.options import ControllerOptions
 from keel.losses import LossOptions, declared_options
-from keel.reference import get_reference
+from keel.reference.kinds import get_reference
 from keel.reference.options import ReferenceOptions
 from keel.rollout.options import EngineOptions
 

@@ -1,4 +1,7 @@
-"""From YAML, a mapping and dotted overrides to one checked `Config`; every failure is one line."""
+"""From YAML, a mapping and dotted overrides to one checked `Config`; every failure is one line.
+
+`choose` tells which of the command line's arguments is the configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
-from keel.base.moved import current_names
-from keel.base.options import PluginOptions
+from keel.base.options import Options, PluginOptions
 from keel.base.parts import options_class, parameters_of
 from keel.base.redact import MASK, hide, remember
 from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
-from keel.config import aliases, text
-from keel.config.aliases import Setting
+from keel.config import peers, text
 from keel.config.checks import check
+from keel.config.peers import Setting
 from keel.config.schema import Config
 from keel.losses import LossOptions, get_loss
 
@@ -50,18 +52,19 @@ def read_config(
     for name, value, _ in layers[1]:
         remember(value, name)
     _check_masks(layers)
-    settings = aliases.by_name({name: value for layer in layers for name, value, _ in layer}, is_option)
+    settings = peers.by_name({name: value for layer in layers for name, value, _ in layer}, is_option)
     tree: dict[str, Any] = {}
     renamed: list[str] = []
     for layer in layers:
-        native, notes = aliases.translate(layer, settings, is_option)
+        native, notes = peers.translate(layer, settings, is_option)
         renamed += notes
+        renamed += _drop_parameters(tree, native)
         for name, value, _ in native:
             put(tree, name, value)
     renamed += _choose_task(tree)
     # a section whose options are all commented out is null in YAML: it has its defaults
     given = {key: value for key, value in tree.items() if value is not None}
-    config = validate(current_names(given), [name for layer in layers for name, _, _ in layer])
+    config = validate(given, [name for layer in layers for name, _, _ in layer])
     check(config, installed=installed)
     return config, [hide(note) for note in renamed]
 
@@ -74,6 +77,44 @@ def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
                 f"{name} in {origin} has {MASK}, which covers a secret where a configuration is shown: write $NAME "
                 "there, and put the secret into the environment"
             )
+
+
+def _drop_parameters(tree: dict[str, Any], layer: Sequence[Setting]) -> list[str]:
+    """Take out the parameters of parts that a layer of settings replaces by others; a sentence for each.
+
+    A part's parameters are its own: those of another begin at their defaults, or as the same layer gives them.
+    """
+    notes = []
+    for option, value, _ in layer:
+        path, _, leaf = option.rpartition(".")
+        section, given = _section(path) if path else None, _at(tree, path)
+        if (
+            section is None
+            or not issubclass(section, Options)
+            or leaf != section.named_by
+            or not isinstance(given, dict)
+        ):
+            continue
+        before = given.get(leaf, section.model_fields[leaf].default)
+        fields = section.model_fields
+        own = [
+            name
+            for name, old in given.items()
+            if name not in fields or (name in section.of_parts and old != fields[name].default)
+        ]
+        if value == before or not own:
+            continue
+        left_out = ", ".join(f"{path}.{name}={text.dump(given.pop(name))}" for name in own)
+        notes.append(f"{option}={text.dump(value)} leaves out the parameters of {before}: {left_out}")
+    return notes
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name in nested mappings, None where there is none."""
+    value: Any = tree
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _choose_task(tree: dict[str, Any]) -> list[str]:
@@ -139,7 +180,7 @@ def _override(override: str) -> Iterator[Setting]:
     if not equals or not name:
         raise KeelError(f"cannot read the override {override!r}: write name=value, such as kl.beta=0.01")
     parsed = text.parse(value, f"the value of {name}")
-    section = _section(aliases.normal(name))
+    section = _section(peers.normal(name))
     if isinstance(parsed, dict) and parsed and section is not None and not issubclass(section, PluginOptions):
         for key, inner in leaves(name + ".", parsed):
             yield key, inner, "the command line"
@@ -245,10 +286,10 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     """
     where = f" in {origin}" if origin else ""
     section, _, rest = name.partition(".")
-    if rest and section in aliases.WITHOUT:
-        return KeelError(f"unknown option {name}{where}: {aliases.WITHOUT[section]}")
+    if rest and section in peers.WITHOUT:
+        return KeelError(f"unknown option {name}{where}: {peers.WITHOUT[section]}")
     known = [*_NAMES, *more, *(f"task.{parameter}" for parameter in (_task_parameters(task) if task else ()))]
-    alias = aliases.find(rest, is_option) if "_" in rest else None
+    alias = peers.find(rest, is_option) if "_" in rest else None
     if alias is not None and alias.target:
         same = [option for option in known if option.endswith(f".{rest}") and option != alias.target]
         return KeelError(f"unknown option {name}{where}: did you mean {' or '.join([alias.target, *same[:2]])}?")
@@ -256,5 +297,45 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     is_leaf = any(option.rpartition(".")[2] == leaf for option in known)
     if section not in Config.model_fields and not is_leaf and (tasks := _tasks_with(leaf)):
         return KeelError(f"unknown option {name}{where}: did you mean task.{leaf}, of {', '.join(tasks)}?")
-    others = {other: alias.target for other, alias in aliases.table().items() if alias.target}
-    return no_such_option(name, known, also=others, origin=origin, meant=aliases.without_sections(name))
+    others = {other: alias.target for other, alias in peers.table().items() if alias.target}
+    return no_such_option(name, known, also=others, origin=origin, meant=peers.without_sections(name))
+
+
+def of_task(override: str) -> str:
+    """An override where a task is described: a name without a section is a parameter of the task."""
+    from keel.config.schema import Config
+
+    key = override.lstrip("+").partition("=")[0]
+    return override if key.partition(".")[0] in Config.model_fields else f"task.{override}"
+
+
+def _names_data(override: str) -> bool:
+    name = peers.normal(override.partition("=")[0])
+    alias = peers.table().get(name)
+    return name == "data.path" or (alias is not None and alias.target == "data.path")
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run."""
+    return path.is_dir() and (path / "config.yaml").is_file()
+
+
+def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """(configuration, overrides that it brings): no path means the default; `--resume RUN` names a run's folder.
+
+    Where the overrides name data, no path means `own_data`: the default's warm start is about its own task. A run that
+    is resumed by its folder stays in that folder, wherever it was moved to.
+    """
+    if len(paths) > 1 + resume:
+        extra = paths[1 + resume]
+        raise KeelError(f"one configuration at a time, but {extra!r} is another: options are written name=value")
+    if not paths:
+        return "own_data" if any(map(_names_data, overrides)) else "default", []
+    run = Path(paths[-1]).expanduser()
+    if not resume:
+        return paths[0], []
+    if is_run(run):
+        return paths[0], [f"run.dir={text.dump(str(run.parent))}", f"run.name={text.dump(run.resolve().name)}"]
+    if len(paths) == 2 or run.is_dir():
+        raise KeelError(f"nothing to resume at {run}: it has no config.yaml; give the folder of a run")
+    return paths[0], []

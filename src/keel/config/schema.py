@@ -43,6 +43,8 @@ class RunOptions(Options):
 class DoctorThresholds(PluginOptions):
     """Alarm thresholds by name, those of docs/doctor.md; an alarm made less sensitive is shown in the report."""
 
+    named_by = ""
+
 
 class DoctorOptions(Options):
     """What `keel doctor` and the findings of a run go by."""

@@ -1,4 +1,7 @@
-"""The configuration as a page: YAML that loads to the same configuration, each option followed by its sentence."""
+"""The configuration as a page: YAML that loads to the same configuration, each option followed by its sentence.
+
+`resolved` is what `null` and `auto` come to, across the rooms of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from pydantic import BaseModel
 
 from keel.base.redact import masked
 from keel.config import text
-from keel.config.alias import Alias
-from keel.config.aliases import tables
+from keel.config.checks import kl_pairing
 from keel.config.declared import own_options
-from keel.config.resolve import resolved
 from keel.config.schema import Config, plain
+from keel.losses import loss_defaults
 
 COLUMN = 40  # where comments begin
 
@@ -63,65 +65,19 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
     return f"{setting:<{COLUMN}}  # {sentence}" if comments and sentence else setting
 
 
-MIGRATE_HEAD = """# Coming from TRL, verl or OpenRLHF
-
-`keel migrate FILE` turns a configuration of TRL, verl or OpenRLHF (YAML, JSON, a Python file with `GRPOConfig(…)`, a
-shell script of overrides) into Keel's, fills in what the peer does where its file is silent, and lists what has no
-counterpart.
-
-Keel also takes the options of other trainers under their own names, in a configuration and on the command line
-(`kl_coef: 0.01`, `kl_coef=0.01`, `--kl-coef 0.01`), and says what each became. verl's names may be given without the
-sections before them (`kl_loss_coef`, `actor.optim.lr`), and names without a section inside one that trainers have
-(`grpo.beta`, `optim.lr`). A name that means another thing from trainer to trainer, as `rollout_batch_size` does, is
-refused with what to write instead, and one without a counterpart with the reason, so nothing is accepted and ignored.
-A name that nobody has leads to the options that it may mean, by its letters or its words, or to none. This page is
-generated from the table that loading uses: `python -m keel.config.show > docs/migrate.md`.
-
-Three defaults differ: Keel's `loss.loss_type` is `grpo` where TRL has `dapo`; `rollout.max_completion_length` is 64
-where TRL has 512; `kl.reduction` is `token_mean`, so that β means the same under every loss, where TRL and verl reduce
-the KL like the loss (`kl.reduction=loss`).
-
-Units: TRL's steps are optimizer updates, Keel's are batches of rollouts. Where TRL's names give a batch several updates
-(`num_iterations`, or `steps_per_generation` above `gradient_accumulation_steps`), `max_steps`, `save_steps`,
-`eval_steps`, `warmup_steps` and `ref_model_sync_steps` are divided by their number; beside Keel's own
-`loss.num_iterations` and `optim.minibatches` they are batches. verl's steps are batches as Keel's are.
-
-`keel migrate` leaves to you what a file does not settle (a variable of the environment, a value computed in Python, a
-length in epochs) and lists it as "by hand". It refuses, with exit status 1, a result that would train otherwise than
-the file says: a KL switch that is on while β is 0, `adv_estimator: gae` (verl's default, which needs a critic), two
-options that disagree.
-"""
-
-
-def migrate_page() -> str:
-    """docs/migrate.md: every name with what it becomes."""
-    titles = {
-        "Keel": "Short names",
-        "TRL": "TRL (GRPOConfig, 1.16)",
-        "verl": "verl (YAML)",
-        "OpenRLHF": "OpenRLHF (command line)",
-        "other": "Other trainers and courses",
-    }
-    parts = [MIGRATE_HEAD]
-    for origin, aliases in tables():
-        rows = [_row(alias) for alias in aliases if alias.target]
-        parts.append(
-            f"## {titles[origin]}\n\n| name | becomes | note |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-        )
-        rows = [_row_without_target(alias) for alias in aliases if not alias.target]
-        if rows:
-            parts.append("Without an option here:\n\n| name | | why |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
-
-
-def _row(alias: Alias) -> str:
-    return f"| `{alias.name}` | `{alias.target}` | {alias.note} |"
-
-
-def _row_without_target(alias: Alias) -> str:
-    refused = alias.convert is None or alias.note.startswith("refused")
-    return f"| `{alias.name}` | {'refused' if refused else 'not needed'} | {alias.note} |"
-
-
-if __name__ == "__main__":
-    print(migrate_page(), end="")
+def resolved(config: Config) -> dict[str, Any]:
+    """Dotted option → the value that its `null` or `auto` stands for in this configuration."""
+    stands_for = {f"loss.{name}": value for name, value in loss_defaults(config.loss).items()}
+    if config.kl.gradient == "auto":
+        pairing = kl_pairing(config)
+        in_loss = pairing.placement == "loss" and pairing.level == "token"
+        stands_for["kl.gradient"] = str(pairing.form) if in_loss else "its own"
+    if config.kl.needs_exact and not config.kl.exact:
+        stands_for["kl.exact"] = True
+    if config.reference.kind == "auto":
+        stands_for["reference.kind"] = "adapter_off" if config.model.lora else "frozen"
+    if config.optim.decay_steps is None and config.optim.schedule != "constant":
+        stands_for["optim.decay_steps"] = config.run.max_steps
+    if config.eval.temperature is None:
+        stands_for["eval.temperature"] = config.rollout.temperature
+    return stands_for

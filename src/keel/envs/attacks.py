@@ -39,6 +39,7 @@ LESSONS: Mapping[str, str] = {
     "wrong": "to answer anything in the right form: pay less for an answer that is wrong",
     "list": "to list answers: judge one answer, the whole of it, and count what stands beside it as wrong",
     "endless": "to go on until it is cut: pay nothing for length, or put a price on it",
+    "program": "to trick the tests: keep them out of the program's process, and compare nothing but data",
     "calls": "to call tools and not to answer: pay for calls only beside a right answer, or less for them",
 }
 
@@ -137,7 +138,7 @@ def _piece(text: str, row: Sequence[re.Match[str]], spots: Sequence[int]) -> str
 
 
 @dataclass(frozen=True)
-class Batch:
+class GoldBatch:
     """Problems with the turns of their gold answers: what an attacker has seen of a task."""
 
     problems: tuple[Problem, ...]
@@ -228,7 +229,7 @@ def prompt_text(problem: Problem) -> str:
     return "\n".join(message["content"] for message in problem.prompt)
 
 
-def attacks_on(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
+def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
     """Every attack on one problem; `wrong` are neighbours' answers that are wrong here.
 
     Texts that happen to be the gold answer are no attack, except where luck is what is measured; nor are copies of a
@@ -265,7 +266,7 @@ def _gives(way: Way, form: Form, accepted: set[str]) -> bool:
     return any(_bare(candidate) in accepted for text in texts for candidate in (text, form.contents(text)[-1]))
 
 
-def _plain(batch: Batch, index: int) -> list[Attack]:
+def _plain(batch: GoldBatch, index: int) -> list[Attack]:
     """Answers of one turn that hold nothing of the right answer."""
     form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
     last_line = prompt.splitlines()[-1] if prompt else ""
@@ -290,7 +291,7 @@ def _one(name: str, family: str, *texts: str, lucky: bool = False) -> Attack:
     return Attack(name, family, tuple(((text,),) for text in dict.fromkeys(texts)), lucky)
 
 
-def _lists(batch: Batch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
+def _lists(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
     """The right answer among others, first, last and in the middle."""
     form, gold = batch.form(index), batch.golds[index]
     listed: list[Attack] = []
@@ -334,7 +335,7 @@ def _unlike(ways: Iterable[Way]) -> tuple[Way, ...]:
     return tuple(dict.fromkeys(ways))
 
 
-def _calls(batch: Batch, index: int) -> list[Attack]:
+def _calls(batch: GoldBatch, index: int) -> list[Attack]:
     """Episodes that call tools without knowing what for."""
     question = prompt_text(batch.problems[index]).strip()
     last_line, form = question.splitlines()[-1] if question else "", batch.form(index)

@@ -9,8 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from keel.base.errors import KeelError
+from keel.base.parts import Forwarded
 from keel.base.types import Group, Problem, Reward
 from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_now, start_now, step_now
+
+if TYPE_CHECKING:
+    from keel.envs.attacks import Attack
 
 REQUIRED = ("sample", "held_out", "gold", "reward")  # what has no default
 
@@ -41,13 +45,17 @@ class Task:
         def evaluation_only(self) -> bool:
             """Whether all its problems are held out, so that `sample` refuses."""
 
+        @property
+        def judged_at_once(self) -> int:
+            """How many completions of a group `reward` may be asked about at the same time, in threads."""
+
     else:
-        notes, unanswered, evaluation_only = (), False, False
+        notes, unanswered, evaluation_only, judged_at_once = (), False, False, 1
 
     @property
     def trusted(self) -> bool:
         """Whether only Keel's own code reads completions, so that the reward needs no time limit around it."""
-        return type(self).__module__.startswith("keel.envs.")
+        return type(self).__module__.startswith(("keel.envs.", "keel.recipes."))
 
     @property
     def several_turns(self) -> bool:
@@ -95,6 +103,10 @@ class Task:
         """Figures of the task's own over the judged groups of an evaluation, beside pass@1."""
         return {}
 
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        """Answers that try to earn without solving, which `keel check-task` tries beside its usual ones."""
+        return ()
+
     def totals(self) -> Mapping[str, float]:
         """Running counts of what the task works with; each step logs by how much they grew, as `task/NAME`."""
         return {}
@@ -132,22 +144,12 @@ def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple
 MEMBERS = tuple(name for name in ("name", *vars(Task)) if not name.startswith("_"))
 
 
-class _Forwarded:
-    """An attribute of the inner task; one that a wrapper, or an object of it, has itself comes first."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self if wrapper is None else getattr(wrapper.inner, self.name)
-
-
 class TaskWrapper(Task):
     """A task around another, `inner`: all that it does not define itself is the inner task's, whatever `Task` lists."""
 
     inner: Task
 
-    vars().update({name: _Forwarded(name) for name in MEMBERS})
+    vars().update({name: Forwarded(name) for name in MEMBERS})
 
     @property
     def trusted(self) -> bool:
@@ -191,10 +193,8 @@ def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED)
     `required` are the members that it has to write itself: of a wrapper's inner task, those that the wrapper does not.
     """
     kind = type(candidate).__name__
-    if hasattr(candidate, "respond"):  # of 0.1; in silence, its episodes would end after the first turn
-        raise KeelError(f"{what} a {kind} with respond: write start(problem) -> Episode, see docs/upgrading.md")
     if not isinstance(candidate, Task):
-        raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/upgrading.md")
+        raise KeelError(f"{what} a {kind}, which does not derive from keel.envs.Task: see docs/extending.md")
     if isinstance(candidate, TaskWrapper):
         forwarded = [name for name in required if getattr(type(candidate), name) is getattr(TaskWrapper, name)]
         check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around", forwarded)

@@ -43,6 +43,10 @@ class NoGrader:
         raise TypeError("these problems are graded by their own task")
 
 
+class PromptsTooLong(KeelError):
+    """No prompt is left within data.max_prompt_length."""
+
+
 @dataclass(frozen=True)
 class Dataset(Task):
     """Problems that were read once, split into training and held-out ones.
@@ -101,7 +105,7 @@ class Dataset(Task):
         left_out = len(self.train) + len(self.held) - len(train) - len(held)
         for part, before, rest in (("training", self.train, train), ("held-out", self.held, held)):
             if before and not rest:
-                raise KeelError(f"task {self.name!r}: all {len(before)} {part} prompts are too long")
+                raise PromptsTooLong(f"task {self.name!r}: all {len(before)} {part} prompts are too long")
         return replace(self, train=train, held=held), left_out
 
 

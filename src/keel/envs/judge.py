@@ -7,31 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.types import Problem, Reward
+from keel.base.types import Problem, Reward, RewardFailure
 from keel.base.validation import read_options
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_here, call_now
 from keel.envs.options import RewardOptions
 from keel.envs.problems import stream
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One call that gave no reward: whose, on which completion of which problem, and why."""
-
-    function: str
-    problem: str
-    sample: int
-    kind: str  # raised | invalid | timeout
-    cause: str
-
-    def __str__(self) -> str:
-        return f"{self.function} on problem {self.problem!r}, completion {self.sample}: {self.cause}"
 
 
 class Judge:
@@ -59,7 +45,7 @@ class Judge:
             raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
         self.parts, self.options = tuple(parts), options or read_options(RewardOptions, changes, "reward")
         self.max_hung, self.hung = max_hung, HungCalls()
-        self.failures: list[Failure] = []
+        self.failures: list[RewardFailure] = []
         self.counts: Counter[str] = Counter()  # by function, over the whole run
         self.asked: Counter[str] = Counter()  # episodes that each part was asked about, by copies of this judge too
 
@@ -100,14 +86,19 @@ class Judge:
         values = {p.name: [row[i].total for row in table] for i, p in enumerate(self.parts)}
         totals = combine(values, {p.name: p.weight for p in self.parts}, self.options.aggregate)
         rewards = [
-            Reward(total, self._named(row), all(reward.parsed for reward in row))
+            Reward(
+                total,
+                self._named(row),
+                all(reward.parsed for reward in row),
+                "\n".join(dict.fromkeys(reward.details for reward in row if reward.details)),
+            )
             for total, row in zip(totals, table, strict=True)
         ]
         if (seed := self.options.shuffle) is not None:
             stream("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
         return tuple(rewards)
 
-    def drain(self) -> list[Failure]:
+    def drain(self) -> list[RewardFailure]:
         """The failures since the last call."""
         drained = list(self.failures)
         self.failures.clear()
@@ -187,7 +178,7 @@ class Judge:
 
     def record(self, function: str, problem: Problem, sample: int, failed: CallFailed) -> None:
         """Write a failure down; raises where failures, or so many calls that hang, stop the run."""
-        failure = Failure(function, problem.key, sample, failed.kind, failed.cause)
+        failure = RewardFailure(function, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[function] += 1
         if not self.stops():

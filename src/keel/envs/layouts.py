@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, nearest
 from keel.base.types import Problem
 from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
@@ -210,8 +209,8 @@ def _has(rows: DataRows, name: str) -> bool:
 def _missing(rows: DataRows, option: str, name: str, instead: str = "") -> KeelError:
     columns = list(rows.columns)
     fields = [f"{c}.{k}" for c in columns for k in _fields(rows, c)]
-    near = difflib.get_close_matches(name, [*columns, *fields], n=1, cutoff=0.5)
-    hint = f"did you mean data.columns.{option}={near[0]}? " if near else f"set data.columns.{option}{instead}; "
+    near = nearest(name, [*columns, *fields])
+    hint = f"did you mean data.columns.{option}={near}? " if near else f"set data.columns.{option}{instead}; "
     return KeelError(f"{rows.source} has no column {name!r} for the {option}: {hint}it has {', '.join(columns)}")
 
 

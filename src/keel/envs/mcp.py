@@ -47,7 +47,7 @@ def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
     return [_tool(server, listed[name], limits) for name in only or listed]
 
 
-class Server:
+class McpServer:
     """A connection to one server, held by an event loop in a daemon thread, so that any thread may call its tools.
 
     A server that was lost is connected to again by the next call. One that is a command is started again once: only
@@ -160,16 +160,16 @@ class Server:
         return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
 
 
-_servers: dict[tuple[str, tuple[tuple[str, str], ...]], Server] = {}
+_servers: dict[tuple[str, tuple[tuple[str, str], ...]], McpServer] = {}
 _lock = threading.Lock()
 
 
-def _server(address: str, variables: Mapping[str, str]) -> Server:
+def _server(address: str, variables: Mapping[str, str]) -> McpServer:
     """The server of an address and its environment or headers: one for all tasks of this process."""
     key = address, tuple(sorted(variables.items()))
     with _lock:
         if key not in _servers:
-            _servers[key] = Server(address, variables)
+            _servers[key] = McpServer(address, variables)
         return _servers[key]
 
 
@@ -234,7 +234,7 @@ def _filled(text: str) -> str:
         raise ToolError(f"cannot be asked: its entry {error}") from None
 
 
-def _tool(server: Server, listed: Any, limits: Mapping[str, Any]) -> Tool:
+def _tool(server: McpServer, listed: Any, limits: Mapping[str, Any]) -> Tool:
     """A tool as the server describes it; characters that calls cannot be written with become `_` in its name."""
     schema = listed.input_schema
     properties, required = schema.get("properties") or {}, tuple(schema.get("required") or ())

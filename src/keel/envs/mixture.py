@@ -11,6 +11,7 @@ from typing import Self
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
+from keel.envs.attacks import Attack
 from keel.envs.base import Task
 from keel.envs.episode import Episode
 from keel.envs.problems import stream
@@ -33,6 +34,10 @@ class Mixture(Task):
     def unanswered(self) -> bool:
         """Whether none of its tasks has answers; a mixture with some is judged by them."""
         return all(task.unanswered for task in self.tasks)
+
+    @property
+    def judged_at_once(self) -> int:
+        return min(task.judged_at_once for task in self.tasks)
 
     @property
     def evaluation_only(self) -> bool:
@@ -102,6 +107,10 @@ class Mixture(Task):
     def picture(self, problem: Problem, text: str) -> str | None:
         """The picture of the problem's own task."""
         return self._of(problem).picture(problem, text)
+
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        """The attacks of the problem's own task."""
+        return self._of(problem).attacks(problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """What each task adds over the groups of its own problems, under its name."""

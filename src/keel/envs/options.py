@@ -49,6 +49,10 @@ class PromptOptions(Options):
     chat_template: str = Field(
         default="auto", description="auto (the tokenizer's, if any), none, or a template's name."
     )
+    allow_control_tokens: bool = Field(
+        default=False,
+        description="Let prompts hold control tokens such as <|im_start|>, as rendered ones do; false: refuse them.",
+    )
     max_prompt_length: Positive | None = Field(
         default=None, description="Longest prompt in tokens; null for the context."
     )
@@ -60,11 +64,6 @@ class PromptOptions(Options):
 
 class DataOptions(PromptOptions, SourceOptions):
     """Problems from a file or a hub, for tasks that read data."""
-
-    @property
-    def prompts(self) -> dict[str, Any]:
-        """How prompts are rendered, as plain data."""
-        return self.model_dump(include=set(PromptOptions.model_fields))
 
     @property
     def source(self) -> dict[str, Any]:

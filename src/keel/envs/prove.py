@@ -12,14 +12,14 @@ from keel.base.types import Problem
 from keel.envs.base import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import as_reward
-from keel.envs.validity import Check, checks, expect, first_problems, outcome, training_steps
+from keel.envs.validity import ValidityCheck, checks, expect, first_problems, outcome, training_steps
 
 NONSENSE = "I do not know."
 MOST_REMOTE = 4  # problems whose rewards a judge elsewhere is asked for
 EXAMPLES = 3
 
 
-class Renderer(Protocol):
+class PromptRenderer(Protocol):
     """How a problem becomes tokens, as `keel.rollout.render` does it."""
 
     tokenizer: Any
@@ -28,8 +28,8 @@ class Renderer(Protocol):
 
 
 def prove(
-    task: Task, *, renderer: Renderer, strict: bool, judge: Judge | None = None, count: int = 32, seed: int = 0
-) -> Iterator[Check]:
+    task: Task, *, renderer: PromptRenderer, strict: bool, judge: Judge | None = None, count: int = 32, seed: int = 0
+) -> Iterator[ValidityCheck]:
     """Every check of a task, the tokenizer's and the configured rewards' included.
 
     `strict`: this is the tokenizer that will be trained with, so that a character it does not know is a fault. Without
@@ -75,7 +75,7 @@ def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
     return candidate if earned[1] < earned[0] else [NONSENSE]
 
 
-def _prompts(problems: Callable[[], Sequence[Problem]], renderer: Renderer, strict: bool) -> str:
+def _prompts(problems: Callable[[], Sequence[Problem]], renderer: PromptRenderer, strict: bool) -> str:
     """Rendered to tokens and back, every message is still there, word for word."""
     left_out = 0
     for problem in problems():

@@ -9,15 +9,15 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
+from keel.base.parts import make_part, part_arguments
 from keel.envs.arithmetic import arithmetic
 from keel.envs.base import Task, check_is_task
 from keel.envs.capitals import capitals
+from keel.envs.code import code
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
 from keel.envs.gsm8k import gsm8k
 from keel.envs.mixture import Mixture, mixture
-from keel.envs.multihop import multihop
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.tool_list import tools_of
@@ -39,7 +39,7 @@ def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "j
 
 
 class LazyTask:
-    """A task of an extra: its module is imported when the task is first looked at, and lacks of it are one line."""
+    """A recipe's task: its module is imported when the task is first looked at, and lacks of it are one line."""
 
     def __init__(self, spec: str, extra: str) -> None:
         self.spec, self.extra = spec, extra
@@ -64,15 +64,16 @@ class LazyTask:
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
-    "chess": LazyTask("keel.envs.chess.mix:chess", "chess"),
-    "chess_env": LazyTask("keel.envs.chess.env:chess_env", "chess"),
-    "chess_policy": LazyTask("keel.envs.chess.policy:chess_policy", "chess"),
-    "chess_puzzles": LazyTask("keel.envs.chess.puzzles:chess_puzzles", "chess"),
+    "chess": LazyTask("keel.recipes.chess.mix:chess", "chess"),
+    "chess_env": LazyTask("keel.recipes.chess.env:chess_env", "chess"),
+    "chess_policy": LazyTask("keel.recipes.chess.policy:chess_policy", "chess"),
+    "chess_puzzles": LazyTask("keel.recipes.chess.puzzles:chess_puzzles", "chess"),
+    "code": code,
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
     "mixture": mixture_of,
-    "multihop": multihop,
+    "multihop": LazyTask("keel.recipes.multihop:multihop", "retrieval"),
     "reasoning_gym": reasoning_gym,
     "tools": tools_around,
 }
@@ -84,7 +85,7 @@ def build_task(name: str, **params: Any) -> Task:
     """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
     check_task(name, params)
     factory = get_task(name)
-    task = factory(**part_arguments(f"task {name}", factory, params))
+    task = make_part(f"task {name}", factory, **part_arguments(f"task {name}", factory, params))
     return check_is_task(task, f"task {name!r} made")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import logging
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError, first_line, unknown
+from keel.base.errors import KeelError, first_line, nearest, unknown
 from keel.base.files import json_kind, json_lines, no_constant
 
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
@@ -111,8 +110,8 @@ def _read(path: str, split: str) -> DataRows:
     looks_like_a_file = file.suffix.lower() in READERS or path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_like_a_file or not _HUB_NAME.fullmatch(path):
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        near = difflib.get_close_matches(file.name, siblings, n=1)
-        hint = f"did you mean {file.parent / near[0]}?" if near else "give a file, a folder or a hub name"
+        near = nearest(file.name, siblings, 0.6)
+        hint = f"did you mean {file.parent / near}?" if near else "give a file, a folder or a hub name"
         raise KeelError(f"data.path: there is no file {path}: {hint}")
     return _hub(path, split)
 

@@ -19,6 +19,7 @@ _BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=[\[{])")
 _LOOKS_LIKE_A_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"")
 _LATER_CALL = re.compile(r"\[?\s*\{\s*\"(?:name|type|function)\"\s*:")
 _ARGUMENTS = re.compile(r"\"(?:arguments|parameters)\"\s*:")
+_ID = re.compile(r"[\w-]+")
 _PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
 
 
@@ -134,7 +135,9 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(arguments, Mapping):
         return ToolCall(fault="the arguments of a call are an object")
     call_id = value.get("id")
-    return ToolCall(value["name"], dict(arguments), call_id if isinstance(call_id, str) else None)
+    return ToolCall(
+        value["name"], dict(arguments), call_id if isinstance(call_id, str) and _ID.fullmatch(call_id) else None
+    )
 
 
 def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:

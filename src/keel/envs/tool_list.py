@@ -1,4 +1,4 @@
-"""The tools of `task.tools`: functions, `module:attr`, and those of MCP servers."""
+"""The tools of `task.tools`: functions, `module:attr`, `python`, and those of MCP servers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from keel.envs.tools import Tool, check_distinct, tool
 
 
 def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
-    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, or those of an MCP server
-    (`{mcp: …}`); names are distinct.
+    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, `python` (with limits:
+    `{python: {…}}`), or those of an MCP server (`{mcp: …}`); names are distinct.
     """
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr or {{mcp: …}}")
+        raise KeelError(f"task.tools is {entries!r}: give a list of module:attr, python or {{mcp: …}}")
     tools: list[Tool] = []
     for entry in entries:
+        if entry == "python" or (isinstance(entry, Mapping) and set(entry) == {"python"}):
+            from keel.envs.python_tool import python_tool
+
+            tools.append(python_tool(None if isinstance(entry, str) else entry["python"]))
+            continue
         if isinstance(entry, Mapping):
             from keel.envs.mcp import mcp_tools
 
             tools += mcp_tools(entry)
             continue
         if isinstance(entry, str) and not is_import_path(entry):
-            raise KeelError(f"task.tools: {entry!r} is no tool: write it as module:attr, such as mytools:search")
+            raise KeelError(f"task.tools: {entry!r} is no tool: write python, or module:attr such as mytools:search")
         tools.append(tool(import_object(entry, "tool") if isinstance(entry, str) else entry))
     check_distinct([each.name for each in tools])
     return tuple(tools)

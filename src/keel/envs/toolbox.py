@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,12 @@ class ToolEpisode(Episode):
 
     def __init__(self, toolbox: Toolbox, problem: Problem) -> None:
         self.toolbox, self.problem = toolbox, problem
-        self.offered = {tool.name: tool for tool in toolbox.tools(problem)}
+        offered = toolbox.tools(problem)
+        self.sessions = {tool.name: tool.session() for tool in offered if tool.session is not None}
+        self.offered = {
+            tool.name: replace(tool, function=self.sessions[tool.name]) if tool.name in self.sessions else tool
+            for tool in offered
+        }
         self.at_once = max((tool.at_once for tool in self.offered.values()), default=1)
         self.turns: list[str] = []
         self.results: list[tuple[ToolResult, ...]] = []
@@ -111,6 +116,11 @@ class ToolEpisode(Episode):
         wrong = sum(result.is_error for result in results)
         totals = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
         return {**totals, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
+
+    def close(self) -> None:
+        """End what belongs to this episode alone."""
+        for session in self.sessions.values():
+            session.close()
 
     def _calls(self, text: str) -> list[ToolCall]:
         return parse_calls(text, self.toolbox.format, tuple(self.offered.values()))

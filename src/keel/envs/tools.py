@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from keel.base.errors import KeelError
 from keel.envs.calls import is_async
@@ -19,6 +19,14 @@ _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
+class Session(Protocol):
+    """A tool's function that belongs to one episode."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function the model may call: its description for the model, and the limits it is called under.
@@ -27,6 +35,7 @@ class Tool:
     `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
     tool that `ends` the episode is the last one called. `at_once` calls of different episodes may run together.
     `parameters` is the JSON schema of the parameters where somebody else wrote it; otherwise it is made of `hints`.
+    `session` makes the function anew for each episode; its `close` is called when the episode ends.
     """
 
     name: str
@@ -41,6 +50,7 @@ class Tool:
     ends: bool = False
     at_once: int = 1
     parameters: Mapping[str, Any] | None = None
+    session: Callable[[], Session] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself, so that a decorated one can still be called."""

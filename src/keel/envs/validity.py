@@ -18,7 +18,7 @@ NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
 
 
 @dataclass(frozen=True)
-class Check:
+class ValidityCheck:
     """One property, whether it holds, and the detail: how much was checked, or the first fault."""
 
     name: str
@@ -33,7 +33,7 @@ def check(task: Task, count: int = 32, seed: int = 0) -> None:
             raise KeelError(f"task {task.name!r}: {result.detail}")
 
 
-def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
+def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[ValidityCheck]:
     """Each property of a sound task, one after the other.
 
     Problems come as asked for, are the same for the same (seed, step), have keys of their own within a batch, and none
@@ -46,15 +46,15 @@ def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[Check]:
         yield outcome(name, partial(property_of, drawn))
 
 
-def outcome(name: str, run: Callable[[], str]) -> Check:
+def outcome(name: str, run: Callable[[], str]) -> ValidityCheck:
     """Run one check: its sentence, or the first fault that it raised."""
     try:
-        return Check(name, True, run())
+        return ValidityCheck(name, True, run())
     except (CheckFailed, KeelError) as error:
-        return Check(name, False, str(error))
+        return ValidityCheck(name, False, str(error))
     except Exception as error:  # a user's task may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
-        return Check(name, False, f"raised {type(error).__name__}" + (f": {first}" if first else ""))
+        return ValidityCheck(name, False, f"raised {type(error).__name__}" + (f": {first}" if first else ""))
 
 
 def training_steps(task: Task, count: int, seed: int, steps: int) -> list[list[Problem]]:

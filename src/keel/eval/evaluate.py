@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem
 from keel.envs.base import Task
-from keel.envs.judge import Judge
 from keel.envs.rewards import TASK, as_reward
 from keel.eval.statistics import Interval, normal_interval, paired_interval, pass_at_k, wilson
-from keel.rollout.collect import collect
-from keel.rollout.engine import Engine
-from keel.rollout.sampling import SamplingParams
+from keel.rollout.collect import Collector
 
 METHOD = "adjusted Wald over the problems' paired differences (Bonett and Price 2012)"
 REWARD_METHOD = "normal over the problems' paired differences"
@@ -74,27 +71,20 @@ class EvalResult:
 
 
 def evaluate(
-    engine: Engine,
-    task: Task,
+    collector: Collector,
     problems: Sequence[Problem],
-    tokenizer: Any,
     *,
     k: Sequence[int] = (1,),
     samples: int | None = None,
     temperature: float = 1.0,
-    max_completion_length: int = 64,
-    seed: int = 0,
-    sampling: SamplingParams | None = None,
-    judge: Judge | None = None,
-    **collecting: Any,
 ) -> EvalResult:
     """Sample every problem `samples` times (default: the largest k); right is what the task's own reward calls right.
 
-    Temperature 0 is greedy, with one sample. `sampling` gives the filters and limits of training; temperature and
-    number of samples are this function's. `judge` (default: the task) gives the rewards, `collecting` goes to
-    `collect`. Equal arguments and weights give equal results, and two evaluations of one run share their noise, so
+    Temperature 0 is greedy, with one sample. Temperature and number of samples are this function's, all else is the
+    collector's. Equal arguments and weights give equal results, and two evaluations of one run share their noise, so
     that what differs between them is the policy.
     """
+    task = collector.task
     if not problems:
         raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
     greedy = temperature == 0
@@ -102,10 +92,9 @@ def evaluate(
     ks = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
     if ks[0] < 1 or ks[-1] > count:
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
-    base = sampling or SamplingParams(max_completion_length=max_completion_length)
-    params = SamplingParams(**{**vars(base), "temperature": temperature, "num_generations": count})
-    judge = Judge.of(task) if judge is None else judge if task.unanswered else judge.with_task_reward(task)
-    groups = collect(engine, task, problems, tokenizer, params, seed=seed, judge=judge, **collecting)
+    sampling = replace(collector.sampling, temperature=temperature, num_generations=count)
+    judge = collector.judge if task.unanswered else collector.judge.with_task_reward(task)
+    groups = replace(collector, sampling=sampling, judge=judge).collect(problems)
     return summarise(task, groups, ks, greedy=greedy, task_reward=judge.task_part(task) or TASK)
 
 

@@ -2,27 +2,29 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.moved import refuse_renamed
-from keel.kl.controllers import CONTROLLERS, BetaController, KLState, build_controller, controller_of, get_controller
-from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
-from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
-from keel.kl.facts import FACTS, Fact, Pairing, advise, check_pairing, find_fact
-from keel.kl.gradients import GradientForm, parse_gradient, straight_through, weighted_estimate, with_form
-from keel.kl.measure import measure_kl, token_statistics
-from keel.kl.options import KLOptions, check_kl
-from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss, reward_penalty
-from keel.kl.ratios import DEFAULT_CLAMP, LogRatio, importance_ratio, log_ratio
-from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
+from keel.base.lazy import public_names
 
-if not TYPE_CHECKING:  # type checkers see the names that are there
-    __getattr__ = refuse_renamed(
-        __name__,
-        {
-            "Controller": "keel.kl.BetaController",
-            "EffectiveCoefficientWarning": "a sentence of keel.config.checks.advice",
-            "shape_advantages": "keel.kl.advantage_penalty",
-            "shape_rewards": "keel.kl.reward_penalty",
-        },
+if TYPE_CHECKING:
+    from keel.kl.controllers import (
+        CONTROLLERS,
+        BetaController,
+        KLState,
+        build_controller,
+        controller_of,
+        get_controller,
+    )
+    from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
+    from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
+    from keel.kl.facts import FACTS, Fact, GradientForm, Pairing, advise, check_pairing, find_fact, parse_gradient
+    from keel.kl.gradients import straight_through, weighted_estimate, with_form
+    from keel.kl.measure import measure_kl, token_statistics
+    from keel.kl.options import DEFAULT_CLAMP, KLOptions, check_kl
+    from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss, reward_penalty
+    from keel.kl.ratios import LogRatio, importance_ratio, log_ratio
+    from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
+else:
+    __getattr__ = public_names(
+        __name__, "options facts controllers estimators exact gradients measure placement ratios sequence"
     )
 
 __all__ = [

@@ -6,23 +6,18 @@ over a sequence), keeps β within bounds, holds still on a non-finite KL, and ca
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
-from keel.base.moved import refuse_renamed
-from keel.base.parts import parameters_of, part_arguments
+from keel.base.parts import make_part, part_arguments
 from keel.kl.options import KLOptions
 
 UNITS = ("per_token", "per_sequence")
-
-if not TYPE_CHECKING:  # type checkers see the names that are there
-    __getattr__ = refuse_renamed(__name__, {"Steered": "keel.kl.controllers.RuleController"})
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,8 @@ class RuleController:
             raise KeelError(f"kl.beta must be finite and not negative, got {self.beta}")
         if not 0 <= low <= high:
             raise KeelError(f"the controller's bounds must satisfy 0 ≤ low ≤ high, got {low} and {high}")
+        if self.beta > 0 or self.rule is None:  # a rule may begin from none: at its lower bound
+            _within("kl.beta", self.beta, self.bounds)
         if self.warmup_steps < 0:
             raise KeelError(f"warmup_steps must not be negative, got {self.warmup_steps}")
 
@@ -135,6 +132,16 @@ def _not_negative(name: str, value: float) -> float:
     return value
 
 
+def _within(option: str, value: float, bounds: tuple[float, float]) -> float:
+    if not bounds[0] <= value <= bounds[1]:
+        bound, limit = ("low", bounds[0]) if value < bounds[0] else ("high", bounds[1])
+        raise KeelError(
+            f"{option} is {value:g} but kl.controller.{bound} is {limit:g}, which would replace it: give {option} "
+            f"within the controller's bounds, or another kl.controller.{bound}"
+        )
+    return value
+
+
 def _can_multiply(beta: float, low: float) -> None:
     if beta == 0 and low == 0:
         raise KeelError("kl.beta is 0 and this controller multiplies it, so it would stay 0: start above 0, or set low")
@@ -151,7 +158,8 @@ def warmup(
     beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf
 ) -> RuleController:
     """β rises linearly from 0 to `beta` over `steps` steps, then stays."""
-    return RuleController(beta, unit, int(_positive("steps", steps)), (low, high))
+    _positive("steps", steps)
+    return RuleController(beta, unit, steps, (low, high))
 
 
 def linear(
@@ -165,7 +173,7 @@ def linear(
 ) -> RuleController:
     """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
     _positive("steps", steps)
-    _not_negative("end", end)
+    _within("kl.controller.end", _not_negative("end", end), (low, high))
 
     def at(step: int) -> float:
         return beta + (end - beta) * min(1.0, step / steps)
@@ -184,7 +192,7 @@ def cosine(
 ) -> RuleController:
     """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
     _positive("steps", steps)
-    _not_negative("end", end)
+    _within("kl.controller.end", _not_negative("end", end), (low, high))
 
     def at(step: int) -> float:
         return end + (beta - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
@@ -351,33 +359,10 @@ def _build(name: str, beta: float, params: Mapping[str, Any], **offered: Any) ->
     make = get_controller(name)
     offered = {key: value for key, value in offered.items() if key not in params}
     arguments = part_arguments(f"controller {name}", make, params, section="kl.controller", positional=1, **offered)
-    for index, (parameter, declared) in enumerate((parameters_of(make) or {}).items()):
-        if index == 0:
-            _check_type("kl.beta", beta, declared)
-        elif parameter in params:
-            _check_type(f"kl.controller.{parameter}", params[parameter], declared)
-    try:
-        controller = make(beta, **arguments)
-    except KeelError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise KeelError(f"kl.controller does not take these values: {' '.join(str(error).split())}") from None
+    controller = make_part(f"kl.controller.name={name}", make, beta, **arguments)
     if not isinstance(controller, BetaController):
         raise KeelError(
             f"kl.controller.name={name} made a {type(controller).__name__}: it must have unit, init and update, as "
             "keel.kl.BetaController has"
         )
     return controller
-
-
-def _check_type(option: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Whether a value is a number, a text or null as the parameter's type says; other types are its owner's."""
-    types = set(get_args(parameter.annotation) or (parameter.annotation,))
-    if not types <= {int, float, bool, str, NoneType}:
-        return
-    allowed = (*types, int, float) if types & {int, float, bool} else tuple(types)
-    if isinstance(value, allowed):
-        return
-    if isinstance(value, str):
-        raise KeelError(f"{option} is the text {value}: expected a number")
-    raise KeelError(f"{option} must be a {'name' if str in types else 'number'}, got {value!r}")

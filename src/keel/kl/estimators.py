@@ -12,8 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from keel.base.errors import unknown
-from keel.kl.custom import custom_estimate, is_custom
+from keel.base.errors import KeelError, unknown
+from keel.kl.custom import arity, custom_estimator, is_custom, takes_ratio
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
@@ -68,6 +68,36 @@ def estimate(
     logp = finite_floor(select(logp, mask))
     old = logp.detach() if old_logp is None else finite_floor(select(old_logp, mask))
     return select(custom_estimate(name, d, logp, old), mask)
+
+
+def custom_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
+    """The values `[B, T]` of a user's own estimator; `d` is its distance between reference and policy."""
+    function = custom_estimator(name)
+    arguments = (d,) if takes_ratio(function) else (logp, logp + d, old_logp)[: arity(function)]
+    return call_checked(name, function, *arguments).to(logp.dtype)
+
+
+def call_checked(name: str, function: Callable[..., object], *arguments: Tensor) -> Tensor:
+    """What a user's function returns, which must be one value a token."""
+    like = arguments[0]
+    try:
+        result = function(*arguments)
+    except (Exception, SystemExit) as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise KeelError(f"{name} raised {cause}: it is called with (logp, ref[, old]), each [B, T]") from None
+    if not isinstance(result, Tensor):
+        raise KeelError(f"{name} returned {type(result).__name__}: return a tensor of shape {tuple(like.shape)}")
+    if result.shape != like.shape:
+        raise KeelError(
+            f"{name} returned shape {tuple(result.shape)} for inputs of {tuple(like.shape)}: "
+            "return one value a token, before any mean or mask"
+        )
+    if not result.is_floating_point() or result.layout != torch.strided or result.device != like.device:
+        raise KeelError(
+            f"{name} returned a {result.layout} tensor of {result.dtype} on {result.device}: "
+            "return an ordinary floating-point tensor on the device of its inputs"
+        )
+    return result
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,15 +1,26 @@
-"""KL over the vocabulary: exact in both directions, and truncated to the top k tokens.
+"""Divergences over the vocabulary: the exact KL in both directions, JSD, and the KL truncated to the top k tokens.
 
 All take log-probabilities `[..., V]` (normalised) and return `[...]` in nats.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.kl.ratios import check_same_shape, finite_floor
+
+if TYPE_CHECKING:
+    from keel.kl.options import KLOptions
+
+# (policy log-probabilities [..., V], the reference's, sampled tokens [...]) -> [...]
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 DIRECTIONS = ("policy_ref", "ref_policy")
 
@@ -28,6 +39,20 @@ def exact_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, direction: str = "po
     policy, reference = _finite(policy_logprobs, ref_logprobs)
     first, second = (policy, reference) if direction == "policy_ref" else (reference, policy)
     return (first.exp() * (first - second)).sum(dim=-1)
+
+
+def jsd(policy_logprobs: Tensor, ref_logprobs: Tensor, weight: float = 0.5) -> Tensor:
+    """Generalised Jensen-Shannon divergence with weight w: (1−w) KL(π‖m) + w KL(p‖m), m = (1−w) π + w p.
+
+    At w = ½ it is symmetric and at most log 2. Divided by w it tends to KL(p‖π) as w → 0, and divided by 1−w to
+    KL(π‖p) as w → 1. Source: GKD 2306.13649, whose β is w.
+    """
+    if not 0 < weight < 1:
+        raise KeelError(f"the weight of the JSD must lie between 0 and 1, got {weight:g}: use exact or exact_reverse")
+    policy, reference = _finite(policy_logprobs, ref_logprobs)
+    mixture = torch.logaddexp(policy + math.log1p(-weight), reference + math.log(weight))
+    own = (policy.exp() * (policy - mixture)).sum(dim=-1)
+    return (1 - weight) * own + weight * (reference.exp() * (reference - mixture)).sum(dim=-1)
 
 
 def _split(policy: Tensor, reference: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -62,18 +87,30 @@ def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int) -> Tensor:
 def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Exact head plus, for a sampled token outside it, that token's own u: unbiased for KL(π‖p), value and gradient.
 
-    The tail's expectation is Σ_tail π u, whose gradient is E[1{y∉head}(u_y + 1) s_y]: plain autograd of u_y would
-    give s_y alone, so the score-function part u_y·s_y is added with zero value.
+    Gradient Σ_head π u s, and u_y·s_y for a token y outside the head. The terms without u are left out: together they
+    are E[s] = 0, and without them the gradient of equal distributions is 0 on every sample.
+    `tokens` are one a distribution, or several `[..., S]`: then there is a value for each.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
-    if tokens.shape != policy.shape[:-1] or tokens.is_floating_point():
+    several = tokens.dim() == policy.dim()
+    if (tokens.shape[:-1] if several else tokens.shape) != policy.shape[:-1] or tokens.is_floating_point():
         raise KeelError(
             f"tokens must be integer ids of shape {tuple(policy.shape[:-1])}, got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    head, head_sum = _split(policy, reference, k)
-    index = tokens.long().unsqueeze(-1)
-    logp = policy.gather(-1, index).squeeze(-1)
-    u = logp - reference.gather(-1, index).squeeze(-1)
-    tail = u + u.detach() * (logp - logp.detach())
-    in_head = head.gather(-1, index).squeeze(-1)
-    return head_sum + torch.where(in_head, torch.zeros_like(tail), tail)
+    head, _ = _split(policy, reference, k)
+    u = (policy - reference).detach()
+    head_sum = torch.where(head, policy.exp() * u, torch.zeros_like(u)).sum(dim=-1, keepdim=True)
+    index = tokens.long() if several else tokens.long().unsqueeze(-1)
+    logp = policy.gather(-1, index)
+    tail = u.gather(-1, index) * (1 + logp - logp.detach())
+    values = head_sum + torch.where(head.gather(-1, index), torch.zeros_like(tail), tail)
+    return values if several else values.squeeze(-1)
+
+
+def penalty_divergence(kl: KLOptions) -> Divergence | None:
+    """What computes the estimator's penalty; None for `exact` and `exact_reverse`, which every exact score holds."""
+    if kl.estimator == "jsd":
+        return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)
+    if kl.estimator == "topk":
+        return lambda policy, ref, tokens: topk_kl(policy, ref, kl.topk)
+    return partial(topk_kl_unbiased, k=kl.topk) if kl.estimator == "topk_unbiased" else None

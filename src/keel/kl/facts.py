@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from keel.base.errors import KeelError, unknown
 from keel.kl.custom import is_custom
-from keel.kl.gradients import GradientForm, parse_gradient
 
 PLACEMENTS = ("loss", "reward", "advantage")
 LEVELS = ("token", "sequence")
-POLICY_REF, REF_POLICY = "policy||ref", "ref||policy"
+WEIGHTS = ("rho", "sg_rho")
+POLICY_REF, REF_POLICY, JSD, TOPK = "policy||ref", "ref||policy", "jsd", "topk"
 NEAR = f"near {POLICY_REF}"
 LENGTH_WEIGHTED = "length-weighted "
 
@@ -24,6 +24,8 @@ _PULLS = {
     POLICY_REF: "∇KL(policy‖ref)",
     REF_POLICY: "∇KL(ref‖policy)",
     "total-variation": "∇‖policy − ref‖₁",
+    JSD: "∇JSD(policy, ref)",
+    TOPK: "∇KL of the policy's top k tokens and one bucket for the rest",
 }
 _DRIFT = "the drift between the sampler and the policy"
 _BY_LENGTH = "the loss's mean over each completion weighs its tokens by 1/length"
@@ -33,6 +35,8 @@ MEANINGS = {
     POLICY_REF: "∇KL(policy‖ref): the penalty one means",
     REF_POLICY: "∇KL(ref‖policy): a pull along the forward KL",
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
+    JSD: "∇JSD(policy, ref), the generalised Jensen-Shannon divergence",
+    TOPK: "∇KL of the policy's top k tokens and one bucket for the rest, a lower bound of KL(policy‖ref)",
     **{f"near {name}": f"near {gradient}, and biased by {_DRIFT}" for name, gradient in _PULLS.items()},
     **{
         f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, which is exact where lengths are equal"
@@ -81,7 +85,43 @@ _SAMPLED: dict[str, dict[str, tuple[str, str]]] = {
 _SUMMED = {
     "exact": dict.fromkeys(("plain", "rho", "sg_rho"), (POLICY_REF, POLICY_REF)),
     "exact_reverse": dict.fromkeys(("plain", "rho", "sg_rho"), (REF_POLICY, REF_POLICY)),
+    "jsd": dict.fromkeys(("plain", "rho", "sg_rho"), (JSD, JSD)),
+    "topk": dict.fromkeys(("plain", "rho", "sg_rho"), (TOPK, TOPK)),
+    # the sampled token stands for the tail: it weighs as sampled tokens do
+    "topk_unbiased": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
 }
+
+
+def over_vocabulary(estimator: str) -> bool:
+    """Whether an estimator is computed from both distributions over the vocabulary, not from the sampled token's."""
+    return estimator in _SUMMED
+
+
+@dataclass(frozen=True)
+class GradientForm:
+    """How a KL value carries its gradient: which ratio weighs it, and which estimator's gradient it takes."""
+
+    weight: str | None = None
+    carrier: str | None = None
+
+    def __str__(self) -> str:
+        return "*".join(part for part in (self.weight, self.carrier) if part) or "plain"
+
+
+def parse_gradient(text: str) -> GradientForm:
+    """Read a form such as `plain`, `k2`, `rho`, `sg_rho*k2`."""
+    if text == "plain":
+        return GradientForm()
+    weight: str | None = None
+    carrier: str | None = None
+    for part in text.split("*"):
+        if part in WEIGHTS and weight is None and carrier is None:
+            weight = part
+        elif part in _SAMPLED and carrier is None:
+            carrier = part
+        else:
+            raise unknown("gradient form", text, ["plain", *_SAMPLED, *WEIGHTS, "sg_rho*k2", "rho*k3"])
+    return GradientForm(weight, carrier)
 
 
 def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
@@ -95,22 +135,27 @@ def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dic
     return {**own_forms, **carried}
 
 
-_LOSS = {name: _with_carriers(name, forms) for name, forms in (_SAMPLED | _SUMMED).items()}
+_OWN_GRADIENT = ("jsd", "topk", "topk_unbiased")  # whose value is of no use with another gradient
+_LOSS = {
+    name: forms if name in _OWN_GRADIENT else _with_carriers(name, forms)
+    for name, forms in (_SAMPLED | _SUMMED).items()
+}
 
 # estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
 _SCORE = {"k1": POLICY_REF, "k2": "wrong", "k3": "wrong", "abs": "wrong", "exact": "zero", "exact_reverse": "zero"}
+_SCORE |= {"jsd": "zero", "topk": "zero", "topk_unbiased": "wrong"}
 
 # What E[value] is on samples from the policy, or from μ with the ratio as a weight.
 _VALUE = {"k1": POLICY_REF, "k2": "none", "k3": POLICY_REF, "abs": "none", "exact": POLICY_REF}
-_VALUE["exact_reverse"] = REF_POLICY
+_VALUE |= {"exact_reverse": REF_POLICY, "jsd": JSD, "topk": TOPK, "topk_unbiased": POLICY_REF}
 
 # The sequence level, in the loss: on samples from the policy, or from μ weighted by the sequence's ratio.
 _SEQUENCE = {"k1": POLICY_REF, "k2": POLICY_REF, "k3": REF_POLICY, "exact": POLICY_REF}
 
 
 def _value_of(estimator: str, form: str, sampling: str) -> str:
-    exact = estimator.startswith("exact")
-    return _VALUE[estimator] if exact or sampling == "on" or "rho" in form else "none"
+    summed = over_vocabulary(estimator) and estimator != "topk_unbiased"
+    return _VALUE[estimator] if summed or sampling == "on" or "rho" in form else "none"
 
 
 def _rows() -> tuple[Fact, ...]:
@@ -193,9 +238,9 @@ def _auto(estimator: str) -> str:
 
     A user's own estimator keeps the gradient that it was written with.
     """
-    if estimator.startswith("exact") or estimator not in _LOSS:
-        return "plain"
-    return "sg_rho" if estimator == "k2" else "sg_rho*k2"
+    if estimator in ("k2", "topk_unbiased"):
+        return "sg_rho"
+    return "plain" if over_vocabulary(estimator) or estimator not in _LOSS else "sg_rho*k2"
 
 
 def _advice(placement: str, level: str, custom: bool) -> str:
@@ -280,7 +325,7 @@ def check_pairing(
 
 
 @dataclass(frozen=True)
-class Advice:
+class LossAdvice:
     """What the literature says of one loss and its β."""
 
     loss_type: str
@@ -289,17 +334,19 @@ class Advice:
     note: str
 
 
-PAPERS: dict[str, Advice] = {
-    "grpo": Advice("grpo", "DeepSeekMath 2402.03300", 0.04, "k3 in the loss"),
-    "dr_grpo": Advice("dr_grpo", "Dr. GRPO 2503.20783", 0.0, "no KL with rule-based verifiers"),
-    "dapo": Advice("dapo", "DAPO 2503.14476", 0.0, "long chains of thought are meant to leave the reference"),
-    "gspo": Advice("gspo", "GSPO 2507.18071", 0.0, "sequence-level clipping holds the policy instead"),
-    "cispo": Advice("cispo", "MiniMax-M1 2506.13585", 0.0, ""),
-    "gmpo": Advice("gmpo", "GMPO 2507.20673", 0.0, ""),
-    "bnpo": Advice("bnpo", "BNPO 2506.02864", None, ""),
-    "sapo": Advice("sapo", "SAPO 2511.20347", None, ""),
-    "deepseek-r1": Advice("deepseek-r1", "DeepSeek-R1 2501.12948", 0.001, "the reference is replaced every 400 steps"),
-    "k1-in-reward": Advice("k1-in-reward", "Comedy of Estimators 2512.21852", 0.05, "best at 0.05 to 0.1"),
+PAPERS: dict[str, LossAdvice] = {
+    "grpo": LossAdvice("grpo", "DeepSeekMath 2402.03300", 0.04, "k3 in the loss"),
+    "dr_grpo": LossAdvice("dr_grpo", "Dr. GRPO 2503.20783", 0.0, "no KL with rule-based verifiers"),
+    "dapo": LossAdvice("dapo", "DAPO 2503.14476", 0.0, "long chains of thought are meant to leave the reference"),
+    "gspo": LossAdvice("gspo", "GSPO 2507.18071", 0.0, "sequence-level clipping holds the policy instead"),
+    "cispo": LossAdvice("cispo", "MiniMax-M1 2506.13585", 0.0, ""),
+    "gmpo": LossAdvice("gmpo", "GMPO 2507.20673", 0.0, ""),
+    "bnpo": LossAdvice("bnpo", "BNPO 2506.02864", None, ""),
+    "sapo": LossAdvice("sapo", "SAPO 2511.20347", None, ""),
+    "deepseek-r1": LossAdvice(
+        "deepseek-r1", "DeepSeek-R1 2501.12948", 0.001, "the reference is replaced every 400 steps"
+    ),
+    "k1-in-reward": LossAdvice("k1-in-reward", "Comedy of Estimators 2512.21852", 0.05, "best at 0.05 to 0.1"),
 }
 
 

@@ -14,42 +14,12 @@ to cancellation. Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 25
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from keel.base.errors import KeelError, unknown
-from keel.kl.estimators import ESTIMATORS, estimate, get_estimator
+from keel.base.errors import KeelError
+from keel.kl.estimators import estimate, get_estimator
+from keel.kl.facts import GradientForm
 from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, importance_ratio, log_ratio, select
-
-WEIGHTS = ("rho", "sg_rho")
-
-
-@dataclass(frozen=True)
-class GradientForm:
-    """How a KL value carries its gradient: which ratio weighs it, and which estimator's gradient it takes."""
-
-    weight: str | None = None
-    carrier: str | None = None
-
-    def __str__(self) -> str:
-        return "*".join(part for part in (self.weight, self.carrier) if part) or "plain"
-
-
-def parse_gradient(text: str) -> GradientForm:
-    """Read a form such as `plain`, `k2`, `rho`, `sg_rho*k2`."""
-    if text == "plain":
-        return GradientForm()
-    weight: str | None = None
-    carrier: str | None = None
-    for part in text.split("*"):
-        if part in WEIGHTS and weight is None and carrier is None:
-            weight = part
-        elif part in ESTIMATORS and carrier is None:
-            carrier = part
-        else:
-            raise unknown("gradient form", text, ["plain", *ESTIMATORS, *WEIGHTS, "sg_rho*k2", "rho*k3"])
-    return GradientForm(weight, carrier)
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:

@@ -8,9 +8,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, PluginOptions, as_number
-from keel.kl.facts import Fact, Pairing, check_pairing, term_reduction
-from keel.kl.ratios import DEFAULT_CLAMP
+from keel.base.options import (
+    Above0,
+    Count,
+    Flag,
+    Float,
+    NotNegative,
+    Options,
+    PluginOptions,
+    Positive,
+    ReadWith,
+    as_number,
+)
+from keel.kl.facts import Fact, Pairing, check_pairing, over_vocabulary, term_reduction
+
+DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in every dtype we compute in: overflow protection, nothing more
 
 
 class ControllerOptions(PluginOptions):
@@ -45,7 +57,9 @@ class KLOptions(Options):
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
     )
     estimator: str = Field(
-        default="k3", description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, or module:attr."
+        default="k3",
+        description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, jsd, topk, "
+        "topk_unbiased, or module:attr.",
     )
     gradient: str = Field(default="auto", description="Gradient form; auto picks one that is right for this pairing.")
     placement: Literal["loss", "reward", "advantage"] = Field(default="loss", description="Where the penalty enters.")
@@ -58,6 +72,12 @@ class KLOptions(Options):
     )
     log_ratio_clamp: Above0 | None = Field(
         default=DEFAULT_CLAMP, description="Log-ratios are held within ± this many nats; null for no limit."
+    )
+    jsd_weight: Annotated[Float, Field(gt=0, lt=1), ReadWith("estimator", ("jsd",))] = Field(
+        default=0.5, description="The reference's weight in the mixture of jsd, between 0 and 1; 0.5 is symmetric."
+    )
+    topk: Annotated[Positive, ReadWith("estimator", ("topk", "topk_unbiased"))] = Field(
+        default=64, description="Tokens of topk and topk_unbiased: the policy's likeliest."
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
@@ -90,7 +110,7 @@ class KLOptions(Options):
     @property
     def needs_exact(self) -> bool:
         """Whether the full-vocabulary KL is computed, because it is asked for or because the penalty is made of it."""
-        return self.exact or self.estimator.startswith("exact")
+        return self.exact or over_vocabulary(self.estimator)
 
     def measures(self, step: int) -> bool:
         """Whether the KL is measured at this step even at β = 0."""
@@ -124,6 +144,8 @@ class KLOptions(Options):
             reduction=self.reduction_under(loss_reduction),
             facts=facts,
         )
+        if self.ratio_cap is not None and self.estimator == "topk_unbiased":
+            raise KeelError("kl.ratio_cap would shrink the exact head of kl.estimator=topk_unbiased: leave it out")
         weighted = self.placement != "loss" or self.level == "sequence" or pairing.form.weight is not None
         if self.ratio_cap is not None and not weighted:
             raise KeelError(

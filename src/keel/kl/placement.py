@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
-from keel.kl.facts import LEVELS, Pairing
+from keel.kl.facts import LEVELS, Pairing, over_vocabulary
 from keel.kl.gradients import weighted_estimate, with_form
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select
 from keel.kl.sequence import reward_to_go, score, sequence_estimate
@@ -78,7 +78,7 @@ def kl_loss(
     check_mask(action_mask, logp.shape)
     if pairing.placement != "loss":
         raise KeelError(f"kl.placement={pairing.placement} does not go through the loss")
-    if pairing.estimator.startswith("exact"):
+    if over_vocabulary(pairing.estimator):
         if exact_kl is None:
             raise KeelError(f"kl.estimator={pairing.estimator} needs the exact per-token KL: set kl.exact=true")
         if exact_kl.shape != logp.shape:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-
-DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in every dtype we compute in: overflow protection, nothing more
+from keel.kl.options import DEFAULT_CLAMP
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keel.run.hooks import EndHooks
+from keel.base.files import read_json
+from keel.lab.judge import finding_sentence, worst_finding
+from keel.loggers.rundir import FINDINGS
+from keel.run.result import EndHooks
 
 
 def findings(run: Path) -> list[dict[str, Any]]:
@@ -21,6 +24,12 @@ def report(run: Path) -> None:
     from keel.lab.report import write_report
 
     write_report([run], run / "report.html", looked_at)
+
+
+def worst(run: Path) -> list[str]:
+    """The worst finding of a finished run as a line; none where nothing worse than a note was found."""
+    found = worst_finding(read_json(run / FINDINGS))
+    return [] if found is None else [finding_sentence(found)]
 
 
 AT_END = EndHooks(findings=findings, report=report)

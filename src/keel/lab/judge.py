@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from keel.base.thresholds import Thresholds
-from keel.lab.runs import RunRecord, interval, number, option_of
+from keel.lab.runs import Record, RunRecord, interval, number, option_of
+from keel.lab.thresholds import Thresholds
 
 Interval = tuple[float, float]
 
@@ -102,6 +102,39 @@ def state(run: RunRecord) -> tuple[str, str]:
     if run.running:
         return "running", f"still running, {done}"
     return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
+
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+
+def worst_first(findings: Iterable[Record]) -> list[Record]:
+    """Findings by severity, those of one severity in the order given."""
+    order: dict[str, int] = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    return sorted(findings, key=lambda finding: order.get(str(finding.get("severity")), len(order)))
+
+
+def worst_finding(findings: Iterable[Record] | None) -> Record | None:
+    """The worst error or warning; None where there is neither."""
+    serious = [finding for finding in findings or () if finding.get("severity") in ("error", "warning")]
+    return next(iter(worst_first(serious)), None)
+
+
+def finding_name(finding: Record) -> str:
+    """`error loss/no-gradient`."""
+    return f"{finding.get('severity')} {finding.get('code', '?')}"
+
+
+def finding_sentence(finding: Record) -> str:
+    """`error loss/no-gradient: the gradient norm is 0.`: its evidence in one line."""
+    evidence = " ".join(str(finding.get("evidence") or "").split()).rstrip(".")
+    return f"{finding_name(finding)}{': ' if evidence else ''}{evidence}."
+
+
+def standing(run: RunRecord) -> str:
+    """The worst finding, if it is an error or a warning, then the state in words."""
+    worst = worst_finding(run.findings)
+    return state(run)[1] if worst is None else f"{finding_name(worst)}; {state(run)[1]}"
 
 
 def guard_stop(run: RunRecord) -> str | None:

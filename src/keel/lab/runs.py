@@ -12,8 +12,8 @@ from keel.base.errors import KeelError
 from keel.base.files import parse_json, shallow
 from keel.base.lock import in_use
 from keel.base.redact import hidden, hide, masked, remember
-from keel.base.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.lab.lines import GrowingLines, Record
+from keel.lab.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
 
 # Rollouts are the one file that grows without bound: of a larger one, the first and the last part are read.
@@ -145,7 +145,7 @@ class RunReader:
         if not any((path / name).exists() for name in _FILES):
             raise KeelError(f"{path} does not hold a run: none of {', '.join(_FILES)} is there")
         config_text = _text(path / rundir.CONFIG, notes)
-        metrics = self._lines[rundir.METRICS].read(notes)
+        metrics = _stepped(rundir.METRICS, self._lines[rundir.METRICS].read(notes), notes)
         summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
         config = _yaml(config_text, notes)
         remember(config)
@@ -158,7 +158,7 @@ class RunReader:
             env=_mapping(_json(path / rundir.ENV, notes)),
             metrics=metrics,
             rollouts=self._lines[rundir.ROLLOUTS].read(notes),
-            evaluations=self._lines[rundir.EVAL].read(notes),
+            evaluations=_stepped(rundir.EVAL, self._lines[rundir.EVAL].read(notes), notes),
             events=tuple(hidden(event) for event in self._lines[rundir.EVENTS].read(notes)),
             abandoned=_abandoned(path / rundir.ABANDONED),
             findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
@@ -166,6 +166,14 @@ class RunReader:
             running=self.running() if running is None else running,
             missing=tuple(notes),
         )
+
+
+def _stepped(file: str, lines: tuple[Record, ...], notes: list[str]) -> tuple[Record, ...]:
+    """The lines whose step is a number; others belong to no step, and a note counts them."""
+    kept = tuple(line for line in lines if number(line.get("step")) is not None)
+    if len(kept) < len(lines):
+        notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no number as their step and were left out")
+    return kept
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -180,7 +188,7 @@ def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
     """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
     attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
     attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
-    metrics = [GrowingLines(attempt / rundir.METRICS).read([]) for attempt in attempts]
+    metrics = [_stepped(rundir.METRICS, GrowingLines(attempt / rundir.METRICS).read([]), []) for attempt in attempts]
     return tuple((attempt.name.replace("-", " "), lines) for attempt, lines in zip(attempts, metrics, strict=True))
 
 

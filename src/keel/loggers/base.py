@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from keel.base.moved import refuse_renamed
 from keel.base.redact import hidden
-
-if not TYPE_CHECKING:  # type checkers see the names that are there
-    __getattr__ = refuse_renamed(__name__, {"Quiet": "keel.loggers.Logger", "Fanout": "keel.loggers.MultiLogger"})
 
 
 class Logger:

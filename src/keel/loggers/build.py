@@ -7,13 +7,12 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
+from keel.base.parts import make_part, part_arguments
 from keel.base.redact import masked
 from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.console import ConsoleLogger
-from keel.loggers.jsonl import JsonlLogger
 from keel.loggers.options import LoggerOptions, LogOptions
-from keel.loggers.rundir import RunDirectory
+from keel.loggers.rundir import JsonlLogger, RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
 
@@ -64,10 +63,7 @@ def check_loggers(log: LogOptions) -> None:
 def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
     factory = _factory(part)
-    try:
-        logger = factory(**_arguments(part, factory, **offered))
-    except TypeError as error:
-        raise KeelError(f"log.extra: {part.name} could not be made: {error}") from error
+    logger = make_part(f"log.extra: {part.name}", factory, **_arguments(part, factory, **offered))
     if not isinstance(logger, Logger):
         raise KeelError(f"log.extra: {part.name} made a {type(logger).__name__}: derive it from keel.loggers.Logger")
     return logger

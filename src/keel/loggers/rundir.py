@@ -1,10 +1,13 @@
-"""The run directory: the contract between training and every tool that looks at a run afterwards."""
+"""The run directory: the contract between training and every tool that looks at a run afterwards.
+
+`JsonlLogger`, the logger that is always there, writes its lines.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +27,7 @@ from keel.base.files import (
 )
 from keel.base.lock import RunLock
 from keel.base.redact import hidden
+from keel.loggers.base import Logger
 
 CONFIG = "config.yaml"
 ENV = "env.json"
@@ -247,3 +251,28 @@ def _remove(path: Path) -> None:
                 shutil.rmtree(target)
             elif target.exists() or target.is_symlink():
                 target.unlink()
+
+
+class JsonlLogger(Logger):
+    """One object a line; every line is complete, and valid JSON whatever the numbers were."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Onto metrics.jsonl."""
+        self._run.append(METRICS, {"step": step, **metrics})
+
+    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Onto rollouts.jsonl, a line a completion."""
+        for record in records:
+            self._run.append(ROLLOUTS, {"step": step, **record})
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """Onto eval.jsonl."""
+        self._run.append(EVAL, {"step": step, **record})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Onto events.jsonl."""
+        details = {name: value for name, value in fields.items() if name not in ("step", "time")}
+        self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **details})

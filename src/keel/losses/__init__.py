@@ -2,44 +2,38 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.moved import refuse_renamed
-from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
-from keel.losses.inputs import Limits, LossInputs, PolicyTerm
-from keel.losses.mismatch import behaviour_logp, mismatch_ratio, mismatch_weights
-from keel.losses.objective import (
-    Counts,
-    Objective,
-    global_denominators,
-    kl_penalty,
-    kl_term,
-    objective,
-    vocabulary_kl,
-    with_policy_mask,
-)
-from keel.losses.options import LossOptions, MismatchOptions
-from keel.losses.policy import (
-    LOSSES,
-    Recipe,
-    check_loss,
-    declared_options,
-    get_loss,
-    loss_defaults,
-    policy_term,
-    resolve_limits,
-    scale_rewards,
-)
-from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
+from keel.base.lazy import public_names
 
-if not TYPE_CHECKING:  # type checkers see the names that are there
-    __getattr__ = refuse_renamed(
-        __name__,
-        {
-            "LossSpec": "keel.losses.LossOptions",
-            "KLSpec": "keel.kl.KLOptions",
-            "MismatchSpec": "keel.losses.MismatchOptions",
-            "summed_kl": "keel.losses.vocabulary_kl",
-        },
+if TYPE_CHECKING:
+    from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
+    from keel.losses.inputs import LossInputs, PolicyTerm
+    from keel.losses.mismatch import behaviour_logp, mismatch_ratio, mismatch_weights
+    from keel.losses.objective import (
+        Counts,
+        Objective,
+        global_denominators,
+        kl_penalty,
+        kl_term,
+        objective,
+        vocabulary_kl,
+        with_policy_mask,
     )
+    from keel.losses.options import LossOptions, MismatchOptions
+    from keel.losses.policy import policy_term
+    from keel.losses.recipes import (
+        LOSSES,
+        Limits,
+        Recipe,
+        check_loss,
+        declared_options,
+        get_loss,
+        loss_defaults,
+        resolve_limits,
+        scale_rewards,
+    )
+    from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
+else:
+    __getattr__ = public_names(__name__, "options recipes inputs advantages mismatch objective policy reductions")
 
 __all__ = [
     "LOSSES",

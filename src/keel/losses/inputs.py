@@ -9,15 +9,7 @@ from torch import Tensor
 
 from keel.base.errors import unknown
 from keel.kl.ratios import clamp_through, importance_ratio, log_ratio
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the options of a loss come to once its own defaults are filled in: clip range around 1, level of ratios."""
-
-    low: float
-    high: float
-    level: str
+from keel.losses.options import Limits
 
 
 @dataclass(frozen=True)

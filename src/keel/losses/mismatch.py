@@ -14,15 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.metrics import EffectiveSampleSize, Mean, Metric
 from keel.base.types import Batch
 from keel.kl.ratios import check_mask, importance_ratio, select
-from keel.losses.options import MismatchOptions
-
-
-def check_mismatch(options: MismatchOptions) -> None:
-    """Refuse a floor that is missing or means nothing."""
-    if options.kind == "icepop" and options.floor is None:
-        raise KeelError("loss.mismatch.kind=icepop needs a floor between 0 and 1: the paper uses floor 0.5, cap 5")
-    if options.kind != "icepop" and options.floor is not None:
-        raise KeelError(f"loss.mismatch.floor has no meaning with kind={options.kind}: use kind=icepop")
+from keel.losses.options import MismatchOptions, check_mismatch
 
 
 def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tensor | None:

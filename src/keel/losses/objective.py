@@ -12,14 +12,15 @@ from keel.base.errors import KeelError
 from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Number, Share, Sum
 from keel.base.types import Batch, Scores
 from keel.kl.estimators import estimate
-from keel.kl.facts import Pairing
+from keel.kl.facts import Pairing, over_vocabulary
 from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
 from keel.losses.mismatch import behaviour_logp, drawn_by_other, kl_behaviour_logp, mismatch_metrics, mismatch_weights
 from keel.losses.options import LossOptions, MismatchOptions
-from keel.losses.policy import get_loss, policy_term
+from keel.losses.policy import policy_term
+from keel.losses.recipes import get_loss
 from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
 
 
@@ -62,7 +63,7 @@ def kl_term(
         batch.ref_logp,
         batch.action_mask,
         old_logp=kl_behaviour_logp(batch, scores.logp, pairing.level),
-        exact_kl=vocabulary_kl(kl, scores) if pairing.estimator.startswith("exact") else None,
+        exact_kl=vocabulary_kl(kl, scores) if over_vocabulary(pairing.estimator) else None,
         clamp=kl.log_ratio_clamp,
         ratio_cap=kl.ratio_cap,
     )
@@ -103,7 +104,7 @@ def kl_penalty(
 
 def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
     """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
-    if kl.estimator.startswith("exact"):
+    if over_vocabulary(kl.estimator):
         return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
         raise KeelError(f"kl.estimator={kl.estimator} needs ref_logp: score the batch with the reference first")
@@ -113,10 +114,10 @@ def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
 
 def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
     """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
-    if batch.ref_logp is None and not kl.estimator.startswith("exact"):
+    if batch.ref_logp is None and not over_vocabulary(kl.estimator):
         return 0.0  # a penalty that was shaped elsewhere
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
-    if behaviour is not None and drawn_by_other(batch) and not kl.estimator.startswith("exact"):
+    if behaviour is not None and drawn_by_other(batch) and not over_vocabulary(kl.estimator):
         values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask, cap=kl.ratio_cap)
     total = select(values, batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
@@ -124,10 +125,13 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
 
 
 def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
-    """The KL over the vocabulary `[B, T]`, in the direction that the estimator names."""
-    values = scores.ref_policy_kl if kl.estimator == "exact_reverse" else scores.exact_kl
+    """The divergence over the vocabulary `[B, T]` that the estimator names."""
+    by_name = {"exact": scores.exact_kl, "exact_reverse": scores.ref_policy_kl}
+    values = by_name.get(kl.estimator, scores.divergence)
     if values is None:
-        raise KeelError(f"kl.estimator={kl.estimator} needs the KL over the vocabulary: set kl.exact=true")
+        raise KeelError(
+            f"kl.estimator={kl.estimator} needs both distributions: score with exact_kl=True and `divergence`"
+        )
     return values
 
 
@@ -142,7 +146,7 @@ def objective(
     pairing: Pairing | None = None,
     max_completion_length: int | None = None,
 ) -> Objective:
-    """loss = policy + β·KL − entropy_coef·H on one microbatch, divided by the minibatch's global `counts`.
+    """loss = policy_weight·policy + β·KL − entropy_coef·H on a microbatch, divided by the minibatch's global `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
     A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
@@ -174,7 +178,9 @@ def objective(
     per_token = term.loss
     if drawn is not None:
         per_token = per_token * mismatch_weights(old, drawn, policy_mask, loss.mismatch)
-    policy_loss = reduce(per_token, policy_mask, counts.policy)
+    policy_loss = per_token.new_zeros(())
+    if loss.policy_weight != 0.0:
+        policy_loss = loss.policy_weight * reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value, kl_part = kl_penalty(kl, pairing, recipe.reduction, beta, scores, batch, counts.kl, loss.mismatch)
     total = policy_loss + kl_loss_value

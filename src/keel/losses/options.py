@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from keel.base.options import Above0, Flag, Float, NotNegative, Options, Positive, Share
-from keel.losses.sapo import SapoOptions
+from keel.base.errors import KeelError
+from keel.base.options import Above0, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
+
+WEIGHING = ("truncate", "mask", "icepop")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the options of a loss come to once its own defaults are filled in: clip range around 1, level of ratios."""
+
+    low: float
+    high: float
+    level: str
 
 
 class MismatchOptions(Options):
@@ -16,9 +28,13 @@ class MismatchOptions(Options):
     kind: Literal["none", "truncate", "mask", "icepop"] = Field(
         default="truncate", description="Truncate the weight, mask what is above the cap, or mask outside [floor, cap]."
     )
-    cap: Annotated[Float, Field(ge=1)] = Field(default=2.0, description="Largest weight, a ratio of probabilities.")
+    cap: Annotated[Float, Field(ge=1), ReadWith("kind", WEIGHING)] = Field(
+        default=2.0, description="Largest weight, a ratio of probabilities."
+    )
     floor: Share | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
-    level: Literal["token", "sequence"] = Field(default="token", description="Weights per token or per sequence.")
+    level: Annotated[Literal["token", "sequence"], ReadWith("kind", WEIGHING)] = Field(
+        default="token", description="Weights per token or per sequence."
+    )
 
 
 class SharedLossOptions(Options):
@@ -27,6 +43,9 @@ class SharedLossOptions(Options):
     loss_type: str = Field(
         default="grpo",
         description="policy_gradient, grpo, bnpo, dr_grpo, dapo, gspo, cispo, gmpo, sapo, or module:attr.",
+    )
+    policy_weight: NotNegative = Field(
+        default=1.0, description="Weight of the policy term; 0 trains by the KL alone, as in distillation."
     )
     epsilon: NotNegative | None = Field(
         default=None, description="Clip range below 1, a ratio; null is the loss's own."
@@ -52,7 +71,9 @@ class SharedLossOptions(Options):
     dynamic_sampling: Flag = Field(
         default=False, description="Sample further problems in place of groups with equal rewards; their KL stays."
     )
-    dynamic_sampling_rounds: Positive = Field(default=3, description="Most further rounds of sampling a step.")
+    dynamic_sampling_rounds: Annotated[Positive, ReadWith("dynamic_sampling", (True,))] = Field(
+        default=3, description="Most further rounds of sampling a step."
+    )
     entropy_coef: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus, per nat per token.")
 
     @property
@@ -61,9 +82,28 @@ class SharedLossOptions(Options):
         return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
 
 
+class SapoOptions(Options):
+    """The steepness of sapo's gate."""
+
+    sapo_temperature_pos: Above0 = Field(
+        default=1.0, description="Steepness of sapo's gate where the advantage is positive."
+    )
+    sapo_temperature_neg: Above0 = Field(default=1.05, description="Steepness of sapo's gate where it is negative.")
+
+
 class LossOptions(SapoOptions, SharedLossOptions):
-    """The policy loss; the parameters of a user's own stand beside the rest (`keel.losses.policy.declared_options`)."""
+    """The policy loss; those of a user's own stand beside the rest (`keel.losses.recipes.declared_options`)."""
 
     model_config = ConfigDict(extra="allow")
+    named_by = "loss_type"
+    of_parts = frozenset(SapoOptions.model_fields) - frozenset(SharedLossOptions.model_fields)
 
     mismatch: MismatchOptions = Field(default=MismatchOptions(), description="Correction of the sampler's mismatch.")
+
+
+def check_mismatch(options: MismatchOptions) -> None:
+    """Refuse a floor that is missing or means nothing."""
+    if options.kind == "icepop" and options.floor is None:
+        raise KeelError("loss.mismatch.kind=icepop needs a floor between 0 and 1: the paper uses floor 0.5, cap 5")
+    if options.kind != "icepop" and options.floor is not None:
+        raise KeelError(f"loss.mismatch.floor has no meaning with kind={options.kind}: use kind=icepop")

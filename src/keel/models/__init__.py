@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.moved import refuse_renamed
-from keel.models.fingerprint import fingerprint
-from keel.models.load import LoadedModel, load_model
-from keel.models.options import LoraOptions, ModelOptions
+from keel.base.lazy import public_names
 
-if not TYPE_CHECKING:  # type checkers see the names that are there
-    __getattr__ = refuse_renamed(__name__, {"LoraSettings": "keel.models.LoraOptions"})
+if TYPE_CHECKING:
+    from keel.models.fingerprint import fingerprint
+    from keel.models.load import load_model
+    from keel.models.loaded import LoadedModel
+    from keel.models.options import LoraOptions, ModelOptions
+else:
+    __getattr__ = public_names(__name__, "options loaded fingerprint load")
 
 __all__ = ["LoadedModel", "LoraOptions", "ModelOptions", "fingerprint", "load_model"]

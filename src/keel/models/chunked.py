@@ -7,6 +7,7 @@ GPU one kernel reads a chunk and another turns it into its gradient; elsewhere i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +20,14 @@ from keel.base.errors import KeelError
 from keel.models.flash_prefix import has_triton
 from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
 
+# (policy log-probabilities [n, V], the reference's, tokens [n]) -> [n]
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class StatsOptions:
-    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient.
+    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient. `divergence` is
+    one more, by its formula, and carries gradient.
 
     `dtype` is that of the products with the heads, None for the weights' own; sums are in fp32 whatever it is.
     """
@@ -34,6 +39,7 @@ class StatsOptions:
     chunk_tokens: int = 256
     ref_policy_grad: bool = False
     dtype: torch.dtype | None = None
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class TokenStats:
     kl: Tensor | None = None
     ref_logp: Tensor | None = None
     ref_policy_kl: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 LOGIT_BYTES = 6 * 4  # of a chunk: logits, log-probabilities, probabilities and the reference's, in fp32
@@ -139,7 +146,7 @@ def _chunk_stats(
     """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
     logprobs = _logprobs(logits, options.temperature)
     del logits  # a chunk of logits is the largest tensor here: hold no more of them than needed
-    logp, entropy, kl, ref_logp, ref_policy = _gather(logprobs, tokens), None, None, None, None
+    logp, entropy, kl, ref_logp, ref_policy, divergence = _gather(logprobs, tokens), *(None,) * 5
     probs = logprobs.exp() if options.entropy or ref_hidden is not None else None
     if options.entropy:
         assert probs is not None
@@ -151,7 +158,9 @@ def _chunk_stats(
         ref_logp = _gather(ref, tokens)
         if options.ref_policy:
             ref_policy = (ref.exp() * (ref - (logprobs if options.ref_policy_grad else logprobs.detach()))).sum(dim=-1)
-    return logp, entropy, kl, ref_logp, ref_policy
+        if options.divergence is not None:
+            divergence = options.divergence(logprobs, ref, tokens)
+    return logp, entropy, kl, ref_logp, ref_policy, divergence
 
 
 def _kernels() -> Any:
@@ -168,7 +177,7 @@ def _stats_by_kernel(
     log_z, logp, entropy, ref_log_z, ref_logp, kl, ref_policy = out = logits.new_empty(7, len(logits)).unbind()
     _kernels().stats(logits, ref, tokens, options.temperature, out)
     by_ref = (None,) * 4 if ref is None else (kl, ref_logp, ref_policy if options.ref_policy else None, ref_log_z)
-    return logp, entropy if options.entropy else None, *by_ref[:3], log_z, by_ref[3]
+    return logp, entropy if options.entropy else None, *by_ref[:3], None, log_z, by_ref[3]
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -214,29 +223,29 @@ class _Chunked(torch.autograd.Function):
         options: StatsOptions,
     ) -> tuple[Tensor | None, ...]:
         parts = []
-        by_kernel = why_not_one_kernel(hidden, head) is None
+        by_kernel = why_not_one_kernel(hidden, head) is None and options.divergence is None
         chunk_stats = _stats_by_kernel if by_kernel else _chunk_stats
         for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
             ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
             parts.append(chunk_stats(_logits(hidden[chunk], weight, bias, head), tokens[chunk], options, ref_chunk))
-        logp, entropy, kl, ref_logp, ref_policy, *normalisers = _join(parts)
+        logp, entropy, kl, ref_logp, ref_policy, divergence, *normalisers = _join(parts)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, tokens, ref_hidden, entropy, kl, *normalisers)
         ctx.head, ctx.options, ctx.by_kernel = head, options, by_kernel
         constant = (ref_logp, None if options.ref_policy_grad else ref_policy)
         ctx.mark_non_differentiable(*(x for x in constant if x is not None))
-        return logp, entropy, kl, ref_logp, ref_policy
+        return logp, entropy, kl, ref_logp, ref_policy, divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, ref_hidden, entropy, kl, *normalisers = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_logp, grad_entropy, grad_kl, _, grad_ref_policy = grads
+        grad_logp, grad_entropy, grad_kl, _, grad_ref_policy, grad_divergence = grads
         upstream = (grad_logp, grad_entropy, grad_kl, grad_ref_policy)
-        if all(grad is None for grad in upstream):
+        if all(grad is None for grad in (*upstream, grad_divergence)):
             return (None,) * 7
-        needs_ref = grad_kl is not None or grad_ref_policy is not None
+        needs_ref = any(grad is not None for grad in (grad_kl, grad_ref_policy, grad_divergence))
         accumulate_dtype = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Half-precision sums over many chunks lose small terms: accumulate in fp32, round once.
@@ -248,16 +257,27 @@ class _Chunked(torch.autograd.Function):
             def cut(x: Tensor | None, chunk: slice = chunk) -> Tensor | None:
                 return None if x is None else x[chunk]
 
-            d_raw = logits_gradient(
-                _logits(hidden[chunk], weight, bias, ctx.head),
-                _ref_logits(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None,
-                tokens[chunk],
-                ctx.head,
-                ctx.options.temperature,
-                values=tuple(map(cut, (entropy, kl, *normalisers))),
-                grads=tuple(map(cut, upstream)),
-                dtype=weight.dtype if d_bias is None else accumulate_dtype,
-            )
+            logits = _logits(hidden[chunk], weight, bias, ctx.head)
+            ref_logits = _ref_logits(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None
+            dtype, parts = weight.dtype if d_bias is None else accumulate_dtype, []
+            if grad_divergence is not None:  # first: the kernel below writes over the logits
+                assert ref_logits is not None
+                grad = grad_divergence[chunk]
+                parts.append(_divergence_gradient(logits, ref_logits, tokens[chunk], ctx.head, ctx.options, grad))
+            if any(grad is not None for grad in upstream):
+                parts.append(
+                    logits_gradient(
+                        logits,
+                        ref_logits,
+                        tokens[chunk],
+                        ctx.head,
+                        ctx.options.temperature,
+                        values=tuple(map(cut, (entropy, kl, *normalisers))),
+                        grads=tuple(map(cut, upstream)),
+                        dtype=dtype,
+                    )
+                )
+            d_raw = parts[0] if len(parts) == 1 else parts[0] + parts[1]
             if d_bias is not None:
                 d_bias += d_raw.sum(dim=0)
             d_raw = d_raw.to(weight.dtype)
@@ -273,6 +293,20 @@ class _Chunked(torch.autograd.Function):
             None if d_bias is None else d_bias.to(bias.dtype),
             *(None,) * 4,
         )
+
+
+@torch.enable_grad()
+def _divergence_gradient(
+    logits: Tensor, ref_logits: Tensor, tokens: Tensor, head: Head, options: StatsOptions, grad: Tensor
+) -> Tensor:
+    """The gradient of Σ grad · divergence by the raw logits of one chunk, by autograd of its formula."""
+    assert options.divergence is not None
+    leaf = logits.detach().requires_grad_()
+    ref = _logprobs(ref_logits.detach(), options.temperature)
+    values = options.divergence(_logprobs(leaf, options.temperature), ref, tokens)
+    (d_logits,) = torch.autograd.grad((values * grad).sum(), leaf)
+    slope = 1.0 if head.softcap is None else 1 - (logits / head.softcap).square()
+    return d_logits * slope * head.scale
 
 
 def _raw_logits_gradient(

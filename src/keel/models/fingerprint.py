@@ -6,31 +6,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keel.models.whole import whole
+from keel.models.adapters import adapter_layers, adapter_prefixes, effective_adapters
+from keel.models.sharding import whole
+from keel.models.splitmix import GOLDEN, mix
 
-GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _ROW = 1 << 15  # 64-bit words a row; one sum is kept for each row
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # words hashed at a time: fits the cache of the one, fills the other
-
-
-def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64: torch's own is arithmetic."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection of 64 bits that passes BigCrush as a counter."""
-    x = shift(x, 30).bitwise_xor_(x).mul_(_MIX_1)
-    x = shift(x, 27).bitwise_xor_(x).mul_(_MIX_2)
-    return shift(x, 31).bitwise_xor_(x)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -88,54 +74,12 @@ def _base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def idle_adapters(model: nn.Module) -> set[str]:
-    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not the active ones, whether these are on or off."""
-    prefixes = set()
-    for prefix, layer in adapter_layers(model):
-        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
-            holder = getattr(layer, kind, None)
-            names = holder if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ()
-            prefixes |= {f"{prefix}.{kind}.{name}" for name in names if name not in layer.active_adapters}
-    return prefixes
-
-
-def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
-    idle: set[str] = set()
-    active: set[str] = set()
-    for prefix, layer in adapter_layers(model):
-        effective = set(_effective_adapters(layer))
-        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
-            holder = getattr(layer, kind, None)
-            if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
-                for adapter in holder:
-                    (active if adapter in effective else idle).add(f"{prefix}.{kind}.{adapter}")
-    return idle, active
-
-
-def _effective_adapters(layer: Any) -> list[str]:
-    """The adapters that a layer's forward adds; merged ones act through the base, and switching off unmerges them."""
-    merged = list(getattr(layer, "merged_adapters", ()))
-    if layer.disable_adapters:
-        return merged
-    return [] if merged else list(layer.active_adapters)
-
-
-def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that carry adapters, without importing peft: they are the ones that name their adapter tensors."""
-    for name, module in model.named_modules():
-        if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
-            yield name, module
-
-
 def adapter_state(model: nn.Module) -> Iterator[str]:
     """What takes effect beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
     for name, layer in adapter_layers(model):
         scaling = getattr(layer, "scaling", {})
         yield from (
-            f"{_base_name(name)}|scaling|{float(scaling[key])!r}"
-            for key in _effective_adapters(layer)
-            if key in scaling
+            f"{_base_name(name)}|scaling|{float(scaling[key])!r}" for key in effective_adapters(layer) if key in scaling
         )
         if getattr(layer, "merged_adapters", ()):
             yield f"{_base_name(name)}|merged|{'off' if layer.disable_adapters else 'on'}"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.models.checks import check_eos
+from keel.models.tokenizer import check_eos
 
 # GGUF's value types by number: struct formats of the fixed-size ones, then strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

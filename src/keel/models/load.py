@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,30 +14,23 @@ from torch import nn
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
+from keel.base.parts import make_part, part_arguments
 from keel.base.validation import read_options
-from keel.models.checks import check_eos, check_tokenizer, context_length
 from keel.models.dropout import disable_dropout, has_dropout
+from keel.models.dtypes import DTYPES, check_bfloat16, has_bfloat16
 from keel.models.fuse import fuse_modules
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
+from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora, check_adapter, options_in
 from keel.models.options import LoraOptions, ModelOptions
 from keel.models.prefix_attention import AttendAgain
 from keel.models.probe import probe_packing
-from keel.models.tiny import tiny_model
+from keel.models.tiny import tiny_model, tiny_tokenizer
+from keel.models.tokenizer import check_eos, check_tokenizer, context_length
 
 logger = logging.getLogger("keel")
 _ALIGNMENT = 64  # bytes, of torch's allocations on the CPU
-
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 class Loaded(NamedTuple):
@@ -52,32 +44,6 @@ class Loaded(NamedTuple):
 
 
 Loader = Callable[..., tuple[Any, ...]]  # the fields of Loaded, as many as it knows
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A policy ready to score and to train, and what other rooms need to know of it.
-
-    `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
-    is None where the config names no limit. `notes` say what was decided on the user's behalf. `shared_prefix` says
-    whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why it may not.
-    `missing` are weights that the checkpoint lacks and that start at random, `unexpected` those that only it has.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    name: str
-    context_length: int | None
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    device: torch.device
-    dtype: torch.dtype
-    lora: LoraOptions | None = None
-    notes: tuple[str, ...] = ()
-    shared_prefix: bool = False
-    packing_note: str | None = None
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
 
 
 def load_model(
@@ -159,6 +125,22 @@ def load_model(
     )
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the model called `name`; a GGUF file and a user's loader give it with the model only."""
+    if name == "tiny":
+        return tiny_tokenizer()
+    if name.endswith(".gguf") or is_import_path(name):
+        return load_model(name, probe=False, device="cpu").tokenizer
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what transformers raises here has no common base
+        source = describe_source(name)
+        raise KeelError(f"cannot load a tokenizer from {source}: {first_line(error).rstrip('.')}") from error
+
+
 def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
     """The section `model`, from itself or from a name and other options of it; torch's own types are taken as well."""
     values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
@@ -215,17 +197,6 @@ def _resolve_device(name: str) -> torch.device:
             f"model.device is {device} and {torch.cuda.device_count()} CUDA devices are there: use cpu, or auto"
         )
     return device
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 itself: GPUs before Ampere do not."""
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
-    """Refuse bfloat16 where a GPU would only emulate it."""
-    if dtype == torch.bfloat16 and not has_bfloat16(device):
-        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (those before Ampere have none): use {instead}")
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype | str, tuple[str, ...]]:
@@ -312,7 +283,7 @@ def _from_user(model: ModelOptions, *, dtype: Any, seed: int, **_: Any) -> Loade
     name = model.name
     loader = import_object(name, "model loader")
     offered = {"dtype": dtype, "attn_implementation": model.attn_implementation, "seed": seed}
-    result = loader(**part_arguments(f"model loader {name}", loader, {}, **offered))
+    result = make_part(f"model loader {name}", loader, **part_arguments(f"model loader {name}", loader, {}, **offered))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise KeelError(f"model loader {name!r} returned {type(result).__name__}: it must return (model, tokenizer)")
     return Loaded(*result)

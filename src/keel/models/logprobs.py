@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.base.types import Scores
-from keel.models.chunked import StatsOptions, default_chunk, token_stats
+from keel.models.chunked import Divergence, StatsOptions, default_chunk, token_stats
 from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
 from keel.models.prefix_attention import RowStructure, prefix_attention, use_prefix_attention
@@ -74,6 +74,7 @@ def score_hidden(
     exact_kl: bool = False,
     ref_policy: bool = False,
     ref_policy_grad: bool = False,
+    divergence: Divergence | None = None,
     ref_hidden: Tensor | None = None,
     ref_head: LogitsOf | None = None,
     chunk_tokens: int | None = None,
@@ -82,7 +83,7 @@ def score_hidden(
 
     `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
     this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
-    other direction, as a measurement unless `ref_policy_grad`. Zero outside the completions.
+    other direction, as a measurement unless `ref_policy_grad`; `divergence` adds one more. Zero outside completions.
     """
     _, tokens = packed.scored()
     exact_kl = exact_kl or ref_policy
@@ -95,7 +96,9 @@ def score_hidden(
     if chunk_tokens is None:
         weight = getattr(head.module, "weight", None)
         chunk_tokens = default_chunk(len(weight) if weight is not None else 2**17, hidden.device)
-    options = StatsOptions(temperature, entropy, ref_policy, ref_head, chunk_tokens, ref_policy_grad)
+    options = StatsOptions(
+        temperature, entropy, ref_policy, ref_head, chunk_tokens, ref_policy_grad, divergence=divergence
+    )
     stats = token_stats(hidden, head, tokens, options, ref_hidden if exact_kl else None)
 
     def scatter(values: Tensor | None) -> Tensor | None:
@@ -107,6 +110,7 @@ def score_hidden(
         exact_kl=scatter(stats.kl),
         ref_logp=scatter(stats.ref_logp),
         ref_policy_kl=scatter(stats.ref_policy_kl),
+        divergence=scatter(stats.divergence),
     )
 
 

@@ -82,11 +82,6 @@ def options_in(model: nn.Module, options: LoraOptions) -> LoraOptions:
     return options.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
 
 
-def is_lora(model: nn.Module) -> bool:
-    """Whether peft wrapped this model."""
-    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
-
-
 def adapter_is_zero(model: nn.Module) -> bool:
     """Whether the active adapter changes nothing yet: every B is 0 and no module is trained in full beside it."""
     module: Any

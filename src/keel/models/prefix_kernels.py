@@ -1,6 +1,7 @@
 """What stands around the flash calls of shared-prefix attention, a Triton kernel each. Imported on a GPU alone.
 
-A program does one token: all heads of its queries and keys. Everything is computed in fp32 and rounded once.
+A program does one token: all heads of its queries and keys. Everything is computed in fp32 and rounded once. No kernel
+here stores where it loads: several warps hold a copy of a value, and one may store before another has loaded.
 """
 
 # mypy: ignore-errors
@@ -95,6 +96,9 @@ def _add_gradients_kernel(
     more_q,
     more_k,
     more_v,
+    q_out,
+    k_out,
+    v_out,
     cos,
     sin,
     HEADS: tl.constexpr,
@@ -109,21 +113,23 @@ def _add_gradients_kernel(
     token = tl.program_id(0).to(tl.int64)
     row: tl.constexpr = HEADS * SIZE
     kv_row: tl.constexpr = KV_HEADS * SIZE
-    _rotate_heads(d_q, row, more_q, d_q, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
-    _rotate_heads(d_k, kv_row, more_k, d_k, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    _rotate_heads(d_q, row, more_q, q_out, cos, sin, token, HEADS, SIZE, HEAD_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
+    _rotate_heads(d_k, kv_row, more_k, k_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, ADD, ROTATE, True)
     if ADD:
         _rotate_heads(
-            d_v, kv_row, more_v, d_v, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, True, False, True
+            d_v, kv_row, more_v, v_out, cos, sin, token, KV_HEADS, SIZE, KV_BLOCK, HALF_BLOCK, True, False, True
         )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _join_kernel(
-    out,
-    lse,
+    part,
+    part_lse,
     more,
     more_lse,
     in_completion,
+    out,
+    out_lse,
     tokens,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -131,20 +137,22 @@ def _join_kernel(
     SIZE_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEAD_BLOCK)
+    at = heads * tokens + token
+    columns = tl.arange(0, SIZE_BLOCK)[None, :]
+    cells = token * HEADS * SIZE + heads[:, None] * SIZE + columns
+    inside = (heads[:, None] < HEADS) & (columns < SIZE)
+    lse = tl.load(part_lse + at, mask=heads < HEADS, other=0.0)
+    value = tl.load(part + cells, mask=inside, other=0.0).to(tl.float32)
     if tl.load(in_completion + token):
-        heads = tl.arange(0, HEAD_BLOCK)
-        at = heads * tokens + token
-        own = tl.load(lse + at, mask=heads < HEADS, other=0.0)
         other = tl.load(more_lse + at, mask=heads < HEADS, other=0.0)
-        top = tl.maximum(own, other)
-        joined = top + tl.log(tl.exp(own - top) + tl.exp(other - top))
-        tl.store(lse + at, joined, mask=heads < HEADS)
-        columns = tl.arange(0, SIZE_BLOCK)[None, :]
-        cells = token * HEADS * SIZE + heads[:, None] * SIZE + columns
-        inside = (heads[:, None] < HEADS) & (columns < SIZE)
-        value = tl.load(out + cells, mask=inside, other=0.0).to(tl.float32) * tl.exp(own - joined)[:, None]
+        top = tl.maximum(lse, other)
+        joined = top + tl.log(tl.exp(lse - top) + tl.exp(other - top))
+        value *= tl.exp(lse - joined)[:, None]
         value += tl.load(more + cells, mask=inside, other=0.0).to(tl.float32) * tl.exp(other - joined)[:, None]
-        tl.store(out + cells, value, mask=inside)
+        lse = joined
+    tl.store(out_lse + at, lse, mask=heads < HEADS)
+    tl.store(out + cells, value, mask=inside)
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
@@ -164,22 +172,25 @@ def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     return rotated
 
 
-def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Formulas.join`, over the first part."""
-    tokens, heads, size = out.shape
+def join(part: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Formulas.join`."""
+    tokens, heads, size = part.shape
     blocks = {"HEAD_BLOCK": triton.next_power_of_2(heads), "SIZE_BLOCK": triton.next_power_of_2(size)}
-    _join_kernel[(tokens,)](out, lse, more, more_lse, in_completion, tokens, HEADS=heads, SIZE=size, **blocks)
-    return out, lse
+    joined = torch.empty_like(part), torch.empty_like(lse)
+    inputs = (part, lse, more, more_lse, in_completion)
+    _join_kernel[(tokens,)](*inputs, *joined, tokens, HEADS=heads, SIZE=size, **blocks)
+    return joined
 
 
 def add_gradients(
     parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As `Formulas.add_gradients`, over the first call's."""
-    d_q, d_k, _ = parts
+    """As `Formulas.add_gradients`."""
+    d_q, d_k, d_v = parts
     if more is None and cos is None:
         return parts
     rotation = (d_q, d_q) if cos is None else (cos, sin)
     flags = {"ADD": more is not None, "ROTATE": cos is not None}
-    _add_gradients_kernel[(len(d_q),)](*parts, *(more or parts), *rotation, **_sizes(d_q, d_k), **flags)
-    return parts
+    sums = torch.empty_like(d_q), torch.empty_like(d_k), torch.empty_like(d_v) if more is not None else d_v
+    _add_gradients_kernel[(len(d_q),)](*parts, *(more or parts), *sums, *rotation, **_sizes(d_q, d_k), **flags)
+    return sums

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError, first_line
 from keel.base.types import Completion, Group, Problem
-from keel.models.checks import context_length
+from keel.models.dtypes import matmul_eps
 from keel.models.head import (
     body_of,
     causal_lm,
     config_numbers,
     evaluating,
     head_of,
-    module_dtype,
     takes_positions,
 )
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.rope import length_regimes, reset_rope
+from keel.models.tokenizer import context_length
 
 LONGEST_PROBE = 8192
 _EXTRA = 8
@@ -40,7 +40,7 @@ _POSITIONS = ("original_max_position", "floor_scale")
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class PackingProbe:
     """Whether shared-prefix rows may be used. `window` is the shortest local attention that the job can run into.
 
     `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits, `length` the
@@ -99,7 +99,7 @@ def longest_probe(model: nn.Module) -> int:
 
 def probe_packing(
     model: nn.Module, vocab_size: int | None = None, *, longest: int | None = None, max_length: int = LONGEST_PROBE
-) -> ProbeResult:
+) -> PackingProbe:
     """Compare packed with unpacked log-probabilities on rows longer than any window that the job can exceed.
 
     `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` cannot be
@@ -134,13 +134,13 @@ def probe_packing(
                 error = _error(_scored(model, case, shared_prefix=True, origin=origin), expected)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
                 reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
-                return ProbeResult(False, float("inf"), reason, length, window)
+                return PackingProbe(False, float("inf"), reason, length, window)
             max_error, agrees = max(max_error, float(error.max())), agrees and _within(error, model, spread)
     refusal = _refusal(model, agrees, max_error, windows, reachable)
     if refusal:
-        return ProbeResult(False, max_error, f"{name} {refusal}: one row a completion", length, window)
+        return PackingProbe(False, max_error, f"{name} {refusal}: one row a completion", length, window)
     reason = f"{name}: shared-prefix rows agree to {max_error:.1e} nats over {length} tokens"
-    return ProbeResult(True, max_error, reason, length)
+    return PackingProbe(True, max_error, reason, length)
 
 
 def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
@@ -165,7 +165,7 @@ def _refusal(model: nn.Module, agrees: bool, max_error: float, windows: list[int
         return f"{local}computes shared-prefix rows wrongly by up to {max_error:.1e} nats"
     if len(reachable) < len(windows):
         return f"has local attention of {windows[-1]} tokens, which is too long to probe"
-    if windows and _eps(model) > torch.finfo(torch.float32).eps:
+    if windows and matmul_eps(model) > torch.finfo(torch.float32).eps:
         return f"has local attention of {windows[0]} tokens, whose loss would hide in the rounding of its dtype"
     return None
 
@@ -325,17 +325,9 @@ def _error(logp: Tensor, expected: Tensor) -> Tensor:
     return (logp - expected).abs().nan_to_num(nan=float("inf"))
 
 
-def _eps(model: nn.Module) -> float:
-    """The relative rounding of the model's matrix products; TF32 has ten bits behind the point."""
-    dtype = module_dtype(model)
-    if dtype == torch.float32 and next(model.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-10
-    return torch.finfo(dtype).eps
-
-
 def _within(error: Tensor, model: nn.Module, spread: float, slack: float = 1.0) -> bool:
     """fp32: each token to 1e-4 (at unit spread of logits); coarser arithmetic moves single tokens: the mean decides."""
-    eps = _eps(model)
+    eps = matmul_eps(model)
     if eps <= torch.finfo(torch.float32).eps:
         return float(error.max()) <= 1e-4 * max(1.0, spread) * slack
     return float(error.mean()) <= 8 * eps * spread * slack

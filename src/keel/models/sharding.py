@@ -1,7 +1,7 @@
 """Weights spread over processes by FSDP2: each holds a part of every tensor, and a block is whole while it computes.
 
 Whoever runs a pass calls it by `through`, which is plain on a model that is not sharded; on one that is, all processes
-call it together.
+call it together, and all of them together read and write a tensor whole.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keel.base.errors import KeelError
-from keel.models.fingerprint import adapter_prefixes
+from keel.models.adapters import adapter_prefixes, is_lora
 from keel.models.head import body_of, head_of
-from keel.models.lora import is_lora
 from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 
@@ -106,3 +107,31 @@ def blocks_of(body: nn.Module) -> list[nn.Module]:
     """The layers of the transformer: the largest list of modules in it; empty where it has none."""
     lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of it where it is spread over processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_in_memory(tensor: Tensor) -> Tensor:
+    """All of a tensor that is spread over processes, in main memory of the first of them (the others get nothing);
+    a copy of any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    gathered = tensor.full_tensor()
+    return gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put(target: Tensor, source: Tensor) -> None:
+    """Write a tensor into another, a whole one too into one that is spread over processes."""
+    if isinstance(target, DTensor) and not isinstance(source, DTensor):
+        local = source.to(target.to_local().device, target.dtype)
+        source = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(source)

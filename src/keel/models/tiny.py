@@ -1,8 +1,11 @@
-"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made at load."""
+"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made at load.
+
+`word_model` is one with a word-level tokenizer over a closed vocabulary, for synthetic worlds: contexts stay short.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +93,16 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mod
     return random_model(LlamaForCausalLM, tiny_config(tokenizer), seed, attn_implementation), tokenizer
 
 
+def half_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
+    """`tiny` with 2 of its 4 layers and its tokenizer: half a million parameters, a student for it."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(tokenizer)
+    config.num_hidden_layers = 2
+    return random_model(LlamaForCausalLM, config, seed, attn_implementation), tokenizer
+
+
 def random_model(architecture: Any, config: Any, seed: int, attn_implementation: str = "sdpa") -> nn.Module:
     """A model with random weights: equal seeds give equal ones, and the caller's random stream is untouched."""
     config._attn_implementation = attn_implementation
@@ -97,3 +110,35 @@ def random_model(architecture: Any, config: Any, seed: int, attn_implementation:
         torch.manual_seed(seed)
         model: nn.Module = architecture(config)
     return model
+
+
+LINE = "\n"
+
+
+def word_tokenizer(words: Sequence[str]) -> Any:
+    """One token a word and one a line break; any other word is `<unk>`.
+
+    `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
+    """
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(LINE, "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
+    )
+    join = decoders.Sequence(
+        [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), decoders.Replace(Regex(" ?\n ?"), LINE)]
+    )
+    tokenizer = closed_tokenizer((LINE, *words), split, join)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def word_model(words: Sequence[str], seed: int = 0, *, layers: int = 4, width: int = 128) -> tuple[nn.Module, Any]:
+    """A random model of `tiny`'s shape, or smaller, on such a tokenizer: what a loader (`module:attr`) returns."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = word_tokenizer(words)
+    config = tiny_config(tokenizer)
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = layers, width, 4 * width
+    config.head_dim = width // config.num_attention_heads
+    return random_model(LlamaForCausalLM, config, seed), tokenizer

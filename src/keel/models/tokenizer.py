@@ -1,32 +1,50 @@
-"""A model's tokenizer alone, for what needs no weights."""
+"""What must hold of a model and its tokenizer before compute is spent on them, and what is read off both."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
-from keel.base.errors import KeelError, first_line
-from keel.base.imports import is_import_path
-from keel.models.load import describe_source, load_model
-from keel.models.tiny import tiny_tokenizer
+from torch import nn
+
+from keel.base.errors import KeelError
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of the model called `name`; a GGUF file and a user's loader give it with the model only."""
-    if name == "tiny":
-        return tiny_tokenizer()
-    if name.endswith(".gguf") or is_import_path(name):
-        return load_model(name, probe=False, device="cpu").tokenizer
-    from transformers import AutoTokenizer
+def check_eos(tokenizer: Any, name: str) -> None:
+    """EOS is required: asked of the tokenizer alone, so that the weights need not be read for a refusal."""
+    if tokenizer.eos_token_id is None:
+        raise KeelError(
+            f"the tokenizer of {name!r} has no EOS token, so no completion would end: "
+            "set eos_token in its tokenizer_config.json"
+        )
 
-    path = Path(name).expanduser()
-    try:
-        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what transformers raises here has no common base
-        source = describe_source(name)
-        raise KeelError(f"cannot load a tokenizer from {source}: {first_line(error).rstrip('.')}") from error
+
+def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
+    """EOS is required, pad defaults to EOS, and the embedding has a row for every token."""
+    notes: tuple[str, ...] = ()
+    check_eos(tokenizer, name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if len(tokenizer) > rows:
+        raise KeelError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens but the model embeds {rows}: "
+            "give the tokenizer that belongs to the model, or resize the model's embedding and save it"
+        )
+    return notes
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The longest sequence the config allows, if it names one."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

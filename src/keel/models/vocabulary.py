@@ -147,6 +147,7 @@ def _gradient_kernel(
         d += tl.where(at == tl.load(tokens + row), grad, 0.0)
     if REF_POLICY:
         d -= ref_grad * tl.exp(ref_logprob)
+    tl.debug_barrier()  # `out` may be the logits: a block is replaced only once every warp has loaded it
     tl.store(out + row * vocabulary + at, d * scale, mask=inside)
 
 

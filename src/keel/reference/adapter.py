@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.errors import KeelError
+from keel.models.adapters import is_lora
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
-from keel.models.lora import adapter_is_zero, check_bias, check_unmerged, is_lora
+from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
 from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
@@ -24,10 +25,11 @@ class AdapterWeights:
 
     While the policy's adapter is still zero (fresh LoRA) nothing is held and the adapters are switched off; of an
     adapter with a past (continued, or warm-started) the starting point is kept as a second adapter. Both compute
-    exactly what the policy does at that moment, so the measured KL begins at 0.
+    exactly what the policy does at that moment, so the measured KL begins at 0. With `base` the adapters are switched
+    off whatever their past: the base model itself is the reference.
     """
 
-    def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
+    def __init__(self, policy: nn.Module, *, offload: bool = False, base: bool = False) -> None:
         self._model: Any = unwrap(policy)
         if not is_lora(self._model):
             raise KeelError("this reference needs LoRA: set model.lora, or use reference.kind=frozen")
@@ -37,7 +39,7 @@ class AdapterWeights:
         self._offload = offload
         self._offloaded: OffloadedTensors | None = None
         self._name: str | None = None
-        if not adapter_is_zero(self._model):
+        if not base and not adapter_is_zero(self._model):
             self.assign(policy)
 
     @contextmanager

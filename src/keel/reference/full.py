@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.models.whole import own_part, put, whole_in_memory
+from keel.models.sharding import own_part, put, whole_in_memory
 from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
@@ -29,7 +29,7 @@ class FullCopy:
         self._tensors = _state(self._copy)
         # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
         self._masters: dict[str, Tensor] = {}
-        self._offloaded = OffloadedTensors(_movable(self._copy)) if offload else None
+        self._offloaded = OffloadedTensors(movable(self._copy)) if offload else None
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
@@ -110,7 +110,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
 
 
-def _movable(model: nn.Module) -> list[Tensor]:
+def movable(model: nn.Module) -> list[Tensor]:
     """Every tensor of the model but those of its output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     stays = {id(tensor) for tensor in head.parameters()} if isinstance(head, nn.Module) else set()

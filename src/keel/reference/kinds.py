@@ -1,119 +1,22 @@
-"""The kinds of reference: which weights, and when they move."""
+"""The kinds of reference by name: which weights, and when they move; or a user's `module:attr`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torch import nn
+from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object, is_import_path
+from keel.base.parts import Range, make_part, part_arguments
+from keel.models.loaded import LoadedModel
+from keel.reference.base import Reference, RuleReference, When
 
-from keel.base.errors import KeelError
-from keel.models.load import LoadedModel
-from keel.models.lora import is_lora
-from keel.reference.adapter import AdapterWeights, DeltaAverage
-from keel.reference.full import FullCopy
-from keel.reference.weights import ReferenceWeights, Shard, unwrap
+if TYPE_CHECKING:
+    from torch import nn
 
-
-@runtime_checkable
-class Reference(Protocol):
-    """The policy that the KL is measured against.
-
-    `reset_optimizer` asks the caller to forget the optimizer's moments whenever `update` returned true.
-    """
-
-    kind: str
-    reset_optimizer: bool
-
-    def model(self) -> AbstractContextManager[nn.Module]:
-        """The model to score with, in eval mode and without gradients; the policy is restored after the context."""
-
-    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
-        """Move if it is time, after `step` finished steps, with the KL measured in nats per token; did it move?"""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights, how often they moved, and their fingerprint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; a fingerprint that does not match afterwards is an error."""
-
-    def fingerprint(self) -> str:
-        """A digest of the reference's effective weights."""
-
-
-Move = Callable[[ReferenceWeights, nn.Module], None]
-When = Callable[[int, float | None], bool]
-
-
-class RuleReference:
-    """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them."""
-
-    def __init__(
-        self, kind: str, weights: ReferenceWeights, *, when: When, move: Move, reset_optimizer: bool = False
-    ) -> None:
-        self.kind = kind
-        self.reset_optimizer = reset_optimizer
-        self.moves = 0
-        self.moved_at: int | None = None
-        self._weights, self._when, self._move = weights, when, move
-
-    def model(self) -> AbstractContextManager[nn.Module]:
-        return self._weights.model()
-
-    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
-        if not self._when(step, measured_kl):
-            return False
-        self._move(self._weights, policy)
-        self.moves += 1
-        self.moved_at = step
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "moves": self.moves,
-            "moved_at": self.moved_at,
-            "weights": self._weights.tensors(),
-            "fingerprint": self.fingerprint(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["kind"] != self.kind:
-            raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
-        restore = self._weights.backup()
-        try:
-            self._weights.load(state["weights"])
-            self._check_restored(str(state["fingerprint"]))
-        except Exception:
-            restore()  # a refused checkpoint leaves the reference as it was
-            raise
-        self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
-
-    def _check_restored(self, expected: str) -> None:
-        restored = self.fingerprint()
-        if restored != expected:
-            raise KeelError(
-                f"the restored reference has fingerprint {restored[:12]} but the checkpoint says {expected[:12]}: "
-                "its base model or its file has changed; resume with the model the run began with"
-            )
-
-    def fingerprint(self) -> str:
-        return self._weights.fingerprint()
-
-    def spread(self, shard: Shard) -> None:
-        """Spread the weights over the processes, where they are not the policy's own."""
-        self._weights.spread(shard)
-
-
-@dataclass(frozen=True)
-class Range:
-    """What a parameter may be, in words and as a test; it stands in the parameter's type."""
-
-    expected: str
-    holds: Callable[[Any], bool]
+    from keel.reference.weights import ReferenceWeights
 
 
 def _number(value: Any) -> bool:
@@ -125,12 +28,54 @@ Steps = Annotated[
     int, Range("a whole number of steps, at least 1", lambda v: _number(v) and isinstance(v, int) and v >= 1)
 ]
 Nats = Annotated[float, Range("a positive number of nats per token", lambda value: _number(value) and value > 0)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Flag = Annotated[bool, Range("true or false", lambda value: isinstance(value, bool))]
 
 
-def frozen(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
-    """The policy as it is now, for ever: a full copy, or under LoRA the starting adapter over the shared base."""
-    return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
+def frozen(
+    loaded: LoadedModel,
+    *,
+    offload: Flag = False,
+    model: str | None = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: Flag = False,
+    chat_template: Literal["same", "student"] = "same",
+) -> Reference:
+    """A frozen copy of the initial policy, or the model named by `model`, a teacher.
+
+    Under LoRA the copy is the starting adapter over the shared base. A teacher has the policy's dtype unless `dtype`
+    names another. Its chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts
+    as the policy's template renders them. The base model under LoRA as teacher needs no second copy.
+    """
+    if model is None:
+        for name, given in (
+            ("dtype", dtype != "auto"),
+            ("chat_template", chat_template != "same"),
+            ("trust_remote_code", trust_remote_code),
+        ):
+            if given:
+                raise KeelError(
+                    f"reference.{name} applies only with reference.model: set it, or leave reference.{name} out"
+                )
+        return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
+    from keel.reference.copies import base_of
+    from keel.reference.teacher import TeacherWeights, load_teacher
+
+    if dtype == "auto" and (base := base_of(loaded, model)) is not None:
+        if offload:
+            raise KeelError("reference.offload has no use with the policy's own base as teacher: leave it out")
+        return RuleReference("frozen", base, when=_never, move=_assign, teacher=model)
+    teacher = load_teacher(loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code)
+    weights = TeacherWeights(teacher, offload=offload)
+    return RuleReference(
+        "frozen",
+        weights,
+        when=_never,
+        move=_assign,
+        teacher=model,
+        shared_prefix=teacher.shared_prefix,
+        context_length=teacher.context_length,
+    )
 
 
 def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
@@ -140,9 +85,11 @@ def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     only, and a run says so where it is not. Fresh LoRA costs no memory this way, so there is nothing that `offload`
     would have to move.
     """
-    if not is_lora(unwrap(loaded.model)):
+    from keel.reference.copies import has_adapter
+
+    if not has_adapter(loaded.model):
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
-    return RuleReference("adapter_off", AdapterWeights(loaded.model, offload=offload), when=_never, move=_assign)
+    return RuleReference("adapter_off", _weights(loaded, offload), when=_never, move=_assign)
 
 
 def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload: Flag = False) -> Reference:
@@ -150,8 +97,9 @@ def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload:
 
     The same α and period as TRL's `ref_model_mixup_alpha` and `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656).
     """
-    policy = loaded.model
-    average = DeltaAverage(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
+    from keel.reference.copies import averaged
+
+    average = averaged(loaded.model, offload)
     return RuleReference("ema", average, when=_every(every), move=lambda weights, policy: weights.blend(policy, alpha))
 
 
@@ -172,8 +120,9 @@ def kl_triggered(
 
 
 def _weights(loaded: LoadedModel, offload: bool) -> ReferenceWeights:
-    policy = loaded.model
-    return AdapterWeights(policy, offload=offload) if is_lora(unwrap(policy)) else FullCopy(policy, offload=offload)
+    from keel.reference.copies import copied  # here alone, as in the kinds above: checks of an option need no torch
+
+    return copied(loaded.model, offload)
 
 
 def _assign(weights: ReferenceWeights, policy: nn.Module) -> None:
@@ -191,3 +140,49 @@ def _every(every: int) -> When:
 def _above(threshold: float) -> When:
     # A step without a measurement, or with a broken one, is no evidence that the policy has moved.
     return lambda step, kl: kl is not None and math.isfinite(kl) and kl > threshold
+
+
+KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
+    {
+        "frozen": frozen,
+        "adapter_off": adapter_off,
+        "ema": ema,
+        "snapshot": snapshot,
+        "kl_triggered": kl_triggered,
+    }
+)
+
+
+def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
+    """The reference called `kind`, or a user's `module:attr`; `auto` is adapter_off for LoRA, frozen for full weights
+    and for a teacher.
+    """
+    if kind == "auto":
+        from keel.reference.copies import has_adapter
+
+        kind = "adapter_off" if has_adapter(loaded.model) and params.get("model") is None else "frozen"
+    reference = make_part(f"reference.kind={kind}", get_reference(kind), loaded, **_arguments(kind, params))
+    if not isinstance(reference, Reference):
+        raise KeelError(
+            f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
+        )
+    return reference
+
+
+def check_reference(kind: str, **params: Any) -> None:
+    """Check the name and its parameters before any model is loaded."""
+    _arguments("frozen" if kind == "auto" else kind, params)
+
+
+def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    factory = get_reference(kind)
+    return part_arguments(f"reference {kind}", factory, params, section="reference", positional=1)
+
+
+def get_reference(kind: str) -> Callable[..., Reference]:
+    """What makes the reference of that name, or a user's own `module:attr`."""
+    if kind in KINDS:
+        return KINDS[kind]
+    if is_import_path(kind):
+        return import_object(kind, "reference")
+    raise unknown("reference.kind", kind, [*KINDS, "auto"])

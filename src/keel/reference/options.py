@@ -10,6 +10,8 @@ from keel.base.options import PluginOptions
 class ReferenceOptions(PluginOptions):
     """The reference and its own parameters."""
 
+    named_by = "kind"
+
     kind: str = Field(
         default="auto",
         description="auto, frozen, adapter_off (a fresh adapter's base; of a continued or warm-started one where it "

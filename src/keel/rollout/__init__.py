@@ -1,9 +1,14 @@
-"""Rollouts: engines that sample completions from the policy."""
+"""What an engine is: it samples completions from the policy. Engines are made by name in `keel.rollout.registry`."""
 
-from keel.rollout.engine import Engine, EngineWrapper
-from keel.rollout.native.engine import NativeEngine
-from keel.rollout.registry import ENGINES, build_engine
-from keel.rollout.request import Request, Turn
-from keel.rollout.sampling import SamplingParams
+from typing import TYPE_CHECKING
 
-__all__ = ["ENGINES", "Engine", "EngineWrapper", "NativeEngine", "Request", "SamplingParams", "Turn", "build_engine"]
+from keel.base.lazy import public_names
+
+if TYPE_CHECKING:
+    from keel.rollout.engine import Engine, EngineWrapper
+    from keel.rollout.request import Request, Turn
+    from keel.rollout.sampling import SamplingParams
+else:
+    __getattr__ = public_names(__name__, "engine request sampling")
+
+__all__ = ["Engine", "EngineWrapper", "Request", "SamplingParams", "Turn"]

@@ -69,30 +69,9 @@ class _Trajectory:
         )
 
 
-def collect(
-    engine: Engine,
-    task: Task,
-    problems: Sequence[Problem],
-    tokenizer: Any,
-    sampling: SamplingParams,
-    *,
-    seed: int = 0,
-    attempt: int = 0,
-    step: int = 0,
-    max_turns: int = 1,
-    max_turn_length: int | None = None,
-    join_turns: bool = True,
-    overlap_tools: bool = False,
-    judge: Judge | None = None,
-    chat_template: str = "auto",
-    system_prompt: str | None = None,
-    max_prompt_length: int | None = None,
-    truncation: str = "error",
-    world: World = ALONE,
-) -> list[Group]:
-    """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
-
-    Each process of `world` collects its share of the problems; all of them return all groups and record all failures.
+@dataclass(frozen=True)
+class Collector:
+    """From problems to judged groups, over one turn or several.
 
     Several turns: each completion has an `Episode` of the task's, which takes the model's turns; the tokens of its
     replies are appended with action False. `max_completion_length` is the budget of a whole episode, replies included;
@@ -103,69 +82,94 @@ def collect(
     `join_turns` they do, and all are answered together. With `overlap_tools` sampling goes on while slow tools work:
     which episodes share a pass then depends on the clock, and with it the last digits.
     """
-    check_engine(engine)
-    if max_turns < 1:
-        raise KeelError(f"rollout.max_turns is {max_turns}: it must be at least 1")
-    if max_turns > 1 and not task.several_turns:
-        raise KeelError(f"rollout.max_turns is {max_turns}, but task {task.name!r} has one turn: set it to 1")
-    _check_keys(problems)
-    judge = judge or Judge.of(task)
-    all_problems, problems, recorded = problems, world.share(problems), len(judge.failures)
-    renderer = Renderer(tokenizer, chat_template=chat_template, system_prompt=system_prompt)
-    full_prompts = [renderer.prompt(problem) for problem in problems]
-    prompts = [fit(t, max_prompt_length, truncation, p.key) for t, p in zip(full_prompts, problems, strict=True)]
-    noise = {"seed": seed, "attempt": attempt, "step": step}
-    limit = None if max_turn_length is None else min(max_turn_length, sampling.max_completion_length)
-    _check_context(engine, problems, prompts, sampling)
-    requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
-    group_of = {problem.key: group for group, problem in enumerate(problems)}
-    trajectories: dict[tuple[int, int], _Trajectory] = {}
-    version = engine.version
-    runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
 
-    def answer(turns: Sequence[Turn]) -> list[Request]:
-        for turn in turns:
-            key = group_of[turn.request.key], turn.sample
-            trajectory = trajectories.setdefault(key, _Trajectory(*key))
-            trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
-            if task.several_turns:
-                runner.submit([(key, problems[key[0]], turn.completion.text)])
-        return next_requests("no" if overlap_tools else "all")
+    engine: Engine
+    task: Task
+    renderer: Renderer
+    sampling: SamplingParams
+    judge: Judge
+    seed: int = 0
+    max_turns: int = 1
+    max_turn_length: int | None = None
+    join_turns: bool = True
+    overlap_tools: bool = False
+    max_prompt_length: int | None = None
+    truncation: str = "error"
+    release: bool = False  # free the engine's memory after each rollout, for the update
+    world: World = ALONE
 
-    def next_requests(wait: str) -> list[Request]:
-        """The next turns of the episodes that have their reply."""
-        continued = []
-        for key, reply in runner.ready(wait=wait).items():
-            trajectory, problem = trajectories[key], problems[key[0]]
-            if isinstance(reply, CallFailed):
-                trajectory.failed = True
-                judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
-            elif _append_reply(trajectory, problem, reply, renderer, sampling, max_turns):
-                continued.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
-        return continued
+    def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
+        """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
 
-    converse = engine.converse if join_turns and max_turns > 1 else partial(turn_by_turn, engine)
-    # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
-    capacity = sampling.max_batch or len(problems) * sampling.num_generations or None
-    batched = replace(sampling, max_batch=capacity) if overlap_tools else sampling
-    try:
-        while requests:
-            converse(requests, batched, answer, **noise)
-            requests = []
-            while runner.waiting and not requests:
-                requests = next_requests("one")
-        cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
-        noted = [with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
-        finished = [trajectories[key] for key in sorted(trajectories)]
-        groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
-    finally:
-        failures = runner.close()
-    for key, failure in failures:
-        judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
-    groups = _of_all(world, groups, judge, recorded, all_problems)
-    if all_problems and not groups:
-        raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
-    return groups
+        Each process of `world` collects its share of the problems; all return all groups and record all failures.
+        """
+        engine, task, sampling, judge = self.engine, self.task, self.sampling, self.judge
+        check_engine(engine)
+        if self.max_turns < 1:
+            raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
+        if self.max_turns > 1 and not task.several_turns:
+            raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
+        _check_keys(problems)
+        all_problems, problems, recorded = problems, self.world.share(problems), len(judge.failures)
+        full_prompts = [self.renderer.prompt(problem) for problem in problems]
+        longest, cut_by = self.max_prompt_length, self.truncation
+        prompts = [fit(t, longest, cut_by, p.key) for t, p in zip(full_prompts, problems, strict=True)]
+        noise = {"seed": self.seed, "attempt": attempt, "step": step}
+        budget = sampling.max_completion_length
+        limit = None if self.max_turn_length is None else min(self.max_turn_length, budget)
+        _check_context(engine, problems, prompts, sampling)
+        requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
+        group_of = {problem.key: group for group, problem in enumerate(problems)}
+        trajectories: dict[tuple[int, int], _Trajectory] = {}
+        version = engine.version
+        runner = EpisodeRunner(task.start, judge.options.timeout_s, judge.hung, judge.stops)
+
+        def answer(turns: Sequence[Turn]) -> list[Request]:
+            for turn in turns:
+                key = group_of[turn.request.key], turn.sample
+                trajectory = trajectories.setdefault(key, _Trajectory(*key))
+                _check_appended(turn, prompts[key[0]], trajectory)
+                trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
+                if task.several_turns:
+                    runner.submit([(key, problems[key[0]], turn.completion.text)])
+            return next_requests("no" if self.overlap_tools else "all")
+
+        def next_requests(wait: str) -> list[Request]:
+            """The next turns of the episodes that have their reply."""
+            continued = []
+            for key, reply in runner.ready(wait=wait).items():
+                trajectory, problem = trajectories[key], problems[key[0]]
+                if isinstance(reply, CallFailed):
+                    trajectory.failed = True
+                    judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
+                elif _append_reply(trajectory, problem, reply, self.renderer, sampling, self.max_turns):
+                    continued.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
+            return continued
+
+        converse = engine.converse if self.join_turns and self.max_turns > 1 else partial(turn_by_turn, engine)
+        # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
+        capacity = sampling.max_batch or len(problems) * sampling.num_generations or None
+        batched = replace(sampling, max_batch=capacity) if self.overlap_tools else sampling
+        try:
+            while requests:
+                converse(requests, batched, answer, **noise)
+                requests = []
+                while runner.waiting and not requests:
+                    requests = next_requests("one")
+            cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
+            noted = [with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
+            finished = [trajectories[key] for key in sorted(trajectories)]
+            groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
+        finally:
+            failures = runner.close()
+        for key, failure in failures:
+            judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
+        groups = _of_all(self.world, groups, judge, recorded, all_problems)
+        if all_problems and not groups:
+            raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
+        if self.release:
+            engine.release()
+        return groups
 
 
 def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
@@ -202,12 +206,22 @@ def _append_reply(
     if len(trajectory.turns) >= max_turns:
         trajectory.stop_reason = "turns" if max_turns > 1 else trajectory.stop_reason
         return False
-    tokens = renderer.reply(problem, reply, trajectory.tokens[-1] if trajectory.tokens else None)
-    if len(trajectory.tokens) + len(tokens) >= sampling.max_completion_length:
+    room = sampling.max_completion_length - len(trajectory.tokens)
+    tokens = renderer.reply(problem, reply, trajectory.tokens[-1] if trajectory.tokens else None, room=room)
+    if len(tokens) >= room:
         trajectory.stop_reason = "length"
         return False
     trajectory.append_reply(reply, tokens)
     return True
+
+
+def _check_appended(turn: Turn, prompt: tuple[int, ...], trajectory: _Trajectory) -> None:
+    """Refuse a turn that continues other tokens than those sampled so far, as text that was encoded again would."""
+    if turn.request.tokens != (*prompt, *trajectory.tokens):
+        raise KeelError(
+            f"problem {turn.request.key!r}: turn {len(trajectory.turns) + 1} continues other tokens than the prompt "
+            "and the turns before it: the engine must continue the request's token ids as they are"
+        )
 
 
 def _request(

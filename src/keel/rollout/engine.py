@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError
+from keel.base.parts import Forwarded
 from keel.base.types import Completion
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
@@ -36,6 +37,7 @@ class Engine:
     """
 
     shares_weights: bool = False  # samples with the policy's own tensors, so that there is nothing to sync
+    native: bool = False  # samples by the policy's own modules, or by copies of them: only rounding sets it apart
     logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
     context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
     version: int | None = None  # the policy version of the last `sync`; None where weights are shared
@@ -95,31 +97,23 @@ class Engine:
 
 
 class EngineWrapper(Engine):
-    """An engine around another: all that a subclass does not change is the inner engine's, capabilities included."""
+    """An engine around another: all that a subclass does not change is the inner engine's, but for `native`."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
 
 
-class _Forwarded:
-    """An attribute of the inner engine; one that a wrapper, or an object of it, has itself comes first."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self if wrapper is None else getattr(wrapper.inner, self.name)
-
-
-class _ForwardedWrite(_Forwarded):
+class _ForwardedWrite(Forwarded):
     """One that others set, and the inner engine reads."""
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         setattr(wrapper.inner, self.name, value)
 
 
-for _name in [name for name in vars(Engine) if not name.startswith("_")]:  # what is added to Engine is forwarded too
-    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else _Forwarded)(_name))
+for _name in [
+    name for name in vars(Engine) if not name.startswith("_") and name != "native"
+]:  # what is added to Engine is forwarded too
+    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else Forwarded)(_name))
 
 
 def turn_by_turn(
@@ -145,13 +139,13 @@ def turn_by_turn(
 
 
 def check_engine(engine: Any, label: str | None = None) -> None:
-    """Refuse an object or a class that is no `Engine`, as those of Keel 0.1 were not, or that cannot sample."""
+    """Refuse an object or a class that is no `Engine`, or that cannot sample."""
     cls = engine if isinstance(engine, type) else type(engine)
     label = label or f"the engine {cls.__name__}"
     if not issubclass(cls, Engine):
         raise KeelError(
-            f"{label} does not derive from keel.rollout.Engine, which Keel 0.1 did not ask for: write "
-            f"class {cls.__name__}(keel.rollout.Engine) (docs/upgrading.md)"
+            f"{label} does not derive from keel.rollout.Engine: write class {cls.__name__}(keel.rollout.Engine), see "
+            "docs/extending.md"
         )
     if cls.generate is Engine.generate:
         raise KeelError(f"{label} has no generate: write generate(requests, sampling, *, seed, attempt, step)")

@@ -37,10 +37,10 @@ class VllmOptions(Options):
     max_model_len: Positive | None = Field(
         default=None, description="Tokens of prompt and completion together; null is the model's own."
     )
-    transfer: Literal["auto", "http", "nccl", "ipc"] = Field(
-        default="auto",
-        description="How full weights go to a server: http as files; nccl to other GPUs, ipc on the same one, both not "
-        "yet run on a GPU, for a server of keel serve --transfer. auto is http. Adapters always go as files.",
+    transfer: Literal["http", "nccl"] = Field(
+        default="http",
+        description="How full weights go to a server: http as files; nccl to other GPUs (experimental: not run on a "
+        "GPU yet), for a server of keel serve --transfer nccl. Adapters always go as files.",
     )
     cuda_graphs: bool = Field(
         default=True, description="vLLM compiles and decodes by CUDA graphs: a slower start, faster steps."
@@ -48,11 +48,6 @@ class VllmOptions(Options):
     wait_s: Above0 = Field(
         default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
-
-    @property
-    def direct(self) -> str | None:
-        """By which transfer from GPU to GPU full weights go; None where they go as files."""
-        return self.transfer if self.transfer in ("nccl", "ipc") else None
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -118,7 +113,7 @@ class RolloutOptions(Options):
 
     @property
     def turns(self) -> dict[str, Any]:
-        """What `collect` takes of it beside the sampling, as plain data."""
+        """What a `Collector` takes of it beside the sampling, as plain data."""
         return self.model_dump(include={"max_turns", "max_turn_length", "join_turns", "overlap_tools"})
 
     @property

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
-from keel.base.world import ALONE, World
-from keel.models.head import module_dtype
-from keel.models.load import DTYPES
-from keel.rollout.engine import Engine, check_engine
-from keel.rollout.native.engine import NativeEngine
+from keel.base.parts import make_part, part_arguments
 from keel.rollout.options import EngineOptions, RolloutOptions
 from keel.rollout.vllm import check_vllm, vllm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from keel.base.world import World
+    from keel.rollout.engine import Engine
+    from keel.rollout.native.engine import NativeEngine
 
 # Options of `rollout` that only some of Keel's own engines read.
 READ_BY = {"kept_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
@@ -27,6 +27,10 @@ def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_wei
 
     `auto` shares the weights here, unless it is to have its own.
     """
+    from keel.models.dtypes import DTYPES
+    from keel.models.head import module_dtype
+    from keel.rollout.native.engine import NativeEngine
+
     kept_bytes = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
     dtype = None if rollout.dtype == "auto" else DTYPES[rollout.dtype]
     return NativeEngine(
@@ -50,22 +54,28 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
         raise unknown(option, name, ENGINES)
     make = import_object(name, option)
     if isinstance(make, type):
+        from keel.rollout.engine import check_engine
+
         check_engine(make, f"{option}={name}")
     return make
 
 
 def build_engine(
-    rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False, world: World = ALONE
+    rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False, world: World | None = None
 ) -> Engine:
     """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
 
     One with a parameter `rollout` receives the whole section; one with `own_weights` is told whether the policy's
     weights will be spread over processes, so that it must hold its own; one with `world` knows the processes.
     """
+    from keel.base.world import ALONE
+    from keel.rollout.engine import check_engine
+
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
-    engine = make(model, tokenizer, **_arguments(chosen, make, rollout, own_weights, world))
-    check_engine(engine, f"rollout.engine={chosen.name}")
+    option, arguments = f"rollout.engine={chosen.name}", _arguments(chosen, make, rollout, own_weights, world or ALONE)
+    engine: Engine = make_part(option, make, model, tokenizer, **arguments)
+    check_engine(engine, option)
     return engine
 
 
@@ -96,7 +106,7 @@ def _arguments(
     make: Callable[..., Engine],
     rollout: RolloutOptions,
     own_weights: bool = False,
-    world: World = ALONE,
+    world: World | None = None,
 ) -> dict[str, Any]:
     offered: dict[str, Any] = {"rollout": rollout, "own_weights": own_weights, "world": world}
     return part_arguments(f"engine {chosen.name}", make, chosen.params, positional=2, **offered)

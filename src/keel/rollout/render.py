@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Message, Problem
+from keel.models.control_tokens import ControlTokens, control_token_refused
 
 Messages = list[dict[str, str]]
 Reply = str | Sequence[Message]
@@ -37,42 +38,78 @@ class Renderer:
     text plain; a tokenizer without a template gets the messages' texts with blank lines between them. `none` never
     uses a template. A name is one of the tokenizer's several templates or of `TEMPLATES`, and puts plain text in too,
     as the user's message.
+
+    Control tokens are the template's alone. One that stands in a prompt is refused unless `allow_control_tokens`; in a
+    reply or a tool's schema it is encoded as ordinary text.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str = "auto", system_prompt: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str = "auto",
+        system_prompt: str | None = None,
+        allow_control_tokens: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
+        self.allow_control_tokens = allow_control_tokens
+        self.controls = ControlTokens(tokenizer)
         self.named = chat_template not in ("auto", "none")
         self.template = _template(tokenizer, chat_template)
         self._bos = _added_bos(tokenizer)
+        if system_prompt is not None and not allow_control_tokens:
+            forged = self.controls.forged(self.controls.encode(system_prompt), system_prompt)
+            if forged is not None:
+                raise control_token_refused(forged, "data.system_prompt")
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
         """The tokens of a problem's prompt, BOS at most once: if the template writes it or the tokenizer adds it."""
         prompt = problem.prompt
-        is_text = isinstance(prompt, str)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, problem.key)
         if not any(message["content"].strip() for message in messages):
             raise KeelError(f"problem {problem.key!r} has an empty prompt: a model needs something to continue")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        in_template = problem.tools and self._in_template(is_text) and self._renders_schemas
-        if problem.tools and not in_template:
-            messages = _with_tools(messages, problem.tools)
-        if self._in_template(is_text):
-            tools = problem.tools if in_template else ()
-            return self._with_bos(self._encode(self._fill(messages, problem.key, tools=tools)))
-        return self._with_bos(self._encode("\n\n".join(message["content"] for message in messages)))
+        text, tools = partial(self._prompt_text, problem), list(problem.tools)
+        if self.allow_control_tokens:
+            return self._with_bos(self.controls.rendered(partial(text, messages), tools).tokens)
+        encoded = self.controls.rendered(text, messages, tools)
+        if (
+            encoded.forged is not None
+            and encoded.tokens != self.controls.rendered(partial(text, messages), tools).tokens
+        ):
+            raise control_token_refused(encoded.forged, f"the prompt of problem {problem.key!r}")
+        return self._with_bos(encoded.tokens)
 
-    def reply(self, problem: Problem, message: Reply, ended_by: int | None) -> tuple[int, ...]:
+    def check(self, problem: Problem) -> None:
+        """Refuse a prompt with a control token; one whose text may hold none is not rendered for it."""
+        if not self.allow_control_tokens and self.controls.may_forge(str(problem.prompt)):
+            self.prompt(problem)
+
+    def reply(
+        self, problem: Problem, message: Reply, ended_by: int | None, *, room: int | None = None
+    ) -> tuple[int, ...]:
         """The tokens between one turn of the model and the next: its turn's end, the messages, the next one's start.
 
         A text is the user's. `ended_by` is the last token that was sampled. Where the template closes a turn with that
-        token (as after EOS) it is not written twice; after a stop string the turn is closed here.
+        token (as after EOS) it is not written twice; after a stop string the turn is closed here. Of a reply of far
+        more than `room` tokens only the beginning is encoded, which is longer than `room` too.
         """
-        if not self._in_template(isinstance(problem.prompt, str)):
-            return self._encode(message if isinstance(message, str) else "\n".join(("", *_contents(message), "")))
-        tokens = self._encode(self._after_turn(self._reply_messages(message), problem.key))
-        return tokens[1:] if tokens and tokens[0] == ended_by else tokens
+        tokens = self.controls.rendered(partial(self._reply_text, problem), message, room=room).tokens
+        in_template = self._in_template(isinstance(problem.prompt, str))
+        return tokens[1:] if in_template and tokens and tokens[0] == ended_by else tokens
+
+    def _prompt_text(self, problem: Problem, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+        in_template = self._in_template(isinstance(problem.prompt, str))
+        if tools and not (in_template and self._renders_schemas):
+            messages, tools = _with_tools(messages, tools), ()
+        return self._fill(messages, problem.key, tools=tools) if in_template else "\n\n".join(_contents(messages))
+
+    def _reply_text(self, problem: Problem, message: Reply) -> str:
+        if self._in_template(isinstance(problem.prompt, str)):
+            return self._after_turn(self._reply_messages(message), problem.key)
+        return message if isinstance(message, str) else "\n".join(("", *_contents(message), ""))
 
     def _reply_messages(self, message: Reply) -> Messages:
         """The environment's messages in roles that the template renders: the user's, where it has no role `tool`."""
@@ -124,9 +161,6 @@ class Renderer:
         except Exception as error:  # templates raise what they like
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise KeelError(f"the chat template refuses the messages of problem {key!r}: {first}") from error
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=False))
 
     def _with_bos(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         bos = self.tokenizer.bos_token_id

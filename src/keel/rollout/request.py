@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion
-from keel.rollout.sampling import SamplingParams
+from keel.rollout.sampling import SamplingParams, row_key
+from keel.rollout.stops import StopStrings
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,61 @@ def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set
                     f"same noise again: give each request its own key, or other samples"
                 )
             seen.add(noise_key)
+
+
+@dataclass(eq=False)
+class OpenRow:
+    """A completion being sampled, at most `limit` tokens long; `key` is its noise's."""
+
+    request: Request
+    sample: int
+    key: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    sample_logp: list[float] = field(default_factory=list)
+    filtered_logp: list[float] = field(default_factory=list)
+    text: str | None = None
+    stop_reason: str = ""
+    prompt: Any = None  # the native engine's cached prompt
+
+    def append(
+        self, drawn: tuple[int, float, float], stops: StopStrings, sampling: SamplingParams, eos_ids: Collection[int]
+    ) -> None:
+        """Append a token with its log-probabilities, and set `stop_reason` where the completion ends with it."""
+        token, logp, filtered = drawn
+        self.tokens.append(token)
+        self.sample_logp.append(logp)
+        self.filtered_logp.append(filtered)
+        self.stop_reason, self.text = stops.ending(self.tokens, self.limit, sampling, eos_ids)
+
+    def turn(self, stops: StopStrings) -> Turn:
+        """The completion as it has ended."""
+        completion = Completion(
+            tokens=tuple(self.tokens),
+            action=(True,) * len(self.tokens),
+            sample_logp=tuple(self.sample_logp),
+            filtered_logp=tuple(self.filtered_logp),
+            text=stops.decode(self.tokens) if self.text is None else self.text,
+            stop_reason=self.stop_reason,
+        )
+        return Turn(self.request, self.sample, completion)
+
+
+def open_rows(
+    requests: Iterable[Request],
+    sampling: SamplingParams,
+    context: int | None,
+    noise: tuple[int, int, int],
+    seen: set[tuple[str, int, int]],
+) -> list[OpenRow]:
+    """A row for each completion, once all requests are checked; `seen` is the noise drawn before."""
+    batch = list(requests)
+    for request in batch:
+        request.check(sampling, context)
+    if not sampling.greedy:
+        check_noise(batch, sampling, seen)
+    return [
+        OpenRow(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
+        for request in batch
+        for sample in request.drawn(sampling)
+    ]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.models.fingerprint import GOLDEN, mix, shift
+from keel.models.splitmix import GOLDEN, mix, shift
 from keel.rollout.options import RolloutOptions
 
 _TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model

@@ -12,32 +12,37 @@ from typing import Any, NamedTuple
 import torch
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import thresholds_of
 from keel.base.types import Problem
 from keel.base.world import ALONE, World
 from keel.config import Config, TaskOptions, kl_pairing
-from keel.envs import Task, build_task
+from keel.envs import Task
+from keel.envs.dataset import PromptsTooLong
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
-from keel.envs.registry import reads_data
+from keel.envs.registry import build_task, reads_data
 from keel.envs.rewards import wrap
 from keel.kl import controller_of
-from keel.models.fallbacks import fallback_notes
+from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
-from keel.models.load import DTYPES, LoadedModel, check_bfloat16, load_model
+from keel.models.fuse import fallback_notes
+from keel.models.head import causal_lm
+from keel.models.load import load_model
+from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
-from keel.reference import build_reference
-from keel.rollout import Engine, SamplingParams, build_engine
-from keel.rollout.collect import collect
+from keel.reference import packs_rows
+from keel.reference.kinds import build_reference
+from keel.rollout import Engine, SamplingParams
+from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import build_engine
 from keel.rollout.render import Renderer, fit
 from keel.run.layout import layout_of, sampler_options, spread
 from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, measure_fit, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
-from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.overlap import RolloutQueue, Rollouts
+from keel.trainer.options import GuardLimits, OptimOptions, WarmstartOptions
+from keel.trainer.overlap import RolloutQueue, StepRollouts
 from keel.trainer.sample import sample_rollouts
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
 from keel.trainer.state import TrainingRun
@@ -92,14 +97,16 @@ def without_long_prompts(
 ) -> tuple[Task, list[str]]:
     """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`.
 
-    A task that makes its problems is refused, or stays as it is where nothing of this is `required`.
+    A task that makes its problems is refused, or stays as it is where nothing of this is `required`. Of a task that
+    reads data a prompt with a control token is refused here, before any is drawn.
     """
     if config.data.truncation != "drop":
+        _check_rows(build_renderer(config, tokenizer), task)
         return task, []
     limit = config.data.max_prompt_length
     try:
         filtered = task.keep(_fits(config, tokenizer))
-    except KeelError as error:
+    except PromptsTooLong as error:
         raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
     if filtered is None and required:
         raise KeelError(
@@ -110,16 +117,34 @@ def without_long_prompts(
     return remaining, [note] if dropped else []
 
 
+def _check_rows(renderer: Renderer, task: Task) -> None:
+    def checked(problem: Problem) -> bool:
+        renderer.check(problem)
+        return True
+
+    if not renderer.allow_control_tokens:
+        task.keep(checked)
+
+
 def build_renderer(config: Config, tokenizer: Any) -> Renderer:
     """How prompts become tokens; an unknown template is refused here."""
-    return Renderer(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
+    data = config.data
+    return Renderer(
+        tokenizer,
+        chat_template=data.chat_template,
+        system_prompt=data.system_prompt,
+        allow_control_tokens=data.allow_control_tokens,
+    )
 
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
     """The configured rewards; where none are configured, the task's own; or the function given in Python."""
     if reward is not None:
         return Judge([wrap(reward)], config.reward)
-    return Judge.of(task, reward_entries(config), config.reward)
+    entries = reward_entries(config)
+    if config.loss.policy_weight == 0 and task.unanswered and [entry["name"] for entry in entries] == ["task"]:
+        entries = [{"name": "none"}]  # a teacher needs prompts alone
+    return Judge.of(task, entries, config.reward)
 
 
 def reward_entries(config: Config) -> list[dict[str, Any]]:
@@ -129,12 +154,19 @@ def reward_entries(config: Config) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Built:
-    """A run with its judge, its sampling and notes for the user."""
+    """A run with its collector and notes for the user."""
 
     run: TrainingRun
-    judge: Judge
-    sampling: SamplingParams
+    collector: Collector
     notes: tuple[str, ...]
+
+    @property
+    def judge(self) -> Judge:
+        return self.collector.judge
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.collector.sampling
 
 
 def build_run(
@@ -152,16 +184,14 @@ def build_run(
         return built
 
 
-def _check_same_weights(loaded: LoadedModel, world: World) -> None:
+def _check_same(what: str, digest: str, world: World) -> None:
     """Refuse processes that have loaded other weights than the first: their gradients would be of different models."""
-    if world.size == 1:
-        return
-    digests = world.gather(fingerprint(loaded.model))
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
+    digests = world.gather(digest) if world.size > 1 else [digest]
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise KeelError(
-                f"rank {rank} of {world.size} has loaded other weights of {loaded.name!r} than rank 0: give all the "
-                "same files, and a loader of your own its seed"
+                f"rank {rank} of {world.size} has loaded other {what} than rank 0: give all the same files, and a "
+                "loader of your own its seed"
             )
 
 
@@ -184,11 +214,11 @@ def _build_run(
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     judge = build_judge(config, task, reward)
-    sampling = SamplingParams.of(config.rollout)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
-    _check_same_weights(loaded, world)
+    if world.size > 1:
+        _check_same(f"weights of {loaded.name!r}", fingerprint(loaded.model), world)
     layout = layout_of(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
@@ -199,6 +229,8 @@ def _build_run(
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference = reference_of(config, loaded)
+    if reference is not None and config.reference.params.get("model") is not None:
+        _check_same("weights of the teacher", reference.fingerprint(), world)
     if layout.spread:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
@@ -206,11 +238,12 @@ def _build_run(
                 "spread over processes: use native, or parallel.sharding=none"
             )
         spread(layout, loaded, reference, world, amp_dtype)
+    collector = replace(build_collector(config, engine, task, loaded.tokenizer, judge, world), release=True)
     run = TrainingRun(
         policy=loaded,
         task=task,
         engine=engine,
-        collect=build_collector(config, engine, task, loaded.tokenizer, sampling, judge, world),
+        collect=collector.collect,
         reference=reference,
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
@@ -224,14 +257,14 @@ def _build_run(
         optim=config.optim,
         guards=config.guards,
         seed=config.run.seed,
-        shared_prefix=loaded.shared_prefix and scorer is None,
+        shared_prefix=loaded.shared_prefix and scorer is None and packs_rows(reference),
         amp_dtype=amp_dtype,
-        thresholds=thresholds_of(config.model_dump()),
+        limits=GuardLimits.of(config.guards, config.doctor.thresholds.params),
         scorer=scorer,
         world=world,
     )
     if ahead:
-        run.queue = _queue(config, run, tokenizer, sampling, judge, engine_world)
+        run.queue = _queue(config, run, collector, tokenizer, engine_world)
     if scorer is None and not layout.spread:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
         run.fitting_tokens = measure_fit(
@@ -243,7 +276,7 @@ def _build_run(
         notes += (f"loss.mismatch.kind=none: {differs}, and nothing weighs the difference; truncate would",)
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
-    return Built(run, judge, sampling, notes)
+    return Built(run, collector, notes)
 
 
 def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
@@ -306,63 +339,46 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
 def reference_of(config: Config, loaded: LoadedModel) -> Any:
     """The configured reference, of a policy as it is now; None where no KL is wanted."""
     needed = config.needs_reference or config.kl.collect_max is not None
+    teacher = config.reference.params.get("model")
+    if teacher is not None:
+        check_model(Path(teacher).expanduser())  # another run's checkpoint, perhaps
+    rows = causal_lm(loaded.model).get_output_embeddings().weight.shape[0]
+    if config.kl.estimator.startswith("topk") and config.kl.topk >= rows:
+        raise KeelError(f"kl.topk is {config.kl.topk} and the model has {rows} tokens: set it below that, or use exact")
     return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 
 
 def build_collector(
-    config: Config,
-    engine: Engine,
-    task: Task,
-    tokenizer: Any,
-    sampling: SamplingParams,
-    judge: Judge,
-    world: World,
-) -> Any:
-    """What collects the groups of a step: `(problems, attempt, step)`, with another sampling or judge where given."""
-
-    def collected(
-        problems: Sequence[Any],
-        *,
-        attempt: int,
-        step: int,
-        sampling: SamplingParams = sampling,
-        judge: Judge = judge,
-    ) -> Any:
-        groups = collect(
-            engine,
-            task,
-            problems,
-            tokenizer,
-            sampling,
-            seed=config.run.seed,
-            attempt=attempt,
-            step=step,
-            **config.rollout.turns,
-            judge=judge,
-            **config.data.prompts,
-            world=world,
-        )
-        engine.release()  # the update needs the memory
-        return groups
-
-    return collected
+    config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = ALONE
+) -> Collector:
+    """What collects groups from an engine, as the configuration samples, renders and plays."""
+    return Collector(
+        engine,
+        task,
+        build_renderer(config, tokenizer),
+        SamplingParams.of(config.rollout),
+        judge,
+        seed=config.run.seed,
+        **config.rollout.turns,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        world=world,
+    )
 
 
-def _queue(
-    config: Config, run: TrainingRun, tokenizer: Any, sampling: SamplingParams, judge: Judge, world: World
-) -> RolloutQueue:
+def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: Any, world: World) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own = judge.apart()
-    collector = build_collector(config, run.engine, run.task, tokenizer, sampling, own, world)
+    own = collector.judge.apart()
+    apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
-    def sample(attempt: int, step: int) -> Rollouts:
-        return replace(sample_rollouts(run, collector, world, attempt, step), failures=tuple(own.drain()))
+    def sample(attempt: int, step: int) -> StepRollouts:
+        return replace(sample_rollouts(run, apart.collect, world, attempt, step), failures=tuple(own.drain()))
 
     queue = RolloutQueue(
         run.engine,
         run.policy.model,
         sample,
-        judge.failures.extend,
+        collector.judge.failures.extend,
         max_staleness=config.rollout.max_staleness,
         world=run.world,
         thread_world=world,
@@ -403,7 +419,7 @@ def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Sc
 
 
 class Supervised(NamedTuple):
-    """What `sft` takes: the examples, and the sections that say how they are learned."""
+    """What `sft` takes: the examples, and the sections that say how they are learned; `optim` cuts and casts passes."""
 
     examples: Examples
     options: WarmstartOptions
@@ -423,7 +439,11 @@ def build_warmstart(
         return fit(renderer.prompt(problem), config.data.max_prompt_length, config.data.truncation, problem.key)
 
     encoder: Encode = encode
-    shared = {"batch_size": start.batch_size, "seed": config.run.seed}
+    shared: dict[str, Any] = {
+        "batch_size": start.batch_size,
+        "seed": config.run.seed,
+        "allow_control_tokens": config.data.allow_control_tokens,
+    }
     if start.path is not None:
         examples = file_examples(start.path, encoder, loaded.tokenizer, **shared)
     else:
@@ -434,7 +454,8 @@ def build_warmstart(
         ]
         source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, draws=draws, **shared)
-    return Supervised(examples, start, config.optim)
+    passes = config.optim.model_dump(include={"microbatch_tokens", "precision"})  # the rest is the run's alone
+    return Supervised(examples, start, OptimOptions(**passes))
 
 
 __all__ = ["Built", "Supervised", "build_collector", "build_policy", "build_run", "build_warmstart"]

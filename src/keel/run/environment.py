@@ -28,13 +28,18 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
     }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of what a run's numbers may depend on; null for what is not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def settings_of(config: Config) -> dict[str, Any]:

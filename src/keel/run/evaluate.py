@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, difference, evaluate
 from keel.rollout.engine import Engine
 from keel.rollout.registry import build_engine
-from keel.rollout.sampling import SamplingParams
 from keel.run.build import (
+    build_collector,
     build_named_task,
     drop_long_prompts,
     reward_entries,
@@ -107,26 +107,18 @@ def evaluate_entry(
     tokenizer: Any,
     entry: Entry,
     *,
-    sampling: SamplingParams | None = None,
     seed: int | None = None,
     world: World = ALONE,
 ) -> EvalResult:
     """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
-    return evaluate(
-        engine,
-        entry.task,
-        drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples)),
-        tokenizer,
-        k=config.eval.k,
-        temperature=_temperature(config),
+    collector = replace(
+        build_collector(config, engine, entry.task, tokenizer, entry.judge, world),
         seed=config.run.seed + 1 if seed is None else seed,
-        sampling=sampling or SamplingParams.of(config.rollout),
-        judge=entry.judge,
-        **config.rollout.turns
-        | {"max_turns": config.rollout.max_turns if entry.task.several_turns else 1, "overlap_tools": False},
-        **config.data.prompts,
-        world=world,
+        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
+        overlap_tools=False,
     )
+    problems = drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples))
+    return evaluate(collector, problems, k=config.eval.k, temperature=_temperature(config))
 
 
 def run_evaluation(

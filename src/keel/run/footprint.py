@@ -1,7 +1,7 @@
 """What a layout of the weights costs: bytes on each device, and bytes that it sends in a step. Arithmetic over shapes.
 
-`run.layout` chooses a layout by these numbers, and `keel plan` shows them. An all-gather or a reduce-scatter of M bytes
-over n devices makes each of them send M(n−1)/n, an all-reduce twice as much.
+`run.layout` chooses a layout by these numbers, and `keel train --plan` shows them. An all-gather or a reduce-scatter of
+M bytes over n devices makes each of them send M(n−1)/n, an all-reduce twice as much.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """`devices`, of which `shards` together hold one copy of the weights: 1 is a whole copy on each."""
 
     devices: int = 1
@@ -94,7 +94,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunMemory:
     """What a run holds beside the policy. Item sizes are bytes of a number.
 
     `pass_item` is that of gathered blocks (None: the weights' own), `sampler_item` that of the sampler's copy (None:
@@ -112,7 +112,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Passes:
+class StepPasses:
     """What one device does in a step: passes of the update, of the policy without gradient, of the reference; updates.
 
     `tokens` are those of all completions of the step, at their longest.
@@ -125,7 +125,7 @@ class Passes:
     tokens: int = 0
 
 
-def held(shape: ModelShape, job: Job, layout: Layout) -> dict[str, int]:
+def held(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> dict[str, int]:
     """Bytes that stay on a device through a run, by part; `gradients` are there while it updates."""
     shards = layout.shards
     device = 0 if layout.spread and layout.offload else 1
@@ -143,7 +143,7 @@ def held(shape: ModelShape, job: Job, layout: Layout) -> dict[str, int]:
     }
 
 
-def passing(shape: ModelShape, job: Job, layout: Layout, passes: Passes) -> dict[str, int]:
+def passing(shape: ModelShape, job: RunMemory, layout: DeviceLayout, passes: StepPasses) -> dict[str, int]:
     """Bytes that are on a device for the time of a pass, by part, beside activations and KV cache.
 
     Gathered are the block that computes, the next one, and all that is outside of blocks; in the backward pass there
@@ -159,7 +159,7 @@ def passing(shape: ModelShape, job: Job, layout: Layout, passes: Passes) -> dict
     return {"gathered": 2 * block + rest + grads + buffer + head, "rows": rows}
 
 
-def sent(shape: ModelShape, job: Job, layout: Layout, passes: Passes) -> dict[str, int]:
+def sent(shape: ModelShape, job: RunMemory, layout: DeviceLayout, passes: StepPasses) -> dict[str, int]:
     """Bytes that a device sends in a step, by part."""
     devices, shards, replicas = layout.devices, layout.shards, layout.replicas
     whole = sum(_gathered(block, job) for block in shape.blocks) + _gathered(shape.rest, None)
@@ -186,7 +186,7 @@ def sent(shape: ModelShape, job: Job, layout: Layout, passes: Passes) -> dict[st
     return {name: round(count) for name, count in parts.items()}
 
 
-def _sampler_bytes(shape: ModelShape, job: Job, layout: Layout) -> int:
+def _sampler_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> int:
     """The sampler's copy, whole on every device; nothing where it reads the policy's own weights."""
     if job.sampler_item is None:
         return sum(p.numel * p.itemsize for p in shape.parameters) if layout.spread else 0
@@ -209,12 +209,12 @@ def _numel(parameters: Iterable[Parameter]) -> int:
     return sum(p.numel for p in parameters)
 
 
-def _gathered(parameters: Iterable[Parameter], job: Job | None) -> int:
+def _gathered(parameters: Iterable[Parameter], job: RunMemory | None) -> int:
     """Bytes of gathered weights: blocks in the type of the passes, the rest in its own."""
     item = None if job is None else job.pass_item
     return sum(p.numel * (item or p.itemsize) for p in parameters)
 
 
-def _reduced(parameter: Parameter, job: Job) -> int:
+def _reduced(parameter: Parameter, job: RunMemory) -> int:
     """Bytes of a gradient as FSDP sums it: in fp32 under mixed precision, else in the weights' type."""
     return parameter.numel * (parameter.itemsize if job.pass_item is None else WIRE_ITEM)

@@ -12,22 +12,23 @@ import torch.distributed as dist
 from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.config import Config
-from keel.models.load import DTYPES, LoadedModel
+from keel.models.dtypes import DTYPES
+from keel.models.loaded import LoadedModel
 from keel.models.sharding import shard
-from keel.reference.kinds import RuleReference
+from keel.reference.base import RuleReference
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import ENGINES
-from keel.run.footprint import Job, Layout, ModelShape, held, shape_of
+from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, held, shape_of
 from keel.trainer.optim import resolve_amp_dtype
 
 ROOM = 0.6  # share of a device's memory that may be taken for good: activations and samples need the rest
 
 
-def layout_of(config: Config, loaded: LoadedModel, world: World) -> Layout:
+def layout_of(config: Config, loaded: LoadedModel, world: World) -> DeviceLayout:
     """The layout of this run: as configured, or what has room on this device."""
     chosen = config.parallel.sharding
     if not dist.is_initialized() or (world.size == 1 and chosen == "auto"):
-        return Layout(world.size)
+        return DeviceLayout(world.size)
     machine, memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), None
     if loaded.device.type == "cuda":  # the smallest of all devices, so that all processes choose alike
         memory = min(world.gather(torch.cuda.get_device_properties(loaded.device).total_memory))
@@ -35,7 +36,9 @@ def layout_of(config: Config, loaded: LoadedModel, world: World) -> Layout:
     return choose(config, shape_of(loaded.model), job, world.size, machine=world.agree(machine), memory=memory)
 
 
-def choose(config: Config, shape: ModelShape, job: Job, devices: int, *, machine: int, memory: int | None) -> Layout:
+def choose(
+    config: Config, shape: ModelShape, job: RunMemory, devices: int, *, machine: int, memory: int | None
+) -> DeviceLayout:
     """The layout of a run on `devices`, of which a `machine` has so many, each of so much `memory` (None: unknown).
 
     `auto` takes the first of `layouts` whose lasting bytes leave room on a device, and the last where none does.
@@ -50,7 +53,7 @@ def choose(config: Config, shape: ModelShape, job: Job, devices: int, *, machine
     return next(roomy, candidates[-1])
 
 
-def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> list[Layout]:
+def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> list[DeviceLayout]:
     """Every layout that this run can have on so many devices, in the order of what each device sends."""
     parallel, unfit = config.parallel, _unfit(config)
     if unfit and parallel.sharding in ("full", "hybrid"):
@@ -63,9 +66,9 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
     hybrid = parallel.sharding == "hybrid" or (able and devices > rows > 1 and devices % rows == 0)
     full = parallel.sharding == "full" or (able and devices > 1)
     return [
-        Layout(devices),
-        *([Layout(devices, "hybrid", rows, parallel.offload)] if hybrid else []),
-        *([Layout(devices, "full", devices, parallel.offload)] if full else []),
+        DeviceLayout(devices),
+        *([DeviceLayout(devices, "hybrid", rows, parallel.offload)] if hybrid else []),
+        *([DeviceLayout(devices, "full", devices, parallel.offload)] if full else []),
     ]
 
 
@@ -80,14 +83,14 @@ def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) 
     return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
 
 
-def job_of(config: Config, loaded: LoadedModel, device: str) -> Job:
+def job_of(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
     """What this run holds beside the policy's weights on such a device."""
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
     sampler_item = None if same else DTYPES[sampler.dtype].itemsize
     reference = (config.needs_reference or config.kl.collect_max is not None) and loaded.lora is None
-    return Job(
+    return RunMemory(
         pass_item=None if amp_dtype is None else amp_dtype.itemsize,
         sampler_item=sampler_item if sampler.named_engine.name == "native" else 0,
         reference=reference,
@@ -97,7 +100,9 @@ def job_of(config: Config, loaded: LoadedModel, device: str) -> Job:
     )
 
 
-def spread(layout: Layout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None) -> None:
+def spread(
+    layout: DeviceLayout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None
+) -> None:
     """Spread the policy's weights over the processes, and those of a reference that are a model of their own."""
     mesh = world.mesh(loaded.device, layout.shards if layout.sharding == "hybrid" else None)
     sharder = partial(shard, mesh=mesh, amp_dtype=amp_dtype)

@@ -10,8 +10,8 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import Config, load_config, text
-from keel.config.arguments import is_run
-from keel.models.load import LoadedModel
+from keel.config.load import is_run
+from keel.models.loaded import LoadedModel
 from keel.run.build import build_policy
 from keel.run.warmstart import is_complete, warmstart_folder
 from keel.trainer.checkpoint import no_progress_bars, numbered, step_of

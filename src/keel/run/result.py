@@ -1,11 +1,14 @@
-"""How a run ended, and what a person is told of it: the last lines of `keel train`."""
+"""How a run ended, and what a person is told of it: the last lines of `keel train`.
+
+`EndHooks` are passed in by whoever starts a run, so that a run knows nothing of the lab.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from keel.base.alive import LAUNCH_FLAGS, process_count
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class EndedRun:
     """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
     guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
 
@@ -33,7 +36,7 @@ class TrainResult:
         return self.directory / "report.html"
 
 
-def closing_line(result: TrainResult) -> str:
+def closing_line(result: EndedRun) -> str:
     """One line for a person: accuracy and KL of a finished run, or what else became of it."""
     summary = result.summary
     if summary.get("dry_run"):
@@ -57,7 +60,7 @@ def closing_line(result: TrainResult) -> str:
     return f"{'; '.join(parts)}; report: {result.report}"
 
 
-def next_lines(result: TrainResult) -> list[str]:
+def next_lines(result: EndedRun) -> list[str]:
     """What to look at after a run that has a report, as commands that work where the reader stands."""
     if result.exit_status > 1 or not result.report.is_file():
         return []
@@ -88,3 +91,14 @@ def resume_command(directory: Path) -> str:
     here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     flags = os.environ.get(LAUNCH_FLAGS, f"--nproc {size}" if here else "")
     return f"{program()} train --resume {directory} {flags}".rstrip()
+
+
+@dataclass(frozen=True)
+class EndHooks:
+    """`findings` of a finished run's folder go into findings.json and summary.json; `report` then writes its page."""
+
+    findings: Callable[[Path], list[dict[str, Any]]] | None = None
+    report: Callable[[Path], None] | None = None
+
+
+NO_HOOKS = EndHooks()

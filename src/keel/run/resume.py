@@ -12,14 +12,13 @@ import yaml
 
 from keel.base.errors import KeelError
 from keel.base.files import read_json
-from keel.base.moved import current_names
 from keel.base.redact import masked, secrets_in
 from keel.config import Config, load_config
 from keel.config.declared import own_defaults
+from keel.config.text import absolute_paths
 from keel.envs import Task
 from keel.loggers import RunDirectory
 from keel.reference import Reference
-from keel.run.paths import absolute_paths
 from keel.trainer.checkpoint import (
     REFERENCE,
     newest_intact,
@@ -28,7 +27,7 @@ from keel.trainer.checkpoint import (
     read_record,
     replace_reference,
 )
-from keel.trainer.integrity import STATE, TRAINER, Damage, damages, saved_sums
+from keel.trainer.integrity import STATE, TRAINER, Damage, damages
 from keel.trainer.optim import Optimizer, Schedule
 
 # What may change between a run and its resumption without making it another run.
@@ -75,7 +74,7 @@ def check_same_run(folder: Path, config: Config) -> None:
     if written is None:
         _check_nothing_begun(folder)
         return
-    before = _leaves(absolute_paths(current_names(written)))
+    before = _leaves(absolute_paths(written))
     now = _leaves(absolute_paths(config.to_dict()))
     before |= _added_since(before, now)
     own = _leaves(own_defaults(config))  # one that is written out is the one that is not
@@ -209,12 +208,6 @@ def choose_checkpoint(
             f"one is kept as {directory.checkpoints.name}/{quarantine_path(path).name}"
         )
         events.append(ResumeEvent("checkpoint/damaged", message, path))
-    if saved_sums(checkpoint) is None:
-        message = (
-            f"the checkpoint {checkpoint.name} is an earlier version's, without checksums: its files are taken as "
-            "they are"
-        )
-        events.append(ResumeEvent("note", message))
     return checkpoint, events
 
 

@@ -14,28 +14,27 @@ from keel.config import Config, load_config
 from keel.loggers import RunDirectory
 from keel.run.build import build_policy, build_run, build_warmstart
 from keel.run.environment import environment, settings_of
-from keel.run.hooks import NO_HOOKS, EndHooks
+from keel.run.result import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
-from keel.run.train import ConfigSource, TrainResult, evaluator, open_loggers, open_run, write_report_of
+from keel.run.train import EndedRun, evaluator, open_loggers, open_run, write_report_of
 from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights, whole_state
 from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
 
-def supervise(config: ConfigSource, at_end: EndHooks = NO_HOOKS) -> TrainResult:
+def supervise(config: Config, at_end: EndHooks = NO_HOOKS) -> EndedRun:
     """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
-    checked = load_config(config)
-    if checked.run.if_exists == "resume":
+    if config.run.if_exists == "resume":
         raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
     with (
-        open_world(checked.model.device, settings=settings_of(checked)) as world,
-        open_run(checked, resume=False, world=world) as (directory, _),
+        open_world(config.model.device, settings=settings_of(config)) as world,
+        open_run(config, resume=False, world=world) as (directory, _),
     ):
-        return _supervise(checked, directory, at_end, world)
+        return _supervise(config, directory, at_end, world)
 
 
-def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> TrainResult:
+def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> EndedRun:
     began = time.monotonic()
     write_config(directory, config)
     directory.write_json("env.json", environment())
@@ -74,12 +73,12 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
             wall_s=time.monotonic() - began,
         )
         summary: dict[str, Any] = summarise(built.run.task.name, state)
-        directory.write_json("findings.json", [])
+        directory.write_json("findings.json", None)  # not judged
         directory.write_json("summary.json", summary)
         directory.sync()
         if world.leads:
             write_report_of(directory.path, loggers, at_end)
-    return TrainResult(summary, directory.path, steps)
+    return EndedRun(summary, directory.path, steps)
 
 
 def _save(target: Path, config: Config, loaded: Any, world: World) -> Path:

@@ -1,4 +1,4 @@
-"""A training run, from a configuration to a finished run directory; `keel.train` is this with the lab at its end."""
+"""A training run, from a checked configuration to a finished run directory; `keel.train` starts it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ from keel.base.world import ALONE, World, open_world
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
-from keel.envs.base import check_is_task
 from keel.envs.judge import Judge
 from keel.envs.rewards import build_rewards, probe_rewards
 from keel.loggers import Logger, MultiLogger, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.reference import Reference
 from keel.run.build import (
     Built,
@@ -36,9 +36,8 @@ from keel.run.build import (
 )
 from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
-from keel.run.hooks import NO_HOOKS, EndHooks
 from keel.run.layout import layout_of, spread
-from keel.run.result import TrainResult, resume_command
+from keel.run.result import NO_HOOKS, EndedRun, EndHooks, resume_command
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
@@ -55,7 +54,7 @@ from keel.run.warmstart import is_complete, warmstart, warmstart_folder
 from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import damages
-from keel.trainer.loop import Callback, Interrupt, Job, interruptible, train_loop
+from keel.trainer.loop import Callback, Interrupt, TrainingJob, interruptible, train_loop
 from keel.trainer.memory import OutOfMemory, Remedy
 from keel.trainer.optim import resolve_amp_dtype
 from keel.trainer.rollback import finish_rollback
@@ -65,58 +64,34 @@ from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
 
 logger = logging.getLogger("keel")
-ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
-def train(
-    config: ConfigSource,
+def run_training(
+    config: Config,
     task: Task | None = None,
     reward: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
     *,
-    overrides: Sequence[str] = (),
     resume: bool = False,
     dry_run: bool = False,
     at_end: EndHooks = NO_HOOKS,
-) -> TrainResult:
-    """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
-
-    `task` is a `keel.envs.Task` and takes the place of the configured one; `reward` is a
-    function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
-    is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
-    `at_end` judges and reports the finished run.
-    """
-    _check_arguments(task, reward)
-    checked = load_config(config, overrides)
-    task = task or build_named_task(checked.task, checked)  # bad data is found before anything is written or loaded
+) -> EndedRun:
+    """A run of a checked configuration, with the arguments of `keel.train`; `at_end` judges and reports it."""
+    task = task or build_named_task(config.task, config)  # bad data is found before anything is written or loaded
     if reward is None:
-        build_rewards(reward_entries(checked), task)  # rewards that cannot judge this task are found now
-        probe_rewards(reward_entries(checked))
-    settings = settings_of(checked)
+        build_rewards(reward_entries(config), task)  # rewards that cannot judge this task are found now
+        probe_rewards(reward_entries(config))
+    settings = settings_of(config)
     if dry_run:
-        with open_world(checked.model.device, settings=settings) as world:
-            return _dry_run(checked, task, reward, world)
-    path = Path(checked.run.dir) / checked.run.name
+        with open_world(config.model.device, settings=settings) as world:
+            return _dry_run(config, task, reward, world)
+    path = Path(config.run.dir) / config.run.name
     with (
         interruptible() as interrupt,
-        open_world(checked.model.device, settings=settings, resume=resume_command(path)) as world,
-        open_run(checked, resume=resume, world=world) as (directory, resumed),
+        open_world(config.model.device, settings=settings, resume=resume_command(path)) as world,
+        open_run(config, resume=resume, world=world) as (directory, resumed),
     ):
-        return _train(checked, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
-
-
-def _check_arguments(task: Any, reward: Any) -> None:
-    """Refuse a task or reward that is none, such as overrides as the second argument."""
-    try:
-        if task is not None:
-            check_is_task(task, "keel.train: the task is")
-    except KeelError as error:
-        raise KeelError(f"{error}; options are given as overrides=[...]") from None
-    if reward is not None and not callable(reward):
-        raise KeelError(
-            f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
-            "rewards as `rewards:` of the configuration"
-        )
+        return _train(config, directory, resumed, interrupt, task, reward, callbacks, at_end, world)
 
 
 def _train(
@@ -129,7 +104,7 @@ def _train(
     callbacks: Sequence[Callback],
     at_end: EndHooks,
     world: World,
-) -> TrainResult:
+) -> EndedRun:
     began = time.monotonic()
     begun = world.agree(_begin(config, directory, resumed, task) if world.leads else None)
     assert begun is not None
@@ -199,8 +174,8 @@ def _begin(config: Config, directory: RunDirectory, resumed: bool, task: Task | 
 
 
 def _finish(
-    config: Config, built: Built, job: Job, state: State, interrupt: Interrupt, at_end: EndHooks
-) -> TrainResult:
+    config: Config, built: Built, job: TrainingJob, state: State, interrupt: Interrupt, at_end: EndHooks
+) -> EndedRun:
     directory = job.directory
     if interrupt.anywhere(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
@@ -209,14 +184,14 @@ def _finish(
             f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(directory.path)}"
         )
         job.loggers.event("interrupted", step=state.step, message=message)
-        return TrainResult({}, directory.path, state.step, interrupt.status)
+        return EndedRun({}, directory.path, state.step, interrupt.status)
     summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
     best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
     best_folder = best if best is not None and best.is_dir() else None
-    return TrainResult(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+    return EndedRun(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
 
 
-def _conclude(built: Built, job: Job, state: State, at_end: EndHooks) -> dict[str, Any]:
+def _conclude(built: Built, job: TrainingJob, state: State, at_end: EndHooks) -> dict[str, Any]:
     """Findings, summary and report of a finished run."""
     directory = job.directory
     directory.sync()
@@ -236,16 +211,19 @@ def how_to_go_on(config: Config, remedy: Remedy) -> str:
     return "with that it is another run: give it another run.name"
 
 
-def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]]:
-    """What the hook says of the finished run, and the guards' own findings; a hook that fails is logged."""
+def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]] | None:
+    """What the hook says of the finished run, and the guards' own findings; a hook that fails is logged.
+
+    None where nothing was judged and no guard found anything.
+    """
     guards = guard_findings(directory.read_lines(EVENTS))
     if at_end.findings is None:
-        return guards
+        return guards or None
     try:
         judged = at_end.findings(directory.path)
     except Exception as error:
         loggers.event("doctor/failed", message=f"the run could not be judged: {type(error).__name__}: {error}")
-        return guards
+        return guards or None
     codes = {finding["code"] for finding in judged}
     return [*(finding for finding in guards if finding["code"] not in codes), *judged]
 
@@ -262,9 +240,9 @@ def write_report_of(folder: Path, loggers: MultiLogger, at_end: EndHooks) -> Non
 
 def _job(
     config: Config, built: Built, directory: RunDirectory, loggers: MultiLogger, callbacks: Sequence[Callback]
-) -> Job:
+) -> TrainingJob:
     judges: dict[str, Judge] = {}
-    return Job(
+    return TrainingJob(
         run=built.run,
         directory=directory,
         loggers=loggers,
@@ -293,13 +271,8 @@ def evaluator(
         judges.update({f"{number}": entry.judge for number, entry in enumerate(chosen)})
 
     def records() -> list[dict[str, Any]]:
-        options: dict[str, Any] = {"sampling": built.sampling}
-        return [
-            evaluate_entry(config, run.engine, run.policy.tokenizer, entry, **options, world=run.world).record(
-                entry.split
-            )
-            for entry in chosen
-        ]
+        evaluated = partial(evaluate_entry, config, run.engine, run.policy.tokenizer, world=run.world)
+        return [evaluated(entry).record(entry.split) for entry in chosen]
 
     return records
 
@@ -343,11 +316,13 @@ def _policy(
     layout, draws = layout_of(config, loaded, world), DrawCount()
     if layout.spread:
         spread(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
-    loss = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
+    started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
-    loggers.event("warmstart", step=0, message=f"done in {spent:.1f} s, loss {loss:.3f}: this is the reference")
+    done = "done" if started.taken is None else f"made before and taken from {started.taken}"
+    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the reference"
+    loggers.event("warmstart", step=0, message=message)
     return build_policy(config, start) if layout.spread else loaded  # engine and reference are made of whole weights
 
 
@@ -395,7 +370,7 @@ def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[
         yield directory, resumed
 
 
-def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> TrainResult:
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> EndedRun:
     """Build everything, take one step on one group, save and load nothing that stays."""
     changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
     overrides = [f"{name}={value}" for name, value in changes.items()]
@@ -414,7 +389,7 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     finally:
         if world.leads:
             shutil.rmtree(folder, ignore_errors=True)
-    return TrainResult({"dry_run": True, "metrics": step.metrics}, folder, 1)
+    return EndedRun({"dry_run": True, "metrics": step.metrics}, folder, 1)
 
 
-__all__ = ["TrainResult", "train"]
+__all__ = ["EndedRun", "run_training"]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.world import ALONE, World
-from keel.models.load import LoadedModel
+from keel.config.text import absolute_paths
+from keel.models.loaded import LoadedModel
 from keel.run.build import Supervised
-from keel.run.paths import absolute_paths
+from keel.run.warmstart_cache import Started, cached_sft
 from keel.trainer.checkpoint import atomic_folder, save_weights, whole_state
 from keel.trainer.integrity import WARMSTART, checksums, with_checksums
-from keel.trainer.sft import Report, sft
+from keel.trainer.sft import Report
 
 FOLDER = "warmstart"
 
@@ -56,15 +57,15 @@ def warmstart(
     recipe: Callable[[LoadedModel], Supervised],
     report: Report | None = None,
     world: World = ALONE,
-) -> float:
-    """Train the loaded model in place and keep its weights; returns the last loss."""
+) -> Started:
+    """Train the loaded model in place and keep its weights; returns how it ended."""
     start = recipe(loaded)
-    loss = sft(loaded, *start, report, world)
+    started = cached_sft(loaded, start, report, world)
     weights = whole_state(loaded.model, wanted=world.leads)
     if world.leads:
         with atomic_folder(folder) as temporary:
             save_weights(temporary, loaded.model, loaded.tokenizer, weights)
-            record = with_checksums({"loss": loss, "steps": start.options.steps}, checksums(temporary))
+            record = with_checksums({"loss": started.loss, "steps": start.options.steps}, checksums(temporary))
             (temporary / WARMSTART).write_text(record, encoding="utf-8")
     world.wait()
-    return loss
+    return started

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
+from keel.kl.depth import occupied, positions
+from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
@@ -26,6 +28,7 @@ from keel.models.products import cast_once
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import is_sharded, through
+from keel.reference import shortest_context
 from keel.trainer.state import TrainingRun
 
 
@@ -66,6 +69,7 @@ class StepBatch:
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
     whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
+    `stretches` are those of the context that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -80,6 +84,7 @@ class StepBatch:
     rejected: Tensor | None = None
     unreported: float = 0.0
     known: frozenset[str] = frozenset()
+    stretches: tuple[int, ...] = ()
 
     @property
     def completions(self) -> list[Completion]:
@@ -146,7 +151,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
                     run.policy.pad_id,
                     shared_prefix=shared,
                     max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
-                    context_length=run.policy.context_length,
+                    context_length=shortest_context(run.policy.context_length, run.reference),
                 )
                 stop = start + len(packed.tokens)
                 micros.append(Microbatch(packed.to(device), slice(start, stop), number))
@@ -182,8 +187,19 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         stale=stale,
     )
     known = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
+    prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
+    stretches = occupied(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(tuple(groups), rows, tuple(micros), tuple(spans), on_device, unreported=unreported, known=known)
+    return StepBatch(
+        tuple(groups),
+        rows,
+        tuple(micros),
+        tuple(spans),
+        on_device,
+        unreported=unreported,
+        known=known,
+        stretches=stretches,
+    )
 
 
 def _weighed_by(run: TrainingRun) -> set[str]:
@@ -336,6 +352,7 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
             exact_kl=exact,
             ref_policy=exact,
             ref_policy_grad=run.kl.estimator == "exact_reverse",
+            divergence=penalty_divergence(run.kl) if exact else None,
             ref_hidden=micro.ref_hidden,
             ref_head=batch.ref_head,
         )

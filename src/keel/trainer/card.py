@@ -9,7 +9,7 @@ from typing import Any
 
 import keel
 from keel.base.redact import hide
-from keel.models.lora import is_lora
+from keel.models.adapters import is_lora
 from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.summary import final_kl
@@ -65,11 +65,19 @@ def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
         loss=run.loss.loss_type,
         kl=f"β = {state.beta:g}, {run.kl.estimator} in the {run.kl.placement}" if state.beta else "none (β = 0)",
         measured=_measured(state.last_kl),
-        reference="none" if run.reference is None else run.reference.kind,
+        reference=_reference(run),
         evaluation=_evaluation(state),
         code=_adapter_code(base) if lora else MODEL_CODE,
     )
     return hide(card)
+
+
+def _reference(run: TrainingRun) -> str:
+    """Its kind, and the teacher's name where it is one."""
+    if run.reference is None:
+        return "none"
+    teacher = getattr(run.reference, "teacher", None)
+    return run.reference.kind if teacher is None else f"{run.reference.kind}, teacher {teacher}"
 
 
 def is_hub_name(name: str) -> bool:
@@ -82,7 +90,7 @@ def _measured(last: Mapping[str, float]) -> str:
     lines = []
     for name, figures in final_kl(last).items():
         error = f" ± {figures['se']:.5f}" if "se" in figures else ""
-        unit = "nats per sequence" if name == "sequence" else f"nats per token ({name})"
+        unit = "nats per sequence (k1)" if name == "sequence" else f"nats per token ({name})"
         lines.append(f"{figures['mean']:.5f}{error} {unit}")
     return ", ".join(lines) or "not measured"
 

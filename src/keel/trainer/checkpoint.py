@@ -25,11 +25,10 @@ from torch import Tensor, nn
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
+from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
-from keel.models.lora import is_lora
-from keel.models.sharding import is_sharded
-from keel.models.whole import put, whole
+from keel.models.sharding import is_sharded, put, whole
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
@@ -194,7 +193,7 @@ def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Pa
     if previous is not None and (before := read_record(previous)) is not None:
         same = (before.get("reference") or {}).get("fingerprint") == reference_state["fingerprint"]
         old = previous / TRAINER / REFERENCE
-        saved = (saved_sums(previous) or {}).get(f"{TRAINER}/{REFERENCE}")
+        saved = saved_sums(previous).get(f"{TRAINER}/{REFERENCE}")
         if same and saved is not None and old.is_file() and checksum(old) == saved:
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
             if moved is not None and moved == reference_state["moves"]:
@@ -265,8 +264,7 @@ def restore_weights(folder: Path, model: Any) -> None:
 def rewrite_state(folder: Path, state: State) -> None:
     """Replace the state of a checkpoint, atomically, and leave the rest as it is."""
     record = {**_record_of(folder), "state": state.to_dict()}
-    sums = saved_sums(folder)
-    write_atomic(folder / RECORD, json.dumps(record, indent=1) if sums is None else with_checksums(record, sums))
+    write_atomic(folder / RECORD, with_checksums(record, saved_sums(folder)))
 
 
 def replace_reference(folder: Path, reference: Reference) -> None:
@@ -277,9 +275,8 @@ def replace_reference(folder: Path, reference: Reference) -> None:
         return
     fresh = folder / TRAINER / f".{REFERENCE}.new"
     torch.save(dict(reference_state), fresh)
-    sums = saved_sums(folder)
     record["files"][name] = fresh.stat().st_size
-    text = json.dumps(record, indent=1) if sums is None else with_checksums(record, {**sums, name: checksum(fresh)})
+    text = with_checksums(record, {**saved_sums(folder), name: checksum(fresh)})
     fresh.replace(folder / name)  # a kill here leaves a damaged checkpoint, which is what it was
     write_atomic(folder / RECORD, text)
 

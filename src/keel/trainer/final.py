@@ -7,7 +7,7 @@ import math
 import torch
 
 from keel.base.metrics import values
-from keel.models.whole import own_part
+from keel.models.sharding import own_part
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy

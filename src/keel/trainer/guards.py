@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Completion
 from keel.kl.options import KLBudget
 from keel.losses import MismatchOptions, centred
 from keel.trainer.batch import StepBatch, rewards_of
-from keel.trainer.options import GuardOptions
+from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.state import State
 
 WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
@@ -89,9 +88,9 @@ def final_violation(
     return GuardViolation("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
 
 
-def spike_limit(norms: Sequence[float], thresholds: Thresholds) -> float | None:
+def spike_limit(norms: Sequence[float], limits: GuardLimits) -> float | None:
     """`grad_spike` × the median of the last norms; None until there are enough of them."""
-    return thresholds["grad_spike"] * statistics.median(norms) if len(norms) >= ENOUGH else None
+    return limits.grad_spike * statistics.median(norms) if len(norms) >= ENOUGH else None
 
 
 def update_guard_state(
@@ -151,7 +150,7 @@ def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str
 
 
 def sampler_events(
-    metrics: Mapping[str, float], mismatch: MismatchOptions, thresholds: Thresholds
+    metrics: Mapping[str, float], mismatch: MismatchOptions, limits: GuardLimits
 ) -> dict[str, dict[str, str]]:
     """Kind → fields of the events on what was sampled otherwise than it is trained: by how much, and what holds it."""
     unreported, ess = metrics.get("mismatch/unreported_fraction", 0.0), metrics.get("mismatch/ess", 1.0)
@@ -162,16 +161,16 @@ def sampler_events(
             f"the engine reports no log-probability for {100 * unreported:.3g} % of the sampled tokens: their mismatch "
             "is neither measured nor corrected"
         )
-    if gap > thresholds["sampler_kl_warning"] and mismatch.kind == "none":
+    if gap > limits.sampler_kl_warning and mismatch.kind == "none":
         events["sampler/uncorrected"] = (
             f"KL(sampler‖policy) is {gap:.3g} nats per token and loss.mismatch.kind is none: nothing weighs the samples"
         )
-    if ess < thresholds["mismatch_ess"]:
+    if ess < limits.mismatch_ess:
         events["sampler/ess"] = (
             f"the weights of the samples leave {100 * ess:.3g} % of them effective (mismatch/ess): the sampler is too "
             "far from the policy"
         )
-    if cut > thresholds["filtered_mass"]:
+    if cut > limits.filtered_mass:
         events["sampler/filter"] = (
             f"filters cut off {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean): means are biased "
             "by up to that share of their largest value"
@@ -180,11 +179,11 @@ def sampler_events(
 
 
 def tool_error_event(
-    metrics: Mapping[str, float], completions: Sequence[Completion], thresholds: Thresholds
+    metrics: Mapping[str, float], completions: Sequence[Completion], limits: GuardLimits
 ) -> dict[str, str] | None:
     """The fields of an event where most tool calls of a step failed: how many, and the first error."""
     share = metrics.get("tool/error_fraction", 0.0)
-    if share <= thresholds["tool_errors"]:
+    if share <= limits.tool_errors:
         return None
     failed = [completion for completion in completions if completion.counts.get("tool/errors")]
     lines = (line.strip() for completion in failed for line in completion.text.splitlines())
@@ -283,6 +282,14 @@ _WHY = {
         "divides by what can be 0.",
         "Look at skipped/step-N.json for what was not finite first; lower optim.learning_rate, or set "
         "model.dtype=float32.",
+    ),
+    "kl/at-start": (
+        "Policy and reference have equal weights before the first update, and their passes give different numbers.",
+        "Run keel doctor on the run's config.yaml, which tells the causes apart; guards.on_step0_kl=warn trains on.",
+    ),
+    "sampler/mismatch": (
+        "Before the first update the sampler's log-probabilities are not those of the policy's training pass.",
+        "Run keel doctor on the run's config.yaml, which tells the causes apart; guards.on_step0_kl=warn trains on.",
     ),
     "kl/over-budget": (
         "The policy left its reference faster than the KL term pulled it back.",

@@ -60,10 +60,9 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def saved_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums in a folder's record; None of an earlier version's, or where the record itself is damaged."""
-    sums = (saved_record(folder) or {}).get(_CHECKSUMS)
-    return None if sums is None else dict(sums)
+def saved_sums(folder: Path) -> dict[str, str]:
+    """The checksums in a folder's record; none where it is not there, or damaged itself."""
+    return dict((saved_record(folder) or {}).get(_CHECKSUMS, {}))
 
 
 def saved_record(folder: Path) -> dict[str, Any] | None:
@@ -77,12 +76,11 @@ def damages(folder: Path, *, record: str | None = None, model_only: bool = False
     """Every file of a saved folder that is missing, not as it was saved, or was never saved and would be loaded.
 
     With `model_only` not those of trainer/. A file that is there and cannot be read (a server that does not answer, a
-    permission) is no damage but an error: it may be whole.
-    A folder of an earlier version has no checksums: its sizes are compared, and every file must be readable.
+    permission) is no damage but an error: it may be whole. Nothing is known of a folder without a record.
     """
     name = record or _record_name(folder)
     if name is None:
-        return [Damage(STATE, "is missing")] if (folder / TRAINER).exists() else _unreadable(folder, model_only)
+        return [Damage(STATE, "is missing")] if (folder / TRAINER).exists() else []
     contents = _read_json(folder / name)
     if contents is None and not (folder / name).is_file():
         return [Damage(name, "is missing")]
@@ -90,19 +88,11 @@ def damages(folder: Path, *, record: str | None = None, model_only: bool = False
         return [Damage(name, "is damaged: it holds no JSON object")]
     if (wrong := _wrong_record(contents)) is not None:
         return [Damage(name, wrong)]
-    if _CHECKSUMS in contents:
-        expected: dict[str, Any] = contents[_CHECKSUMS]
-    else:
-        sizes = contents.get("files", {})
-        if not isinstance(sizes, dict) or (name == STATE and not isinstance(contents.get("state"), dict)):
-            return [Damage(name, "is damaged: it does not say where the run stood")]
-        expected = sizes
+    expected: dict[str, str] = contents[_CHECKSUMS]
     checked = {file: value for file, value in expected.items() if not (model_only and file.startswith(f"{TRAINER}/"))}
     wrong_files = [(file, _difference(folder / file, value)) for file, value in checked.items()]
     changed = [Damage(file, why) for file, why in wrong_files if why is not None]
-    if _CHECKSUMS in contents:
-        return changed + _not_saved(folder, {*expected, name}, model_only)
-    return changed or _unreadable(folder, model_only)
+    return changed + _not_saved(folder, {*expected, name}, model_only)
 
 
 def check_model(folder: Path) -> None:
@@ -137,19 +127,14 @@ def _cannot_read(path: Path, error: OSError) -> KeelError:
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with a record that carries checksums; None where nothing is, or it is an earlier version's."""
-    if _CHECKSUMS not in record and _RECORD_CHECKSUM not in record:
-        return None
+    """What is wrong with a record, None where nothing is."""
     fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_RECORD_CHECKSUM) == _digest(record)
     return None if fine else "is not as it was saved (its own sha256 differs)"
 
 
-def _difference(path: Path, saved: Any) -> str | None:
-    """How a file differs from what was saved: `saved` is its sha256, or its size where there is none."""
+def _difference(path: Path, saved: str) -> str | None:
+    """How a file differs from what was saved with that sha256."""
     try:
-        if not isinstance(saved, str):
-            size = path.stat().st_size
-            return None if size == saved else f"is damaged: it has {size} bytes and was saved with {saved}"
         return None if checksum(path) == saved else "is not as it was saved (its sha256 differs)"
     except _GONE:
         return "is missing"
@@ -167,28 +152,3 @@ def _not_saved(folder: Path, saved: Collection[str], model_only: bool) -> list[D
         if path.suffix in _LOADED and not path.name.startswith(".") and name not in saved and path.is_file():
             unexpected.append(Damage(name, "was not saved here"))
     return unexpected
-
-
-def _unreadable(folder: Path, model_only: bool) -> list[Damage]:
-    """The files that cannot be what they are called, from their first bytes: all there is without checksums."""
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    damaged = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = str(path.relative_to(folder))
-        if model_only and name.startswith(f"{TRAINER}/"):
-            continue
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(str(path), framework="pt") as file:
-                    file.keys()
-            elif path.suffix == ".pt":
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            elif path.suffix == ".json":
-                json.loads(path.read_bytes())
-        except OSError as error:
-            raise _cannot_read(path, error) from error
-        except (SafetensorError, Exception) as error:  # torch's own types differ by what is wrong
-            damaged.append(Damage(name, f"is damaged: {type(error).__name__} when it is opened"))
-    return damaged

@@ -41,6 +41,7 @@ from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
 from keel.trainer.sample import settle
+from keel.trainer.start import StartMismatch, differences_at_start
 from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
 
@@ -52,7 +53,7 @@ ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """A run with everything around it. `evaluate` returns one record a task, the trained one first.
 
     `final_kl` is the KL of the policy that the run ended with; `ongoing` are the kinds of events that the last step had
@@ -121,7 +122,7 @@ def interruptible() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
+def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
     """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
     guards, budget, world = job.run.guards, job.run.kl.budget, job.run.world
     began, before = time.monotonic(), state.wall_s
@@ -137,7 +138,13 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
         state = _evaluate_and_save(job, state, last=state.step >= job.max_steps, owed=True)
     while state.step < job.max_steps and not interrupt.anywhere(world):
         torch.manual_seed(step_seed(job.run.seed, state) + world.rank)  # for dropout: sampling has noise of its own
-        step = _step(job, state)
+        try:
+            step = _step(job, state)
+        except StartMismatch as mismatch:
+            _log_start(job, state, mismatch.violations)
+            return _stop(job, state, mismatch.violations[0])
+        if state.step == 0 and guards.on_step0_kl == "warn":
+            _log_start(job, step.state, differences_at_start(step.metrics, job.run))
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
         stop = world.agree([callback(state, step.metrics) for callback in job.callbacks] if world.leads else [])
@@ -167,7 +174,12 @@ def train_loop(job: Job, state: State, interrupt: Interrupt) -> State:
     return state
 
 
-def _step(job: Job, state: State) -> Step:
+def _log_start(job: TrainingJob, state: State, violations: Sequence[GuardViolation]) -> None:
+    for violation in violations:
+        job.loggers.event(violation.code, step=state.step, message=violation.message)
+
+
+def _step(job: TrainingJob, state: State) -> Step:
     """One step; where it runs out of memory before its first update, the state before it is saved: no step is lost."""
     try:
         return train_step(job.run, state)
@@ -182,13 +194,13 @@ def _step(job: Job, state: State) -> Step:
         raise
 
 
-def _owes_evaluation(job: Job, state: State) -> bool:
+def _owes_evaluation(job: TrainingJob, state: State) -> bool:
     """Whether a checkpoint was saved because the evaluation after its step failed."""
     due = state.step >= job.max_steps or _due(state.step, job.eval.every)
     return state.step > 0 and due and state.evaluated_at != state.step
 
 
-def _evaluate_and_save(job: Job, state: State, *, last: bool, owed: bool = False) -> State:
+def _evaluate_and_save(job: TrainingJob, state: State, *, last: bool, owed: bool = False) -> State:
     """What is due after a step; whatever stops an evaluation must not cost the steps before it."""
     try:
         if last or _due(state.step, job.eval.every):
@@ -206,7 +218,7 @@ def _evaluate_and_save(job: Job, state: State, *, last: bool, owed: bool = False
     return state
 
 
-def _at_checkpoint(job: Job, state: State) -> State:
+def _at_checkpoint(job: TrainingJob, state: State) -> State:
     """The job after the run was taken back to a checkpoint."""
     job.saved_at = state.step
     return state
@@ -219,7 +231,7 @@ def _is_new(violation: GuardViolation, before: State, state: State, guards: Guar
     return violation.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
 
 
-def _measure_final(job: Job, state: State) -> Mapping[str, float]:
+def _measure_final(job: TrainingJob, state: State) -> Mapping[str, float]:
     """The final policy's numbers, for the guards, the summary and the doctor."""
     settle(job.run, state)
     measured = measure_final(job.run, state)
@@ -233,7 +245,7 @@ def _measure_final(job: Job, state: State) -> Mapping[str, float]:
     return measured
 
 
-def _stop(job: Job, state: State, violation: GuardViolation) -> State:
+def _stop(job: TrainingJob, state: State, violation: GuardViolation) -> State:
     """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
     wall = state.wall_s
     went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, violation)
@@ -253,7 +265,7 @@ def _stop(job: Job, state: State, violation: GuardViolation) -> State:
     return state
 
 
-def save(job: Job, state: State) -> None:
+def save(job: TrainingJob, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
     saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
@@ -266,7 +278,7 @@ def save(job: Job, state: State) -> None:
     job.loggers.event("checkpoint", step=state.step, path=str(saved.relative_to(job.directory.path)))
 
 
-def _save_alone(job: Job, state: State) -> None:
+def _save_alone(job: TrainingJob, state: State) -> None:
     """Save after an error, which of several processes may have only this one: they go on from the last checkpoint."""
     if job.run.world.size == 1:
         save(job, state)
@@ -276,7 +288,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _log(job: Job, step: Step, before: State, state: State) -> None:
+def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
     engine_events = job.run.world.gather(job.run.engine.events())
     if not job.run.world.leads:
@@ -292,10 +304,10 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
         job.loggers.event("guard/spike", step=state.step, message=message)
     if step.metrics["guard/skipped"] > 0:
         _keep_skipped(job, step, state)
-    for kind, message in no_signal_events(state, job.run.guards):
+    for kind, message in no_signal_events(state, job.run.guards) if job.run.loss.policy_weight else ():
         job.loggers.event(kind, step=state.step, message=message)
-    alarms = sampler_events(step.metrics, job.run.loss.mismatch, job.run.thresholds)
-    tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.thresholds)
+    alarms = sampler_events(step.metrics, job.run.loss.mismatch, job.run.limits)
+    tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.limits)
     alarms |= {} if tool_errors is None else {"tool/errors": tool_errors}
     for kind in sorted(alarms.keys() - job.ongoing):
         job.loggers.event(kind, step=state.step, **alarms[kind])
@@ -305,14 +317,14 @@ def _log(job: Job, step: Step, before: State, state: State) -> None:
     _log_engine(job, state, engine_events)
 
 
-def _log_engine(job: Job, state: State, events: Sequence[Sequence[tuple[str, str]]]) -> None:
+def _log_engine(job: TrainingJob, state: State, events: Sequence[Sequence[tuple[str, str]]]) -> None:
     """What has happened to the samplers, by rank."""
     for rank, of_rank in enumerate(events):
         for kind, message in of_rank:
             job.loggers.event(kind, step=state.step, message=f"rank {rank}: {message}" if rank else message)
 
 
-def _keep_skipped(job: Job, step: Step, state: State) -> None:
+def _keep_skipped(job: TrainingJob, step: Step, state: State) -> None:
     """Log why and what was not finite first, and save the batch; of a long stretch only the first ones."""
     spike = step.metrics["guard/nonfinite"] == 0.0
     first = None if spike else first_nonfinite(step.batch.rows, step.metrics, job.run.optimizer.nonfinite)
@@ -331,7 +343,7 @@ def _keep_skipped(job: Job, step: Step, state: State) -> None:
     job.loggers.event("guard/skipped", step=state.step, **fields)
 
 
-def _evaluate(job: Job, state: State) -> State:
+def _evaluate(job: TrainingJob, state: State) -> State:
     """Evaluate all tasks, write the lines, and remember the best of the trained one."""
     settle(job.run, state)
     with evaluation_memory(job.run, job.eval, state.step):
@@ -348,7 +360,7 @@ def _evaluate(job: Job, state: State) -> State:
     return state
 
 
-def _track(job: Job, state: State) -> None:
+def _track(job: TrainingJob, state: State) -> None:
     if job.tracked:
         settle(job.run, state)
         with evaluation_memory(job.run, job.eval, state.step):

@@ -18,9 +18,11 @@ from keel.base.types import Completion
 from keel.base.world import World
 from keel.envs import Task
 from keel.kl import k3, log_ratio
+from keel.kl.depth import depth_metrics, positions
 from keel.kl.measure import kl_statistics, prefix_gap
 from keel.losses import behaviour_logp, group_statistics, mismatch_ratio, zero_variance
 from keel.models.logprobs import FullScores
+from keel.models.segments import to_device
 from keel.trainer.batch import StepBatch, assemble, rewards_of
 from keel.trainer.overlap import RolloutQueue
 from keel.trainer.state import TrainingRun
@@ -118,6 +120,9 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
         metrics["kl/sampler_policy/k1/mean"] = mean(-d)
         metrics["kl/sampler_policy/k3/mean"] = mean(k3(d))
         metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0  # 0 outside the mask
+        prompts = [len(group.prompt_tokens) for group in batch.groups for _ in group.completions]
+        places = to_device(positions(prompts, mask.shape[1]), mask.device)
+        metrics |= depth_metrics(k3(d), mask, places, batch.stretches)
     return {name: Last(number) for name, number in metrics.items()}
 
 

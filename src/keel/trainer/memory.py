@@ -14,7 +14,7 @@ from keel.base.errors import KeelError, first_line
 from keel.eval.options import EvalOptions
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.head import body_of, causal_lm
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.models.memory import SMALLEST_PASS, count_pass_bytes, fitting_tokens, free_bytes
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch

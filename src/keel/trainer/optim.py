@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
 from keel.base.world import ALONE, World
-from keel.models.load import DTYPES, check_bfloat16
-from keel.models.whole import own_part, whole
-from keel.trainer.options import OptimOptions
+from keel.models.dtypes import DTYPES, check_bfloat16
+from keel.models.sharding import own_part, whole
+from keel.trainer.options import OptimOptions, warmup_within
 
 Schedule = Callable[[int], float]
 
@@ -42,10 +42,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear"
 def build_schedule(options: OptimOptions, total_steps: int = 1, *, updates_per_step: int = 1) -> Schedule:
     """Update number to a factor of the learning rate: a linear warm-up, then the named course down to `final_ratio`.
 
-    The first update moves too, and the last of the warm-up has the full rate. Steps are steps of the run: with
+    The first update moves too, and the last of the warm-up has the full rate; a warm-up that would outlast the decay is
+    cut to end a step before it. Steps are steps of the run: with
     several updates a batch the course is as long as it would be with one.
     """
-    course, warmup_steps = SCHEDULES[options.schedule], options.warmup_steps
+    course, warmup_steps = SCHEDULES[options.schedule], warmup_within(options, total_steps)
     total_steps = options.decay_steps or total_steps
     low = options.final_ratio if options.schedule != "constant" else 0.0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, Share
+from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
 from keel.envs.options import TaskOptions
 
 
@@ -23,7 +25,7 @@ class OptimOptions(Options):
         default="constant", description="Course of the learning rate after its warm-up."
     )
     warmup_steps: Count = Field(default=0, description="Steps over which the learning rate rises from 0.")
-    decay_steps: Positive | None = Field(
+    decay_steps: Annotated[Positive | None, ReadWith("schedule", ("linear", "cosine"))] = Field(
         default=None,
         description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
     )
@@ -47,17 +49,17 @@ class OptimOptions(Options):
     offload: Flag = Field(default=False, description="Keep the optimizer's state in the CPU's memory between updates.")
 
 
-def check_optim(optim: OptimOptions, max_steps: int) -> None:
-    """Refuse moments that never forget, and a learning rate whose course cannot be what is asked for."""
+def check_optim(optim: OptimOptions) -> None:
+    """Refuse moments that never forget."""
     if any(beta >= 1 for beta in optim.betas):
         raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
-    end = optim.decay_steps or max_steps
-    if optim.schedule != "constant" and optim.warmup_steps >= end:
-        raise KeelError(
-            f"optim.warmup_steps is {optim.warmup_steps} but the {optim.schedule} decay ends at step {end}: lower it"
-        )
-    if optim.schedule == "constant" and optim.decay_steps is not None:
-        raise KeelError("optim.decay_steps has no meaning with optim.schedule=constant: use linear or cosine")
+
+
+def warmup_within(optim: OptimOptions, total_steps: int) -> int:
+    """The steps of the warm-up: before a decay at most all but its last, so that the rate reaches its peak."""
+    if optim.schedule == "constant":
+        return optim.warmup_steps
+    return min(optim.warmup_steps, (optim.decay_steps or total_steps) - 1)
 
 
 class ParallelOptions(Options):
@@ -68,10 +70,10 @@ class ParallelOptions(Options):
         description="Weights whole on every device (none), spread over all of them (full), or over shard_size of them "
         "and repeated (hybrid); auto is none where training fits one device.",
     )
-    shard_size: Positive | None = Field(
+    shard_size: Annotated[Positive | None, ReadWith("sharding", ("hybrid",))] = Field(
         default=None, description="Devices that hold one copy of the weights under hybrid; null is those of a machine."
     )
-    offload: Flag = Field(
+    offload: Annotated[Flag, ReadWith("sharding", ("auto", "full", "hybrid"))] = Field(
         default=False, description="Keep sharded weights, gradients and moments in the CPU's memory between passes."
     )
 
@@ -111,9 +113,36 @@ class GuardOptions(Options):
         default=10.0, description="A gradient norm above this many running medians is a spike."
     )
     on_spike: Literal["warn", "skip"] = Field(default="warn", description="Say so, or also skip that update.")
+    on_step0_kl: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="Stop or warn if policy, reference and sampler disagree before the first update.",
+    )
     constant_steps: Count = Field(
         default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
     )
+
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """The limits that a run acts on or warns at; `doctor.thresholds` sets those of the same name.
+
+    Units, sources and reasons stand in the table of thresholds (docs/doctor.md).
+    """
+
+    kl_at_start: float = 1e-3
+    kl_at_start_fp32: float = 1e-6
+    sampler_kl_warning: float = 0.01
+    sampler_kl_error: float = 0.1
+    mismatch_ess: float = 0.3
+    filtered_mass: float = 0.1
+    tool_errors: float = 0.5
+    grad_spike: float = GuardOptions.model_fields["grad_spike"].default
+
+    @classmethod
+    def of(cls, guards: GuardOptions, thresholds: Mapping[str, Any]) -> GuardLimits:
+        """The limits of a run: `guards.grad_spike`, and what `doctor.thresholds` says."""
+        given = {field.name: float(thresholds[field.name]) for field in fields(cls) if field.name in thresholds}
+        return cls(**{"grad_spike": guards.grad_spike, **given})
 
 
 class CheckpointOptions(Options):

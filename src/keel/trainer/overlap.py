@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.types import Group
+from keel.base.types import Group, RewardFailure
 from keel.base.world import ALONE, World
-from keel.envs.judge import Failure
 from keel.rollout import Engine
 
 GRACE_S = 5.0  # for the rollouts in flight where a run ends
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class StepRollouts:
     """What one step learns from: judged groups, what the task counted meanwhile, and which rewards failed.
 
     `draws` are the numbers of problems that were drawn, by round.
@@ -37,12 +36,12 @@ class Rollouts:
 
     groups: list[Group]
     counts: Mapping[str, float]
-    failures: Sequence[Failure] = ()
+    failures: Sequence[RewardFailure] = ()
     draws: Sequence[int] = ()
 
 
 class RolloutQueue:
-    """Rollouts of the steps to come, one after the other, by one thread: it alone uses the engine until `settle`.
+    """StepRollouts of the steps to come, one after the other, by one thread: it alone uses the engine until `settle`.
 
     `sample(attempt, step)` collects those of one step; `record` is given its failures when it is taken. Each is sampled
     with the weights at the time it was asked for: with `max_staleness` 1 the sampler has nothing to do then and takes
@@ -55,8 +54,8 @@ class RolloutQueue:
         self,
         engine: Engine,
         policy: nn.Module,
-        sample: Callable[[int, int], Rollouts],
-        record: Callable[[Sequence[Failure]], None],
+        sample: Callable[[int, int], StepRollouts],
+        record: Callable[[Sequence[RewardFailure]], None],
         *,
         max_staleness: int,
         world: World = ALONE,
@@ -65,8 +64,8 @@ class RolloutQueue:
         self.world, self.thread_world = world, thread_world
         self.engine, self.policy, self.max_staleness = engine, policy, max_staleness
         self.sample, self.record = sample, record
-        self._jobs: SimpleQueue[tuple[int, Future[Rollouts], Callable[[], Rollouts]] | None] = SimpleQueue()
-        self._pending: dict[int, Future[Rollouts]] = {}  # by step; the one taken last stays until the next is taken
+        self._jobs: SimpleQueue[tuple[int, Future[StepRollouts], Callable[[], StepRollouts]] | None] = SimpleQueue()
+        self._pending: dict[int, Future[StepRollouts]] = {}  # by step; the one taken last stays until the next is taken
         self._version: int | None = None  # of the weights that the engine has once all jobs are done
         self._thread: threading.Thread | None = None
         self._twin: nn.Module | None = None
@@ -75,7 +74,7 @@ class RolloutQueue:
         self._clock = threading.Lock()
         self._begun, self._beginning = -1, threading.Lock()  # the last step that the thread has begun with
 
-    def take(self, attempt: int, step: int, version: int) -> Rollouts:
+    def take(self, attempt: int, step: int, version: int) -> StepRollouts:
         """The rollouts of this step, once they are there; what went wrong in the thread is raised here."""
         self._pending = {later: future for later, future in self._pending.items() if later >= step}
         if step not in self._pending:
@@ -96,10 +95,10 @@ class RolloutQueue:
             self.engine.sync(self.policy, version)
             self._version = version
 
-    def ready(self, step: int) -> dict[int, Rollouts]:
+    def ready(self, step: int) -> dict[int, StepRollouts]:
         """The rollouts that a run which stands before `step` goes on with, up to the first that failed."""
         wait(self._pending.values())
-        rollouts: dict[int, Rollouts] = {}
+        rollouts: dict[int, StepRollouts] = {}
         for later in range(step, step + self.max_staleness):
             future = self._pending.get(later)
             if future is None or future.exception() is not None:
@@ -114,7 +113,7 @@ class RolloutQueue:
         wait(self._pending.values())
         self._pending, self._version, self._error, self._begun = {}, None, None, -1
 
-    def restore(self, rollouts: Mapping[int, Rollouts], version: int) -> None:
+    def restore(self, rollouts: Mapping[int, StepRollouts], version: int) -> None:
         """Go on with rollouts that were sampled before, by step, and an engine that has the weights of `version`."""
         self._version = version
         self._pending = {step: _done(value) for step, value in rollouts.items()}
@@ -149,7 +148,7 @@ class RolloutQueue:
         if steps and version != self._version:
             weights, self._version = self._take_over(version), version
         for step in steps:
-            future: Future[Rollouts] = Future()
+            future: Future[StepRollouts] = Future()
             self._pending[step] = future
             self._jobs.put((step, future, partial(self._collect, weights, version, attempt, step)))
             weights = None
@@ -165,7 +164,7 @@ class RolloutQueue:
         self._twin = self._twin or _twin(self.policy)
         return [parameter.detach().clone() for parameter in _trained(self.policy)]
 
-    def _collect(self, weights: list[Tensor] | None, version: int, attempt: int, step: int) -> Rollouts:
+    def _collect(self, weights: list[Tensor] | None, version: int, attempt: int, step: int) -> StepRollouts:
         if weights is not None:
             assert self._twin is not None
             for parameter, value in zip(_trained(self._twin), weights, strict=True):
@@ -179,7 +178,7 @@ class RolloutQueue:
             self._run(*job)
             del job  # while it waits for the next, it holds no weights and no rollouts
 
-    def _run(self, step: int, future: Future[Rollouts], collect: Callable[[], Rollouts]) -> None:
+    def _run(self, step: int, future: Future[StepRollouts], collect: Callable[[], StepRollouts]) -> None:
         with self._beginning:
             if not future.set_running_or_notify_cancel():
                 return
@@ -208,8 +207,8 @@ def _of_version(group: Group, version: int) -> Group:
     return replace(group, completions=tuple(replace(c, policy_version=version) for c in group.completions))
 
 
-def _done(rollouts: Rollouts) -> Future[Rollouts]:
-    future: Future[Rollouts] = Future()
+def _done(rollouts: StepRollouts) -> Future[StepRollouts]:
+    future: Future[StepRollouts] = Future()
     future.set_result(rollouts)
     return future
 

@@ -1,4 +1,4 @@
-"""Rollouts that were sampled ahead, in a checkpoint: so that a resumed run learns from the same ones.
+"""StepRollouts that were sampled ahead, in a checkpoint: so that a resumed run learns from the same ones.
 
 Problems are not saved, since they may hold what JSON cannot: the task draws them again.
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.types import Completion, Group, Problem, Reward
-from keel.envs.judge import Failure
+from keel.base.types import Completion, Group, Problem, Reward, RewardFailure
 from keel.rollout.collect import with_cut_noted
-from keel.trainer.overlap import Rollouts
+from keel.trainer.overlap import StepRollouts
 from keel.trainer.sample import draw
 from keel.trainer.state import State, TrainingRun
 
@@ -31,7 +30,7 @@ def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
     (folder / PENDING).write_text(json.dumps(record), encoding="utf-8")
 
 
-def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, Rollouts]:
+def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, StepRollouts]:
     """The saved rollouts by step; none of another attempt, which a rollback gave up, or of another max_staleness."""
     path = folder / PENDING
     if run.queue is None or not path.exists():
@@ -42,7 +41,7 @@ def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, Roll
     return {step["step"]: _rollouts(step, run, state.attempt) for step in record["steps"]}
 
 
-def _record(rollouts: Rollouts) -> dict[str, Any]:
+def _record(rollouts: StepRollouts) -> dict[str, Any]:
     groups = [
         {
             "problem": group.problem.key,
@@ -57,7 +56,7 @@ def _record(rollouts: Rollouts) -> dict[str, Any]:
     return {"groups": groups, "counts": dict(rollouts.counts), "failures": failures, "draws": rollouts.draws}
 
 
-def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Rollouts:
+def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> StepRollouts:
     groups = [_group(group) for group in record["groups"]]
     rounds = [draw(run, attempt, record["step"], *drawn) for drawn in enumerate(record["draws"])]
     problems = {problem.key: problem for drawn in rounds for problem in drawn}
@@ -72,8 +71,8 @@ def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Roll
         replace(group, problem=with_cut_noted(problems[group.problem.key], cut))
         for group, cut in zip(groups, cuts, strict=True)
     ]
-    failures = tuple(Failure(**failure) for failure in record["failures"])
-    return Rollouts(groups, record["counts"], failures, tuple(record["draws"]))
+    failures = tuple(RewardFailure(**failure) for failure in record["failures"])
+    return StepRollouts(groups, record["counts"], failures, tuple(record["draws"]))
 
 
 def _group(record: Mapping[str, Any]) -> Group:

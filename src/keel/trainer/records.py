@@ -51,6 +51,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     "kl": per_token,
                     "reward": reward.total,
                     "parts": dict(reward.parts),
+                    **({"details": reward.details} if reward.details else {}),
                     "advantage": None if shaped is None else float(shaped[row]),
                     "stop_reason": completion.stop_reason,
                     **({"counts": dict(completion.counts)} if completion.counts else {}),

@@ -14,8 +14,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.loggers import MultiLogger, RunDirectory
-from keel.loggers.jsonl import JsonlLogger
-from keel.loggers.rundir import EVENTS, ROLLBACK
+from keel.loggers.rundir import EVENTS, ROLLBACK, JsonlLogger
 from keel.trainer.checkpoint import (
     RECORD,
     drop_after,

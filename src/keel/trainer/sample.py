@@ -5,11 +5,11 @@ from __future__ import annotations
 from keel.base.types import Group, Problem
 from keel.base.world import World
 from keel.trainer.measure import counted, task_totals
-from keel.trainer.overlap import Rollouts
+from keel.trainer.overlap import StepRollouts
 from keel.trainer.state import Collect, State, TrainingRun
 
 
-def next_rollouts(run: TrainingRun, state: State) -> Rollouts:
+def next_rollouts(run: TrainingRun, state: State) -> StepRollouts:
     """The rollouts of this step: sampled now, or ahead of it and waited for."""
     if run.queue is None:
         return sample_rollouts(run, run.collect, run.world, state.attempt, state.step)
@@ -34,11 +34,11 @@ def settle(run: TrainingRun, state: State) -> None:
         run.queue.settle(state.policy_version)
 
 
-def sample_rollouts(run: TrainingRun, collect: Collect, world: World, attempt: int, step: int) -> Rollouts:
+def sample_rollouts(run: TrainingRun, collect: Collect, world: World, attempt: int, step: int) -> StepRollouts:
     """The groups of one step, and what the task has counted while they were collected, in all processes."""
     before = task_totals(run.task)
     groups, draws = sample_groups(run, collect, attempt, step)
-    return Rollouts(groups, counted(run.task, before, world), draws=draws)
+    return StepRollouts(groups, counted(run.task, before, world), draws=draws)
 
 
 def sample_groups(run: TrainingRun, collect: Collect, attempt: int, step: int) -> tuple[list[Group], tuple[int, ...]]:

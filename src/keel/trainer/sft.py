@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
@@ -22,8 +22,9 @@ from keel.envs import Task
 from keel.envs.base import played
 from keel.envs.problems import stream
 from keel.kl import masked_mean
+from keel.models.control_tokens import ControlTokens, control_token_refused
 from keel.models.head import body_of
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
 from keel.models.prefix_attention import attends_by_flash
@@ -44,10 +45,17 @@ MOST_LEFT_OUT = 500  # problems in a row that are no demonstrations: then there 
 
 @dataclass
 class DrawCount:
-    """How many problems a warm start has drawn so far, and how many of them were left out."""
+    """How many problems a warm start has drawn so far, and how many of them were left out; a step counts once."""
 
-    drawn: int = 0
-    left_out: int = 0
+    steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # drawn and left out in each
+
+    @property
+    def drawn(self) -> int:
+        return sum(drawn for drawn, _ in self.steps.values())
+
+    @property
+    def left_out(self) -> int:
+        return sum(left_out for _, left_out in self.steps.values())
 
     @property
     def notes(self) -> list[str]:
@@ -160,9 +168,26 @@ def _check_lengths(groups: Sequence[Group], context: int | None) -> None:
         )
 
 
-def as_example(prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "") -> Group:
+_controls = lru_cache(maxsize=2)(ControlTokens)
+
+
+def _turn_tokens(text: str, tokenizer: Any, key: str, allow_control_tokens: bool) -> tuple[int, ...]:
+    """A turn of the model as tokens, closed by the end-of-sequence token.
+
+    A text from data with control tokens in it would teach the model to write the turns of others. Think and tool-call
+    marks, such as `<think>`, are the model's own.
+    """
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not allow_control_tokens and (forged := _controls(tokenizer).forged(ids, text, by_model=True)) is not None:
+        raise control_token_refused(forged, f"the demonstration of {key!r}")
+    return (*ids, int(tokenizer.eos_token_id))
+
+
+def as_example(
+    prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "", *, allow_control_tokens: bool = False
+) -> Group:
     """A prompt's tokens and the text to learn, with the end-of-sequence token that closes it."""
-    ids = (*tokenizer(completion, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+    ids = _turn_tokens(completion, tokenizer, key, allow_control_tokens)
     zeros = (0.0,) * len(ids)
     learned = Completion(ids, (True,) * len(ids), zeros, zeros, completion, "eos")
     return Group(Problem(key, ""), tuple(prompt), (learned,))
@@ -177,6 +202,7 @@ def gold_examples(
     seed: int,
     reply: Reply | None = None,
     draws: DrawCount | None = None,
+    allow_control_tokens: bool = False,
 ) -> Examples:
     """Batches of a task's training problems with their gold answers; never a problem that is held out.
 
@@ -184,12 +210,12 @@ def gold_examples(
     rendered by `reply`. `draws` counts the problems that are no demonstrations.
     """
     counted = draws or DrawCount()
-    several = task.several_turns and reply is not None
+    several, allowed = task.several_turns and reply is not None, {"allow_control_tokens": allow_control_tokens}
 
     def example(problem: Problem) -> Group:
         if several:
-            return episode_example(task, problem, encode(problem), tokenizer, reply)
-        return as_example(encode(problem), task.gold(problem), tokenizer, problem.key)
+            return episode_example(task, problem, encode(problem), tokenizer, reply, **allowed)
+        return as_example(encode(problem), task.gold(problem), tokenizer, problem.key, **allowed)
 
     def batch(step: int) -> list[Group]:
         return [example(problem) for problem in _demonstrations(task, batch_size, seed, step, counted)]
@@ -201,25 +227,33 @@ def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: Dr
     """The step's training problems; each that is no demonstration is replaced out of further draws of the step."""
     first = task.sample(batch_size, seed=seed + OTHER_DRAWS, step=step)
     further = (task.sample(batch_size, seed=seed + number * OTHER_DRAWS, step=step) for number in count(2))
-    pool, chosen, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0
+    pool, chosen, left_out, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0, 0
     while len(chosen) < len(first):
         problem = next(pool)
-        draws.drawn += 1
         if task.demonstrates(problem):
             chosen.append(problem)
             in_a_row = 0
             continue
-        draws.left_out += 1
+        left_out += 1
         in_a_row += 1
         if in_a_row == MOST_LEFT_OUT:
             raise KeelError(
                 f"task {task.name!r}: none of {in_a_row} problems drawn for the warm start is a demonstration: change "
                 "its parameters (multihop: a higher top_n), or give examples with warmstart.path"
             )
+    draws.steps[step] = (len(chosen) + left_out, left_out)
     return chosen
 
 
-def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokenizer: Any, reply: Any) -> Group:
+def episode_example(
+    task: Task,
+    problem: Problem,
+    prompt: Sequence[int],
+    tokenizer: Any,
+    reply: Any,
+    *,
+    allow_control_tokens: bool = False,
+) -> Group:
     """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
 
     The tokens are those of a rollout in which the model says exactly this.
@@ -229,7 +263,7 @@ def episode_example(task: Task, problem: Problem, prompt: Sequence[int], tokeniz
     action: list[bool] = []
     replies = _replies(task, problem, turns)
     for number, turn in enumerate(turns, start=1):
-        turn_ids = (*tokenizer(turn, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id))
+        turn_ids = _turn_tokens(turn, tokenizer, problem.key, allow_control_tokens)
         ids += turn_ids
         action += [True] * len(turn_ids)
         if number == len(turns):
@@ -250,11 +284,19 @@ def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
     return replies
 
 
-def file_examples(path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int) -> Examples:
+def file_examples(
+    path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int, allow_control_tokens: bool = False
+) -> Examples:
     """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
     file = Path(path).expanduser()
     groups = [
-        as_example(encode(Problem(key, record["prompt"])), record["completion"], tokenizer, key)
+        as_example(
+            encode(Problem(key, record["prompt"])),
+            record["completion"],
+            tokenizer,
+            key,
+            allow_control_tokens=allow_control_tokens,
+        )
         for key, record in _read_examples(file)
     ]
 

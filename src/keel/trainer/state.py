@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import Thresholds, load_thresholds
-from keel.base.types import Group, Problem
+from keel.base.types import Group
 from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.options import RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
 from keel.losses import LossOptions
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Engine
 from keel.rollout.options import RolloutOptions
 from keel.trainer.optim import Optimizer
-from keel.trainer.options import GuardOptions, OptimOptions
+from keel.trainer.options import GuardLimits, GuardOptions, OptimOptions
 from keel.trainer.overlap import RolloutQueue
 
-
-class Collect(Protocol):
-    """From problems to judged groups: the turn loop with engine, task, tokenizer and judge already bound."""
-
-    def __call__(self, problems: Sequence[Problem], *, attempt: int, step: int) -> list[Group]: ...
+Collect = Callable[..., list[Group]]  # `Collector.collect(problems, attempt=…, step=…)` of keel.rollout.collect
 
 
 @dataclass
@@ -54,7 +49,7 @@ class TrainingRun:
     reward: RewardOptions
     optim: OptimOptions
     guards: GuardOptions
-    thresholds: Thresholds = field(default_factory=load_thresholds)
+    limits: GuardLimits = field(default_factory=GuardLimits)
     seed: int = 0
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None

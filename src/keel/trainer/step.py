@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
 from keel.kl import estimate, reward_penalty
+from keel.kl.facts import over_vocabulary
 from keel.kl.measure import controlled_kl
 from keel.losses import (
     centred,
@@ -39,6 +40,7 @@ from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import begin_next, next_rollouts, sync_engine
+from keel.trainer.start import check_start
 from keel.trainer.state import Skipped, State, TrainingRun
 
 
@@ -67,7 +69,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     batch = penalize_rewards(batch, run, state.beta)                    # KL placement: reward
     batch = with_advantages(batch, run, state.step)
     metrics: Metrics = {}
-    spike = spike_limit(state.norms, run.thresholds)
+    spike = spike_limit(state.norms, run.limits)
     guard: dict[str, Any] = {"spike": spike, "skip_spike": run.guards.on_spike == "skip"}
     with clock("update"), memory("update", batch):
         for _ in range(run.loss.num_iterations):
@@ -88,6 +90,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                 for _ in range(minibatch.idle):                         # others pass on: sharded weights need all
                     run.optimizer.backward(idle_loss(run))
                 batch = batch if batch.scores else keep_scores(batch, passes, run)
+                check_start(batch, run, state)                          # guards.on_step0_kl: before any update
                 if minibatch is minibatches[-1]:
                     info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
                 with memory("optimizer"):                               # guarded: here the host waits
@@ -129,7 +132,7 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
     """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
     rows, kl = batch.rows, run.kl
-    if kl.estimator.startswith("exact"):
+    if over_vocabulary(kl.estimator):
         assert batch.scores is not None
         return vocabulary_kl(kl, batch.scores)
     assert rows.old_logp is not None

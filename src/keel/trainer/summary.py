@@ -15,14 +15,15 @@ from keel.trainer.state import State
 def summarise(
     task: str,
     state: State,
-    findings: Sequence[Mapping[str, Any]] = (),
+    findings: Sequence[Mapping[str, Any]] | None = None,
     reward_failures: Mapping[str, int] | None = None,
     kl: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Accuracy and held-out reward before and after, what other skills retained, the final policy's KL.
 
     `kl` are its metrics; without them the last step's, which are those of the weights before its update. Accuracy is
-    null where problems have no answers. `reward_failures` counts, by reward, the calls that gave none.
+    null where problems have no answers, `findings` where nothing was judged. `reward_failures` counts, by reward, the
+    calls that gave none.
     """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
@@ -42,7 +43,7 @@ def summarise(
         "kl": final_kl(kl or state.last_kl),
         "beta": state.beta,
         "wall_s": round(state.wall_s, 2),
-        "findings": sorted({str(finding["code"]) for finding in findings}),
+        "findings": None if findings is None else sorted({str(finding["code"]) for finding in findings}),
         "reward_failures": dict(reward_failures or {}),
     }
 

@@ -1,8 +1,15 @@
 """Proofs by exact enumeration, and the audit of a user's own KL formula."""
 
-from keel.verify.audit import audit
-from keel.verify.check import Check
-from keel.verify.formula import load_callable, parse_formula
-from keel.verify.sections import SECTIONS, run
+from typing import TYPE_CHECKING
+
+from keel.base.lazy import public_names
+
+if TYPE_CHECKING:
+    from keel.verify.audit import audit
+    from keel.verify.check import Check
+    from keel.verify.formula import load_callable, parse_formula
+    from keel.verify.sections import SECTIONS, run
+else:
+    __getattr__ = public_names(__name__, "check audit formula sections")
 
 __all__ = ["SECTIONS", "Check", "audit", "load_callable", "parse_formula", "run"]

@@ -120,7 +120,8 @@ def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, A
     stds: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     for bandit in bandits:
         mean, std, _ = moments(formula, bandit)
-        for name, truth in bandit.kl_values.items():
+        for name in DIRECTIONS:
+            truth = bandit.kl_values[name]
             biases[name].append((mean - truth) / truth)
             stds[name].append(std / truth)
     worst = {name: max(values, key=_size) for name, values in biases.items()}

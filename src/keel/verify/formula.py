@@ -13,7 +13,8 @@ from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object
-from keel.kl.custom import arity, call_checked
+from keel.kl.custom import arity
+from keel.kl.estimators import call_checked
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")

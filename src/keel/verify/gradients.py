@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from keel import kl
-from keel.kl.facts import FACTS, MEANINGS, POLICY_REF, REF_POLICY, Fact
-from keel.kl.gradients import parse_gradient
+from keel.kl.exact import penalty_divergence
+from keel.kl.facts import FACTS, MEANINGS, POLICY_REF, REF_POLICY, Fact, over_vocabulary, parse_gradient
 from keel.verify.check import EXACT, Check, close
 from keel.verify.oracle import (
+    JSD_WEIGHT,
     OFF,
     ON,
+    TOP_K,
     Bandit,
     Formula,
     SequenceLoss,
@@ -32,19 +34,32 @@ from keel.verify.values import right_k3
 # -- §2 expected gradients ----------------------------------------------------------------------------------------
 
 
-def formula_of(fact: Fact, vocabulary_kl: Callable[[Tensor, Tensor], Tensor]) -> Formula:
+def formula_of(fact: Fact, by_vocabulary: Callable[[Tensor, Tensor], Tensor]) -> Formula:
     """The per-token term of a row of the facts."""
     form = parse_gradient("plain" if fact.gradient == "score" else fact.gradient)
-    if fact.estimator.startswith("exact"):
+    if over_vocabulary(fact.estimator):
         return lambda logp, ref, old: kl.with_form(
-            vocabulary_kl(logp, ref).expand_as(logp), form, logp, ref, old, clamp=None
+            by_vocabulary(logp, ref).expand_as(logp), form, logp, ref, old, clamp=None
         )
     return lambda logp, ref, old: kl.weighted_estimate(fact.estimator, form, logp, ref, old, clamp=None)
 
 
 def _term(fact: Fact) -> Formula:
+    options = kl.KLOptions(estimator=fact.estimator)
+    if fact.estimator == "jsd":
+        options = kl.KLOptions(estimator="jsd", jsd_weight=JSD_WEIGHT)
+    elif fact.estimator.startswith("topk"):
+        options = kl.KLOptions(estimator=fact.estimator, topk=TOP_K)
+    divergence = penalty_divergence(options)
     direction = "ref_policy" if fact.estimator == "exact_reverse" else "policy_ref"
-    return formula_of(fact, lambda logp, ref: kl.exact_kl(logp.T, ref.T, direction).unsqueeze(-1))
+
+    def by_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
+        if divergence is None:
+            return kl.exact_kl(logp.T, ref.T, direction).unsqueeze(-1)
+        values = divergence(logp.T, ref.T, torch.arange(len(logp)).unsqueeze(0))
+        return values.reshape(-1, 1)
+
+    return formula_of(fact, by_vocabulary)
 
 
 def _measured(fact: Fact, bandit: Bandit) -> Tensor:

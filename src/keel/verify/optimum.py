@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keel import kl
-from keel.kl.gradients import parse_gradient
+from keel.kl.facts import parse_gradient
 from keel.verify.check import Check, close
 
 OUTCOMES = 10  # one of them right, a uniform reference: base success 0.1
@@ -48,7 +48,7 @@ def _in_reward(estimator: str) -> Penalty:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class DescentCase:
     """An estimator in a placement, and whether descent with it must land on the optimum."""
 
     name: str
@@ -57,15 +57,15 @@ class Trainer:
 
 
 TRAINERS = (
-    Trainer("exact KL in the loss", lambda logp, ref: kl.exact_kl(logp, ref).unsqueeze(-1).expand_as(logp), True),
-    Trainer("k2 in the loss", _in_loss("k2", "plain"), True),
-    Trainer("k3 in the loss, gradient auto", _in_loss("k3", "sg_rho*k2"), True),
-    Trainer("ρ·k3 in the loss", _in_loss("k3", "rho"), True),
-    Trainer("k1 in the reward", _in_reward("k1"), True),
-    Trainer("k3 in the loss, plain", _in_loss("k3", "plain"), False),
-    Trainer("k1 in the loss", _in_loss("k1", "plain"), False),
-    Trainer("k3 in the reward", _in_reward("k3"), False),
-    Trainer("k2 in the reward", _in_reward("k2"), False),
+    DescentCase("exact KL in the loss", lambda logp, ref: kl.exact_kl(logp, ref).unsqueeze(-1).expand_as(logp), True),
+    DescentCase("k2 in the loss", _in_loss("k2", "plain"), True),
+    DescentCase("k3 in the loss, gradient auto", _in_loss("k3", "sg_rho*k2"), True),
+    DescentCase("ρ·k3 in the loss", _in_loss("k3", "rho"), True),
+    DescentCase("k1 in the reward", _in_reward("k1"), True),
+    DescentCase("k3 in the loss, plain", _in_loss("k3", "plain"), False),
+    DescentCase("k1 in the loss", _in_loss("k1", "plain"), False),
+    DescentCase("k3 in the reward", _in_reward("k3"), False),
+    DescentCase("k2 in the reward", _in_reward("k2"), False),
 )
 
 

@@ -53,6 +53,8 @@ class Bandit:
             "ref||policy": lambda row: exact_kl(row, ref, "ref_policy"),
             "away": lambda row: -exact_kl(row, sampler, "ref_policy"),
             "total-variation": lambda row: (row.exp() - ref.exp()).abs(),
+            "jsd": lambda row: _jensen_shannon(row.exp(), ref.exp()),
+            "topk": lambda row: _bucketed(row.exp(), ref.exp()),
         }
         gradients = {}
         for name, quantity in quantities.items():
@@ -62,12 +64,35 @@ class Bandit:
 
     @cached_property
     def kl_values(self) -> dict[str, float]:
-        """KL(policy‖ref) and KL(ref‖policy)."""
+        """Each divergence that a row of the facts may name."""
         policy, reference = self.old_logp(ON).T, self.ref_logp.T
         return {
             "policy||ref": exact_kl(policy, reference).item(),
             "ref||policy": exact_kl(policy, reference, "ref_policy").item(),
+            "jsd": _jensen_shannon(policy.exp(), reference.exp()).item(),
+            "topk": _bucketed(policy.exp(), reference.exp()).item(),
         }
+
+
+JSD_WEIGHT, TOP_K = 0.3, 2  # of the rows `jsd`, `topk` and `topk_unbiased`
+
+
+def _jensen_shannon(policy: Tensor, reference: Tensor) -> Tensor:
+    """By its definition, from probabilities `[1, V]`."""
+    mixture = (1 - JSD_WEIGHT) * policy + JSD_WEIGHT * reference
+    parts = ((1 - JSD_WEIGHT, policy), (JSD_WEIGHT, reference))
+    return torch.stack([weight * (p * (p / mixture).log()).sum() for weight, p in parts]).sum()
+
+
+def _bucketed(policy: Tensor, reference: Tensor) -> Tensor:
+    """KL of the distributions over the policy's likeliest outcomes and one outcome for all others."""
+    order = policy.detach()[0].argsort(descending=True)
+
+    def categories(p: Tensor) -> Tensor:
+        return torch.cat((p[0, order[:TOP_K]], p[0, order[TOP_K:]].sum().unsqueeze(0)))
+
+    first, second = categories(policy), categories(reference)
+    return (first * (first / second).log()).sum()
 
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:

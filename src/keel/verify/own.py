@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from keel.kl.custom import call_checked, custom_estimator, is_custom, takes_ratio
+from keel.kl.custom import custom_estimator, is_custom, takes_ratio
 from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact
-from keel.verify.audit import audit
-from keel.verify.formula import checked_callable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @cache  # an audit enumerates: once a name is enough
@@ -22,6 +21,10 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
     """
     if not is_custom(name):
         return ()
+    from keel.kl.estimators import call_checked  # an audit computes, by torch
+    from keel.verify.audit import audit
+    from keel.verify.formula import checked_callable
+
     function = custom_estimator(name)
 
     def of_ratio(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:

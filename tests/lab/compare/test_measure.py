@@ -16,8 +16,10 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.lab.compare import Side, default_reference, load_pair, measure_drift, read_prompts, resolve
-from keel.models.load import LoadedModel, load_model
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams
+from keel.models.load import load_model
+from keel.models.loaded import LoadedModel
+from keel.rollout import Engine, Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from trainer.small import small_config
 
 MODEL = "trainer.small:small_model"
@@ -272,6 +274,7 @@ def test_one_completion_has_no_error_of_its_sum() -> None:
     assert json.loads(json.dumps(drift.as_dict(), allow_nan=False))["policy_ref"]["per_sequence"]["k1"]["se"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_run_against_its_own_start(tmp_path: Path, lora: bool) -> None:
     extra = ["model.lora.r=4"] if lora else ["warmstart.steps=2", "warmstart.batch_size=4"]

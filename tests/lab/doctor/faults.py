@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.types import Completion, Problem, Reward
-from keel.envs import Episode, Task, TaskWrapper, build_task
+from keel.envs import Episode, Task, TaskWrapper
+from keel.envs.registry import build_task
 from keel.models.scorer import ScoreRows
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import Engine, NativeEngine, Request, SamplingParams
+from keel.rollout import Engine, Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from lab.doctor.schooled import TASK, fresh_model, nearness, schooled_model, taught
 
 # Scorers

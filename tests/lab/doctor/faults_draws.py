@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.models.tiny import tiny_tokenizer
-from keel.rollout import NativeEngine
+from keel.rollout.native.engine import NativeEngine
 from lab.doctor.faults import Wrapped
 
 

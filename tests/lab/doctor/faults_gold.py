@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keel.base.types import Problem, Reward
-from keel.envs import Task, TaskWrapper, build_task
+from keel.envs import Task, TaskWrapper
 from keel.envs.answers import last_number
+from keel.envs.registry import build_task
 from lab.doctor.schooled import TASK, nearness
 
 

@@ -14,7 +14,7 @@ from keel.kl.controllers import KLState, RuleController
 from keel.losses import LossOptions
 from keel.losses.inputs import LossInputs, PolicyTerm
 from keel.losses.policy import clipped
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.rollout import SamplingParams
 from lab.doctor.faults import NeverSynced, Odd, Wrapped, scored
 from lab.doctor.faults_reference import Held, _copy, blend

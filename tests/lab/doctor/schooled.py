@@ -13,7 +13,7 @@ from torch.nn import functional
 from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.envs import build_task
+from keel.envs.registry import build_task
 from keel.models.tiny import tiny_tokenizer
 
 TASK = {"name": "arithmetic", "skill": "max", "low": 0, "high": 9}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from keel.api import train
-from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
-from keel.config.aliases_trl import TRL
 from keel.config.checks import advice as surprises
+from keel.config.peers import tables
 from keel.kl import build_controller, controller_of
 from keel.lab.doctor.advice import either, option_of, setting, steered, times
 from keel.lab.doctor.checks import check_history
@@ -24,11 +23,15 @@ from keel.lab.doctor.history import History
 from keel.lab.doctor.names import TRAINERS
 from keel.lab.doctor.probes import PROBES
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.followed import check_advice, follow
 from lab.doctor.schooled import BASE, schooled_config
 from lab.doctor.test_checks import FAULTS
 from lab.doctor.test_faults_reference import HERE as REFERENCES
 from lab.doctor.test_faults_scoring import HERE as PARTS
+
+pytestmark = pytest.mark.doctor
+
 
 OVER = FAULTS["kl/over-budget"]
 
@@ -212,7 +215,7 @@ def test_what_is_proposed_to_a_user_of_trl_is_trls(code: str) -> None:
         "rollout": {"num_generations": 8, "max_completion_length": 64, "top_p": 1.0, "temperature": 1.0},
     }
     diagnosis = check_history(replace(FAULTS[code], source="TRL", config=options))
-    names = {alias.name for alias in TRL} | set(TRAINERS["TRL"].options)
+    names = {alias.name for alias in tables()["TRL"]} | set(TRAINERS["TRL"].options)
     for part in (*diagnosis.findings, *diagnosis.hypotheses):
         for override in (override for proposal in part.options for override in proposal):
             assert override.partition("=")[0] in names, override

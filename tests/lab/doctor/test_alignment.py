@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.alignment import association, far_rows, rearranged, shifts
 from keel.lab.doctor.probes.answers import deviations_of
-from keel.lab.doctor.probes.choices import Choice, missed_rank, surely_other
+from keel.lab.doctor.probes.choices import SettingChoice, missed_rank, surely_other
+from keel.lab.thresholds import load_thresholds
 
 AFTER = [*range(1, 16), None]
 
@@ -80,20 +80,20 @@ def test_a_shift_is_counted_by_the_rows_that_are_there() -> None:
 
 def test_what_a_model_says_of_the_answers() -> None:
     likelihood = torch.full((3, 3), 0.1, dtype=torch.float64).fill_diagonal_(0.8).log()
-    sure, usual = Choice(likelihood, torch.arange(3)), 1 / 3
+    sure, usual = SettingChoice(likelihood, torch.arange(3)), 1 / 3
     assert sure.support.tolist() == pytest.approx([math.log(0.8 / usual)] * 3)
     assert sure.mass == pytest.approx(1.0)
     assert sure.opinion == pytest.approx(0.8 * math.log(0.8 / usual) + 0.2 * math.log(0.1 / usual))
-    others = Choice(likelihood, torch.tensor([1, 2, 0]))
+    others = SettingChoice(likelihood, torch.tensor([1, 2, 0]))
     assert others.support.tolist() == pytest.approx([math.log(0.1 / usual)] * 3)
-    blind = Choice(torch.full((3, 3), 0.1, dtype=torch.float64).log(), torch.arange(3))
+    blind = SettingChoice(torch.full((3, 3), 0.1, dtype=torch.float64).log(), torch.arange(3))
     assert blind.support.tolist() == pytest.approx([0.0] * 3)
     assert (blind.mass, blind.opinion) == (pytest.approx(0.3), pytest.approx(0.0))
 
 
 def test_where_a_model_misses_it_ranks_and_foresees() -> None:
     rows = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.3, 0.2, 0.5], [0.1, 0.4, 0.5]], dtype=torch.float64)
-    choice = Choice(rows.log(), torch.tensor([0, 1, 0, 0]))
+    choice = SettingChoice(rows.log(), torch.tensor([0, 1, 0, 0]))
     assert choice.first[1].tolist() == [True, True, False, False]
     assert choice.ranks_of_missed().tolist() == [1.0, 0.0]  # beside one other answer each: likelier, and less likely
     assert choice.foresight() == 1.0  # 0.7 where it is right, 0.5 where it is not
@@ -116,16 +116,17 @@ def test_answers_of_others_are_told_from_those_a_model_fails(right: float) -> No
     thresholds, dice = load_thresholds(), Random(0)
     likelihood, first = _taught(dice, 90, 0.7)
     others = [choice if dice.random() < right else dice.randrange(8) for choice in first]
-    assert surely_other(Choice(likelihood, torch.tensor(others)), thresholds)
+    assert surely_other(SettingChoice(likelihood, torch.tensor(others)), thresholds)
     second = likelihood.argsort(-1)[:, -2]  # where it fails, its second thought is right half of the time
     failed = [
         choice if dice.random() < right else int(second[row]) if dice.random() < 0.5 else dice.randrange(8)
         for row, choice in enumerate(first)
     ]
-    assert not surely_other(Choice(likelihood, torch.tensor(failed)), thresholds)
-    assert not surely_other(Choice(likelihood, torch.tensor(first)), thresholds)
+    assert not surely_other(SettingChoice(likelihood, torch.tensor(failed)), thresholds)
+    assert not surely_other(SettingChoice(likelihood, torch.tensor(first)), thresholds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answers", "skill"), [(4, 0.45), (4, 0.8), (10, 0.45), (10, 1.2)])
 @pytest.mark.parametrize("sharpened", [2.0, 4.0])
 def test_a_model_that_is_too_sure_is_left_alone(answers: int, skill: float, sharpened: float) -> None:
@@ -135,7 +136,7 @@ def test_a_model_that_is_too_sure_is_left_alone(answers: int, skill: float, shar
         gold = torch.randint(answers, (96,), generator=draw)
         evidence = torch.randn(96, answers, generator=draw, dtype=torch.float64)
         evidence[torch.arange(96), gold] += skill
-        accused += surely_other(Choice((sharpened * evidence).log_softmax(-1), gold), load_thresholds())
+        accused += surely_other(SettingChoice((sharpened * evidence).log_softmax(-1), gold), load_thresholds())
     assert accused <= 3
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem, Reward
 from keel.lab.doctor import budget
 from keel.lab.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
@@ -23,6 +22,7 @@ from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.probes.reach import probe_reach
 from keel.lab.doctor.probes.update import probe_update, scored
 from keel.lab.doctor.setup import ProbeSetup, build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.schooled import nearness, schooled_config
 
 LIMITS = load_thresholds()
@@ -64,6 +64,7 @@ def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup,
     assert budget_note(less, setup).startswith(f"passes over the model were tried on {4 * len(less.groups)} of 16 comp")
 
 
+@pytest.mark.slow
 def test_a_healthy_configuration_is_healthy_on_less(monkeypatch):
     monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
     diagnosis = preflight(schooled_config())

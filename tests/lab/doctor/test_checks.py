@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.checks import CHECKS, check_history
 from keel.lab.doctor.history import History, Series
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.histories import altered, configured, evaluation, healthy
 
 KL, ENTROPY = "kl/policy_ref/k3/mean", "entropy/mean"
@@ -90,6 +90,26 @@ def test_the_fault_is_named_first(code):
     assert any(character.isdigit() for character in findings[0].evidence), findings[0].evidence
     assert findings[0].cause
     assert findings[0].advice
+
+
+def by_depth(*means: float, se: float = 1e-4) -> History:
+    """A log with KL(sampler‖policy) from tokens 0, 64, 128, … of the context on."""
+    history, series = healthy(), {}
+    for start, mean in zip((0, 64, 128, 256), means, strict=False):
+        for name, value in (("mean", mean), ("se", se)):
+            points = Series.of((step, value) for step in range(1, 61))
+            series[f"kl/sampler_policy/depth_{start}/{name}"] = points
+    return replace(history, series={**history.series, **series})
+
+
+def test_a_gap_that_grows_with_depth():
+    (finding,) = check_history(by_depth(2e-4, 2e-4, 5e-4, 6e-3)).findings
+    assert finding.code == "sampler/depth"
+    assert "from token 256 on 0.006" in finding.evidence
+    assert codes(by_depth(2e-3, 2e-3, 2e-3, 3e-3)) == []  # hardly grows
+    assert codes(by_depth(1e-6, 1e-5, 1e-4, 8e-4)) == []  # grows, and is rounding
+    assert codes(by_depth(2e-4, 2e-4, 5e-4, 6e-3, se=1e-2)) == []  # chance
+    assert codes(by_depth(6e-3)) == []
 
 
 @given(st.integers(0, 10_000), st.integers(3, 150))

@@ -13,6 +13,9 @@ from keel.lab.doctor.preflight import preflight
 from lab.doctor.followed import preflight_of
 from lab.doctor.worlds import CONFIGS
 
+pytestmark = pytest.mark.doctor
+
+
 QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.samples=2")
 
 
@@ -20,7 +23,7 @@ QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.sa
 def schooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The supervised start that the configuration names, of a few steps."""
     shape = (
-        "model.name=keel.envs.chess.models:chess_gpt2_3x64",
+        "model.name=keel.recipes.chess.models:chess_gpt2_3x64",
         "task.plies=[0,0]",
         "rollout.max_completion_length=32",
     )

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes import columns
 from keel.lab.doctor.probes.columns import column_findings, place_of_answers
 from keel.lab.doctor.probes.gold_likelihood import Gold
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.draws import (
     Draws,
     best_temperature,
@@ -19,6 +18,7 @@ from keel.lab.doctor.probes.draws import (
 )
 from keel.lab.doctor.probes.explanations import Explanation, _agrees
 from keel.lab.doctor.probes.noise import chance_aligned, chance_within
+from keel.lab.thresholds import load_thresholds
 from keel.rollout.sampling import SamplingParams
 
 PLAIN = SamplingParams()

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.lab.doctor.probes import earnings as module
 from keel.lab.doctor.probes.earnings import batches, earned_otherwise
 from keel.lab.doctor.probes.evidence import by_signs, undecided_tests
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.schooled import schooled_config
 
 LIMITS = load_thresholds()
@@ -40,14 +40,17 @@ def setup_of(monkeypatch: pytest.MonkeyPatch, own: float, other: float, *, remot
     def draw(count: int, *, seed: int, step: int) -> list[Problem]:
         return [Problem(f"{step}/{i}", "?") for i in range(count)]
 
-    def collector(*parts: Any) -> Any:
-        def collect(problems: Any, *, sampling: Sampling, **step: Any) -> list[Group]:
-            sizes.extend((str(problem.prompt), sampling.num_generations) for problem in problems)
-            return groups_of(problems, other, sampling.num_generations, dice)
+    @dataclass(frozen=True)
+    class Collector:
+        sampling: Sampling
+        release: bool = False
 
-        return collect
+        def collect(self, problems: Any, *, step: int) -> list[Group]:
+            size = self.sampling.num_generations
+            sizes.extend((str(problem.prompt), size) for problem in problems)
+            return groups_of(problems, other, size, dice)
 
-    monkeypatch.setattr(module, "build_collector", collector)
+    monkeypatch.setattr(module, "build_collector", lambda *parts: Collector(Sampling()))
     judge = SimpleNamespace(remote=remote, drain=list)
     setup = SimpleNamespace(
         config=schooled_config(),

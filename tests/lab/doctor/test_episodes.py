@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Problem
 from keel.envs.episode import step_now
 from keel.lab.doctor.findings import Finding
@@ -33,6 +32,7 @@ from keel.lab.doctor.probes.replies import (
 from keel.lab.doctor.probes.replies import replies as read_replies
 from keel.lab.doctor.probes.results import broke, directly, not_the_tools, of_another_episode
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import tiny_tokenizer
 from lab.doctor.faults_episodes import Calling
 from lab.doctor.schooled import schooled_config
@@ -91,6 +91,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named(fault: str) -> None:
     code, cause, overrides = FAULTS[fault]
@@ -241,6 +242,7 @@ def test_a_first_turn_is_the_text_that_the_engine_hands_on() -> None:
     assert first_turn(completion, tokenizer, [";"]) == "12"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEALTHY)
 def test_sound_episodes_are_silent(name: str) -> None:
     assert probed(*HEALTHY[name]) == []

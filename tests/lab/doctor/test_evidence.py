@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.evidence import (
     LOOKS,
     TESTS,
@@ -27,6 +26,7 @@ from keel.lab.doctor.probes.evidence import (
     more_groups,
     odds_of_patterns,
 )
+from keel.lab.thresholds import load_thresholds
 from keel.rollout.sampling import SamplingParams
 from lab.doctor.schooled import schooled_config
 

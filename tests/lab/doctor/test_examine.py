@@ -24,6 +24,7 @@ def sometimes_nan(problem: Problem, text: str) -> float:
     return math.nan if len(text) % 2 else nearness(problem, text).total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -71,6 +72,6 @@ def test_a_doctor_that_fails_does_not_cost_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr("keel.lab.doctor.examine.examine", broken)
     path = run(tmp_path, steps=2)
-    assert json.loads((path / "findings.json").read_text()) == []
+    assert json.loads((path / "findings.json").read_text()) is None
     assert "no doctor today" in (path / "events.jsonl").read_text()
     assert (path / "summary.json").exists()

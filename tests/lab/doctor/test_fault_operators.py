@@ -18,15 +18,21 @@ from faults import engines, losses, references, rewards, scorers, tools  # noqa:
 from faults.base import LOOKALIKES, OPERATORS, edited
 from keel.base.types import Completion, Problem
 from keel.config import load_config
-from keel.envs import build_task
 from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.losses import LossInputs
 from keel.losses.inputs import Limits
-from keel.losses.policy import declared_options, get_loss
-from keel.models.load import LoadedModel, load_model
+from keel.losses.recipes import declared_options, get_loss
+from keel.models.load import load_model
+from keel.models.loaded import LoadedModel
 from keel.models.scorer import ScoreRows
-from keel.rollout import NativeEngine, Request, SamplingParams, build_engine
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.registry import build_engine
 from lab.doctor.schooled import BASE
+
+pytestmark = pytest.mark.doctor
+
 
 LORA = edited(BASE, {"model.lora": {"r": 4}})
 TOOLS = edited(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.clip_range import own_range
 from keel.lab.doctor.probes.limits import clipped_side, probe_limits
@@ -16,12 +15,16 @@ from keel.lab.doctor.probes.objective import left_out, probe_objective
 from keel.lab.doctor.probes.sampler import probe_sampler
 from keel.lab.doctor.probes.update import probe_update
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
 from lab.doctor.test_faults_reference import FAULTS as OF_REFERENCE
 from lab.doctor.test_faults_scoring import FAULTS as OF_SCORING
 from lab.doctor.test_faults_scoring import LORA, TALK
 from lab.doctor.test_travel import FAULTS as OF_TRAVEL
+
+pytestmark = pytest.mark.doctor
+
 
 HERE = "lab.doctor.faults_objective"
 BIASED = "kl.allow_biased=true"

@@ -6,6 +6,9 @@ import pytest
 
 from lab.doctor.followed import check_named_first, repeated
 
+pytestmark = pytest.mark.doctor
+
+
 HERE = "lab.doctor.faults_reference"
 LORA = "model.lora={r: 4}"
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes import gradient, scoring
@@ -21,9 +20,13 @@ from keel.lab.doctor.probes.masks import are_rounded_away
 from keel.lab.doctor.probes.noise import noise_findings
 from keel.lab.doctor.probes.scoring import probe_scoring
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor import faults
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config
+
+pytestmark = pytest.mark.doctor
+
 
 HERE = "lab.doctor.faults"
 LORA = "model.lora={r: 4}"
@@ -150,7 +153,7 @@ FAULTS = {
     "nothing that can be read": ("output/unparseable", [reward("unreadable")]),
     "held-out problems in training": ("eval/leak", [task("leaking")]),
     "evaluation in another format": ("eval/train-gap", [task("another_format")]),
-    "BOS twice": ("prompt/double-bos", [task("doubled_bos")]),
+    "BOS twice": ("prompt/double-bos", [task("doubled_bos"), "data.allow_control_tokens=true"]),
 }
 
 

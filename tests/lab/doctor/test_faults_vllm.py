@@ -28,6 +28,9 @@ from lab.doctor.served import (
     serving,
 )
 
+pytestmark = pytest.mark.doctor
+
+
 LORA = "model.lora={r: 4}"
 COLD = "rollout.temperature=0.7"
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from keel.base.thresholds import load_thresholds
 from keel.config import Config, load_config
 from keel.kl.facts import FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing
 from keel.kl.nearest import RIGHT, nearest_right
@@ -22,9 +21,13 @@ from keel.lab.doctor.preflight import preflight
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup, build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.losses import LOSSES
 from lab.doctor.histories import configured, healthy
 from lab.doctor.schooled import schooled_config
+
+pytestmark = pytest.mark.doctor
+
 
 LIMITS = load_thresholds()
 FREELY = ("loss.scale_rewards=none", "kl.allow_biased=true")

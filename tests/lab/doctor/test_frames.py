@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.envs import Task
 from keel.lab.doctor.probes import renumbering
@@ -20,6 +19,7 @@ from keel.lab.doctor.probes.gold_likelihood import Gold
 from keel.lab.doctor.probes.marks import mark_findings
 from keel.lab.doctor.probes.renumbering import shifted_findings
 from keel.lab.doctor.probes.repeats import contradiction_findings
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
 from lab.doctor.schooled import schooled_config

@@ -15,6 +15,7 @@ from keel.lab.doctor import preflight
 from lab.doctor.schooled import BASE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("log", 120), ("config", 150)])
 def test_nothing_that_is_mutated_ends_in_a_traceback(kind: str, count: int, tmp_path: Path) -> None:
     outcomes = [bench.try_case(bench.Case(kind, 0, number), tmp_path / str(number)) for number in range(count)]

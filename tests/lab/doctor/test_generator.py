@@ -182,6 +182,7 @@ def test_parts_that_draw_from_global_generators_draw_the_same_again(monkeypatch:
     assert first == again != doctor._preflight(edited(BASE, {"run.seed": 7}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if kind != "log"])
 def test_an_operator_leaves_its_subject_and_gives_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(school, "teach", school.fresh)
@@ -220,6 +221,7 @@ def on_schooled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(healthy, "healthy", lambda seed, fits: next(base for base in (BASE, LORA) if fits(base)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_schooled")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_fault_is_named_first(name: str) -> None:
@@ -228,6 +230,7 @@ def test_a_fault_is_named_first(name: str) -> None:
     assert looked_at.first, looked_at
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_schooled")
 @pytest.mark.parametrize("name", SILENT)
 def test_what_only_looks_odd_is_not_accused(name: str) -> None:

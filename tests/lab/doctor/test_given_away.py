@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes.given_away import between_askings, given_away_findings, pointing_marks
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 from lab.doctor.test_frames import setup_of
 

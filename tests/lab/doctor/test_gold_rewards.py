@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Group, Problem, Reward
-from keel.envs import Episode, build_task
+from keel.envs import Episode
 from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.lab.doctor.probes import collection
 from keel.lab.doctor.probes.alignment import association
 from keel.lab.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
@@ -20,9 +20,13 @@ from keel.lab.doctor.probes.exploits import any_answer, nearly_all
 from keel.lab.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, judged_golds
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor import faults_gold
 from lab.doctor.followed import check_named_first, preflight_of
 from lab.doctor.schooled import schooled_config
+
+pytestmark = pytest.mark.doctor
+
 
 HERE = "lab.doctor.faults_gold"
 OWN = "rewards=[{name: task}]"
@@ -202,7 +206,8 @@ def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkey
     try:
         other = build_task(**options)
         monkeypatch.setattr(setup.run, "task", other)
-        object.__setattr__(setup.built, "judge", Judge.of(other, on_error="zero"))
+        collector = replace(setup.built.collector, judge=Judge.of(other, on_error="zero"))
+        object.__setattr__(setup.built, "collector", collector)
         object.__setattr__(setup.batch, "groups", ())  # problems of another task
         judged = judged_golds(setup)
         assert len(judged) == 18

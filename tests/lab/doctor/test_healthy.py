@@ -12,6 +12,9 @@ from keel.lab.doctor.preflight import preflight
 from lab.doctor.followed import check_advice
 from lab.doctor.schooled import schooled_config
 
+pytestmark = pytest.mark.doctor
+
+
 LORA = "model.lora={r: 4}"
 EXACT = ["rewards=[{name: task}]"]
 
@@ -68,6 +71,8 @@ def test_a_policy_whose_warm_start_was_cut_is_not_blamed_for_what_it_does_not_kn
     """A slow machine must not turn the shipped default into a sick one: its skill is noted and decides nothing."""
     config = load_config({}, ["warmstart.steps=400", "task.skill=add", "rollout.max_completion_length=6"])
     diagnosis = preflight(config, warmstart_s=0.0)
+    assert diagnosis.cut is not None
+    assert "of 400 steps" in diagnosis.cut
     assert not [finding for finding in diagnosis.findings if finding.severity != "note"]
     assert any("of 400 steps" in finding.evidence for finding in diagnosis.findings)
     verdicts = {row.name: row.verdict for row in diagnosis.hypotheses}

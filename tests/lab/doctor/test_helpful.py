@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.envs import Episode, build_task
+from keel.envs import Episode
 from keel.envs.judge import Judge
+from keel.envs.registry import build_task
 from keel.envs.rewards.part import RewardPart
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.probes import helpful
@@ -22,6 +22,7 @@ from keel.lab.doctor.probes.helpful import unhelpful
 from keel.lab.doctor.probes.idle import idle_findings
 from keel.lab.doctor.probes.repeats import contradiction_findings
 from keel.lab.doctor.probes.replayed import Replayed
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -183,6 +184,9 @@ class Untold(ToolEpisode):
 
     def step(self, text: str) -> str:
         return self.problem.key if self.tells else f"It is {len(text)}."
+
+    def close(self) -> None:
+        """It has no tools."""
 
 
 class Game(Episode):

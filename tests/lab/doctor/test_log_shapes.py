@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.kl.controllers import get_controller
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.checks.base import clear, level
@@ -17,6 +16,7 @@ from keel.lab.doctor.checks.evaluation import MOST_COMPLETIONS, _completions, _c
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import derived
 from keel.lab.doctor.shapes import course, ends, fall, few_trend, trend
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.histories import altered, configured, evaluation, healthy
 from lab.doctor.simulated import noise
 

@@ -29,6 +29,7 @@ def series(values: np.ndarray) -> Series:
 # ------------------------------------------------------------------------------------------------ sound
 
 
+@pytest.mark.slow
 def test_sound_logs_are_accused_at_most_as_often_as_the_level_says():
     """120 runs of every kind and trainer: more accusations than one in a hundred gives would be a wrong level."""
     rng = np.random.default_rng(5)

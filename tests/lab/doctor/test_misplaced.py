@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, MistralConfig, Qwen2Config
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, golds
 from keel.lab.doctor.probes.misplaced import _tells_apart, changes, misplaced_weights
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.head import causal_lm
 from lab.doctor.schooled import fresh_model, schooled_config
 

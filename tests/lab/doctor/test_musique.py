@@ -12,6 +12,9 @@ from keel.lab.doctor.preflight import preflight
 from lab.doctor.followed import preflight_of
 from lab.doctor.worlds import musique_config
 
+pytestmark = pytest.mark.doctor
+
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = tuple(f"H0{number}" for number in range(1, 9))
 

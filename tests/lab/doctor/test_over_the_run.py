@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes.advantage import probe_advantage
 from keel.lab.doctor.probes.controller import over_the_run, steered
@@ -17,8 +16,12 @@ from keel.lab.doctor.probes.reference import probe_reference
 from keel.lab.doctor.probes.result import Probe
 from keel.lab.doctor.probes.update import probe_update
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.run.build import controller_of
 from lab.doctor.schooled import schooled_config
+
+pytestmark = pytest.mark.doctor
+
 
 LIMITS = load_thresholds()
 

@@ -14,7 +14,6 @@ from urllib.parse import quote, quote_plus
 import pytest
 from torch import nn
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes import around, rewordings, templates
 from keel.lab.doctor.probes.around import around_findings
@@ -28,6 +27,7 @@ from keel.lab.doctor.probes.repeats import contradiction_findings, eval_leak
 from keel.lab.doctor.probes.rewordings import reworded_findings
 from keel.lab.doctor.probes.templates import plain_findings
 from keel.lab.doctor.probes.written_out import written_out_findings
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.run.build import build_renderer
 from lab.doctor.schooled import schooled_config
@@ -181,7 +181,7 @@ def test_the_end_of_what_questions_share_is_tried() -> None:
 def test_plain_prompts_that_are_ended_are_named() -> None:
     for ended in (True, False):
         setup = setup_of(CHAT_TEMPLATE)
-        setup.config = schooled_config("data.chat_template=none")
+        setup.config = schooled_config("data.chat_template=none", "data.allow_control_tokens=true")
         sample = setup.run.task.sample
 
         def drawn(count: int, *, seed: int, step: int, end: str = "<eos>" * ended, sample: Any = sample) -> Any:

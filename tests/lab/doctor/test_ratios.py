@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.ratios import ratio_findings
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.losses import LOSSES, LossInputs, LossOptions, PolicyTerm
 from keel.losses.policy import clipped
 from lab.doctor.schooled import schooled_config

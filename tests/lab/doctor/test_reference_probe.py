@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.reference import devices, probe_reference, reference_fingerprint
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import WeightDifference, compare_weights, explain_start, sums_against_means
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import add_lora
 from keel.models.options import LoraOptions
 from lab.doctor.schooled import schooled_config, schooled_model
+
+pytestmark = pytest.mark.doctor
+
 
 LIMITS = load_thresholds()
 LORA = "model.lora={r: 4}"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem, Reward
 from keel.kl import exact_kl
 from keel.lab.doctor.findings import Finding
@@ -23,10 +22,15 @@ from keel.lab.doctor.probes.reach import adapter_scale, course, decay_kl, held_s
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import moved, probe_update
 from keel.lab.doctor.setup import ProbeSetup, build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.fingerprint import fingerprint
 from keel.rollout.sampling import SamplingParams
+from keel.trainer.options import GuardLimits
 from lab.doctor.followed import check_named_first, follow
 from lab.doctor.schooled import nearness, schooled_config, schooled_model
+
+pytestmark = pytest.mark.doctor
+
 
 LIMITS = load_thresholds()
 LORA = "model.lora={r: 4}"
@@ -157,8 +161,8 @@ def test_what_is_drawn_at_a_temperature_and_after_filters() -> None:
 
 
 def test_a_spike_guard_skips_what_lies_above_its_limit() -> None:
-    assert simulated_skips(0.2, LIMITS) == 0.0
-    assert simulated_skips(0.2, load_thresholds({"grad_spike": 1.01})) > 0.5
+    assert simulated_skips(0.2, GuardLimits()) == 0.0
+    assert simulated_skips(0.2, GuardLimits(grad_spike=1.01)) > 0.5
 
 
 def test_the_scale_of_an_adapter() -> None:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.lab.doctor.probes.stops import in_whole_context, parsed_without_stop
+from keel.lab.thresholds import load_thresholds
 from keel.rollout import SamplingParams
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.probes import system_prompt as module
 from keel.lab.doctor.probes.earnings import Earned
 from keel.lab.doctor.probes.system_prompt import system_findings
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.run.build import build_renderer
 from lab.doctor.schooled import schooled_config

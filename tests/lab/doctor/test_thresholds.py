@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 
 import pytest
 
+import keel
 from keel.base.errors import KeelError
-from keel.base.thresholds import shipped_thresholds, thresholds_of
+from keel.cli import main
 from keel.config import load_config
 from keel.lab.doctor import CODES, load_thresholds
 from keel.lab.doctor.checks import check_history
+from keel.lab.thresholds import check_thresholds, shipped_thresholds, thresholds_of
+from keel.trainer.options import GuardLimits
 from lab.doctor.histories import altered
 
 
@@ -69,7 +73,7 @@ def test_a_configuration_carries_them():
     assert thresholds_of(run)["kl_over_budget"] == 0.4
     assert thresholds_of(run, ["kl_over_budget=0.3"])["kl_over_budget"] == 0.3
     with pytest.raises(KeelError, match="kl_over_budget"):
-        load_config({"doctor": {"thresholds": {"kl_over_budge": 1}}})
+        check_thresholds(load_config({"doctor": {"thresholds": {"kl_over_budge": 1}}}))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_a_configuration_carries_them():
 )
 def test_a_threshold_that_a_guard_reads_is_one_number_that_makes_sense(overrides, says):
     with pytest.raises(KeelError) as caught:
-        load_config({}, overrides)
+        check_thresholds(load_config({}, overrides))
     assert str(caught.value) == says
 
 
@@ -96,4 +100,22 @@ def test_a_guards_threshold_may_be_given_twice_if_it_agrees():
         ["guards.grad_spike=3"],
         ["doctor.thresholds.grad_spike=3"],
     ):
-        assert thresholds_of(load_config({}, overrides).to_dict())["grad_spike"] == 3.0
+        config = load_config({}, overrides)
+        check_thresholds(config)
+        assert thresholds_of(config.to_dict())["grad_spike"] == 3.0
+        assert GuardLimits.of(config.guards, config.doctor.thresholds.params).grad_spike == 3.0
+
+
+def test_the_limits_of_the_trainer_are_thresholds_of_the_same_value():
+    assert {name: shipped_thresholds()[name].value for name in asdict(GuardLimits())} == asdict(GuardLimits())
+    given = {"doctor": {"thresholds": dict.fromkeys(asdict(GuardLimits()), 2.0)}}
+    config = load_config(given)
+    assert set(asdict(GuardLimits.of(config.guards, config.doctor.thresholds.params)).values()) == {2.0}
+
+
+def test_commands_and_programs_refuse_an_unknown_threshold(tmp_path, capsys):
+    said = "unknown threshold 'kl_over_budge': did you mean 'kl_over_budget'?"
+    assert main(["train", "default", "doctor.thresholds.kl_over_budge=1", f"run.dir={tmp_path}"]) == 2
+    assert said in capsys.readouterr().err
+    with pytest.raises(KeelError, match=re.escape(said)):
+        keel.train({"run": {"dir": str(tmp_path)}}, overrides=["doctor.thresholds.kl_over_budge=1"])

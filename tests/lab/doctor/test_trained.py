@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.objective import weighed_by
 from keel.lab.doctor.probes.trained import frozen_findings
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import tiny_model
 
 

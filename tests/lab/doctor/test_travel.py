@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.findings import Finding, ranked
 from keel.lab.doctor.probes.gap import in_float32
 from keel.lab.doctor.probes.model import probe_model
@@ -19,11 +18,16 @@ from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.reported import Reports, later_turns_findings
 from keel.lab.doctor.probes.travel import probe_travel
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from lab.doctor.followed import check_named_first, repeated
 from lab.doctor.schooled import schooled_config, schooled_model
 
+pytestmark = pytest.mark.doctor
+
+
 HERE = "lab.doctor.faults_travel"
 FILLED = "data.chat_template=default"  # plain prompts go into the tokenizer's template too
+MARKED = "data.allow_control_tokens=true"  # prompts with marks of their own
 TALK = ["task={name: 'lab.doctor.faults:talking'}", "rollout.max_turns=2", "rollout.max_completion_length=40"]
 
 
@@ -50,7 +54,7 @@ FAULTS = {
         [model("loses_the_system_prompt"), "data.system_prompt=Answer with one digit."],
     ),
     "a template without the header": ("prompt/no-header", [FILLED, model("loses_the_header")]),
-    "marks written by hand, without the header": ("prompt/no-header", [task("marks_without_header")]),
+    "marks written by hand, without the header": ("prompt/no-header", [task("marks_without_header"), MARKED]),
     "a tokenizer that cuts": ("prompt/no-question", [model("cutting_tokenizer")]),
     "the answer in the prompt": ("prompt/answer-leak", [task("leaking_answers")]),
     "prompts cut in the engine": ("sampler/other-prompt", [engine("CutReported")]),
@@ -80,7 +84,7 @@ def probed(*overrides: str) -> list[Finding]:
 FOUND = {
     "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
     "a vocabulary filled up with its own rows": ("model/tokenizer", [model("filled_up")]),
-    "words added that were never trained": ("model/tokenizer", [model("grown")]),
+    "words added that were never trained": ("model/tokenizer", [model("grown"), MARKED]),
     "ordinary tokens as ends": ("model/end-token", [model("ends_at_digits")]),
     "a model that misses BOS": ("prompt/no-bos", [model("on_bos")]),
     "prompts cut, learned positions": (
@@ -101,7 +105,7 @@ FOUND = {
     "completions rotated, in silence": ("sampler/swapped", [engine("RotatedSilent")]),
     "completions transposed": ("sampler/swapped", [engine("Transposed")]),
     "an empty thought before answers, no header": ("prompt/no-header", [FILLED, model("empty_thought_headless")]),
-    "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos")]),
+    "blanks between two BOS": ("prompt/double-bos", [task("blank_between_bos"), MARKED]),
     "a step of copies": ("task/repeats", [task("copies"), "rollout.prompts_per_step=8"]),
 }
 
@@ -197,7 +201,7 @@ HEALTHY = {
     "questions as JSON": [FILLED, model("always_opened")],
     "markers that are ordinary text": ["data.chat_template=chatml"],
     "examples before the question": [task("few_shots")],
-    "marks written by hand": [task("marks_with_header")],
+    "marks written by hand": [task("marks_with_header"), MARKED],
     "the answer among its operands": [task("choices")],
     "a tokenizer without BOS": [model("without_bos")],
     "spaces around texts": [engine("Stripped")],

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Reward
 from keel.lab.doctor.probes.advantage import amplification, group_spreads, probe_advantage, token_weights
 from keel.lab.doctor.probes.truncation import probe_truncation
 from keel.lab.doctor.probes.update import loss_gradients, probe_update, scored, undone, with_signal
 from keel.lab.doctor.setup import ProbeSetup, build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
 from lab.doctor.schooled import schooled_config

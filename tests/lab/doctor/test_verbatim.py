@@ -6,11 +6,11 @@ from contextlib import closing
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.lab.doctor.probes.prompts import probe_prompts
 from keel.lab.doctor.probes.templates import KNOWN
 from keel.lab.doctor.probes.verbatim import TALKS, odd_marks, written_wrongly
 from keel.lab.doctor.setup import build_setup
+from keel.lab.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
 from lab.doctor.schooled import schooled_config

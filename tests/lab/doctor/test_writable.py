@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.lab.doctor.probes import writable
 from keel.lab.doctor.probes.judged_golds import JudgedGold
 from keel.lab.doctor.probes.writable import kept, unwritable_findings
+from keel.lab.thresholds import load_thresholds
 
 
 class Letters:

@@ -31,7 +31,7 @@ LITTLE = (
 @cache
 def _taught(steps: int) -> tuple[Any, Any]:
     warm = {"steps": steps, "batch_size": 8, "learning_rate": 5e-3, "warmup_steps": 5}
-    base = {"model": {"name": "keel.envs.multihop.models:multihop_tiny", "device": "cpu"}, "warmstart": warm}
+    base = {"model": {"name": "keel.recipes.multihop.models:multihop_tiny", "device": "cpu"}, "warmstart": warm}
     config = load_config(base, [*LITTLE[:2], "data.max_prompt_length=64"])
     loaded = build_policy(config)
     sft(loaded, *build_warmstart(config, loaded))

@@ -8,6 +8,7 @@ import yaml
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
+from keel.config.peers import defaults
 from keel.lab.migrate.migrate import migrate
 
 TRL = """
@@ -130,7 +131,7 @@ def test_trl_by_hand(tmp_path):
     assert (config.data.max_prompt_length, config.data.truncation) == (512, "left")
     assert config.data.path == "openai/gsm8k,main"
     assert config.optim.schedule == "cosine"
-    assert config.rollout.engine == "native"
+    assert (config.rollout.engine, config.rollout.vllm.gpu_memory_utilization) == ("vllm", 0.3)
 
 
 def test_verl_by_hand(tmp_path):
@@ -158,9 +159,8 @@ def test_the_silent_defaults_are_the_installed_trls():
 
     from trl import GRPOConfig
 
-    from keel.lab.migrate.migrate import TRL_DEFAULTS, TRL_KL_DEFAULTS
-
-    ours = {**TRL_DEFAULTS, **TRL_KL_DEFAULTS}
+    origins = ("TRL", "TRL with beta", "TRL with a correction", "TRL with a server")
+    ours = {name: value for origin in origins for name, value in defaults(origin).items()}
     theirs = {f.name: f.default for f in fields(GRPOConfig)}
     assert {name: str(getattr(theirs[name], "value", theirs[name])) for name in ours} == {
         name: str(value) for name, value in ours.items()

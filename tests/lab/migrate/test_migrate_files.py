@@ -9,7 +9,8 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
 from keel.config.load import read_config
-from keel.lab.migrate.migrate import VERL_DEFAULTS, VERL_SWITCHED, migrate
+from keel.config.peers import defaults
+from keel.lab.migrate.migrate import migrate
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 
@@ -185,7 +186,6 @@ def test_a_trl_script_of_forty_options(tmp_path):
         "reward_funcs",
         "train_dataset",
         "num_train_epochs",
-        "vllm_mode",
     }
     tree = result.tree
     assert tree["rollout"]["prompts_per_step"] == 16 * 8 // 8
@@ -215,7 +215,7 @@ def test_a_package_that_this_machine_lacks_is_no_refusal(tmp_path, monkeypatch, 
     assert main(["migrate", str(path)]) == 0
     shown = capsys.readouterr().err
     assert "To run it on this machine" in shown
-    assert "50 options mapped, 2 without a counterpart, 3 to set by hand" in shown
+    assert "51 options mapped, 1 without a counterpart, 3 to set by hand" in shown
     assert "To set by hand: " in shown
     with pytest.raises(KeelError, match="bitsandbytes"):
         load_config({"optim": {"optimizer": "adamw8bit"}})
@@ -481,10 +481,10 @@ def test_a_silent_verl_file_is_ppo_and_refused(tmp_path):
     result = migrate(written(tmp_path, "a.json", {A + "optim.lr": 1e-6}))
     assert "algorithm.adv_estimator=gae, verl's default: it needs a critic" in result.refused
     silent = {row.name: row for row in result.rows if row.silent}
-    assert set(silent) == {*VERL_DEFAULTS, "model.name", "data.path"}
+    assert set(silent) == {*defaults("verl"), "model.name", "data.path"}
     assert silent[A + "ppo_mini_batch_size"].options == {"optim.minibatches": 4}
     assert silent["trainer.total_epochs"].by_hand
-    assert not set(VERL_SWITCHED[A + "use_kl_loss"]) & set(silent)
+    assert not set(defaults(f"verl with {A}use_kl_loss")) & set(silent)
 
 
 def test_an_option_given_twice_in_a_script_is_refused(tmp_path):

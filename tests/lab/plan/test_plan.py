@@ -1,10 +1,8 @@
-"""`keel plan` foretells what a step holds: counted on fake tensors, compared with the live tensors of real steps."""
+"""`keel train --plan`: memory counted on fake tensors, compared with the live tensors of real steps."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,26 +10,26 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, Hardware, find_hardware
-from keel.lab.plan.measure import Job, Sample, choose_sample
+from keel.lab.plan.measure import measure, obstacle
 from keel.lab.plan.plan import Plan, make_it_fit, plan
-from keel.lab.plan.shapes import with_layers
+from keel.lab.plan.shapes import CudaAutocast
 from keel.models.memory import LiveBytes
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
-from keel.rollout.native.scheduler import Passes, Scheduler
+from keel.rollout.native.engine import NativeEngine
+from keel.rollout.native.scheduler import RolloutPasses, Scheduler
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
-from keel.trainer.step import train_step
+from keel.trainer.step import Step, train_step
 
 
 class FullLength(Engine):
@@ -70,13 +68,6 @@ def small_llama() -> tuple[nn.Module, Any]:
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, tie_word_embeddings=True, **shape)
     return LlamaForCausalLM(config), tokenizer
-
-
-def deep_llama() -> tuple[nn.Module, Any]:
-    """Six narrow layers, of which a measurement runs a few."""
-    tokenizer = tiny_tokenizer()
-    shape = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=6, **shape)), tokenizer
 
 
 def small_gpt2() -> tuple[nn.Module, Any]:
@@ -150,6 +141,7 @@ def measured_peak(overrides: list[str]) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_the_predicted_peak_is_the_measured_one_within_15_percent(name):
     overrides = job(*JOBS[name])
@@ -158,27 +150,16 @@ def test_the_predicted_peak_is_the_measured_one_within_15_percent(name):
     assert foretold.peak == pytest.approx(measured, rel=0.15), (foretold.parts, foretold.phases)
 
 
-def test_operations_of_a_recomputed_layer_by_hand_and_nothing_of_it_is_held():
-    """Two products of 2·8·16·16 forward, one again to recompute a layer, twice as many backward as forward."""
+def test_nothing_of_a_recomputed_layer_is_held():
     layers = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh()) for _ in range(2)]
     x = torch.ones(8, 16, requires_grad=True)
-    live, operations = LiveBytes(), FlopCounter()
+    live = LiveBytes()
     before = live.hold((x, *(layer[0].weight for layer in layers)))
-    with live, operations:
+    with live:
         hidden = checkpoint(layers[1], layers[0](x), use_reentrant=False)
         hidden.sum().backward()
         del hidden
-    product = 2 * 8 * 16 * 16
-    assert operations.total == (2 + 1 + 4) * product
     assert live.now == 2 * before  # a gradient for each, and nothing else
-
-
-def test_attention_is_counted_by_hand():
-    q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 6, 8)
-    operations = FlopCounter()
-    with operations:
-        torch.nn.functional.scaled_dot_product_attention(q, k, k)
-    assert operations.total == 2 * (2 * 2 * 4 * 6 * 8)
 
 
 def test_autocast_on_cuda_keeps_powers_in_fp32():
@@ -281,7 +262,7 @@ def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
     requests = [Request(f"p{i}", (5, 6, i)) for i in range(config.rollout.prompts_per_step)]
     run.engine.generate(requests, SamplingParams.of(config.rollout, ignore_eos=True))
     planned = rollout_passes(config, decoding_traits(config, loaded, cpu()))
-    assert planned == Passes(tuple(prefills), tuple(steps))
+    assert planned == RolloutPasses(tuple(prefills), tuple(steps))
 
 
 def test_a_plan_asks_the_engines_scheduler(monkeypatch):
@@ -299,21 +280,21 @@ def test_a_plan_asks_the_engines_scheduler(monkeypatch):
     monkeypatch.setattr(Scheduler, "admit", lambda self, waiting: admit(self, list(waiting)[:1]))
     alone = plan(config, hardware)
     assert alone.parts["cache"] == whole.parts["cache"] / 2, "one group at a time in place of two"
-    assert alone.seconds["rollout"] > whole.seconds["rollout"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_how_to(capsys):
     overrides = job("optim.microbatch_tokens=1024", "rollout.max_completion_length=64", "rollout.prompts_per_step=8")
     config = load_config({}, overrides)
     needed = plan(config, cpu()).peak
     memory = 0.8 * needed / 2**30
-    tight = find_hardware("cpu", memory_gib=memory)
+    tight = find_hardware(f"cpu:{memory}")
     assert not plan(config, tight).fits
     tried = make_it_fit(config, tight)
     assert tried[-1][1].fits
     assert tried[0][0] == ["optim.microbatch_tokens=512"]
-    words = ["plan", "default", *overrides, "--hardware", "cpu"]
-    assert main([*words, "--memory-gib", f"{memory}"]) == 1
+    words = ["train", "default", *overrides, "--plan"]
+    assert main([*words, "--hardware", f"cpu:{memory}"]) == 1
     shown = capsys.readouterr().out
     assert "does not fit" in shown
     assert "optim.microbatch_tokens=" in shown
@@ -321,7 +302,8 @@ def test_what_does_not_fit_is_told_how_to(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is True
     assert data["peak"] == max(data["phases"].values())
-    assert data["timing"].endswith("rollout.engine=lab.plan.test_plan:FullLength is not measured")
+    assert data["timing"] == "not measured: rollout.engine=lab.plan.test_plan:FullLength is not measured"
+    assert data["seconds"] == {}
 
 
 def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_makes_there():
@@ -329,7 +311,7 @@ def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_ma
     roomy = plan(config, KNOWN["a100"])
     held = roomy.parts["weights"] + roomy.parts["reference"] + roomy.parts["workspaces"]
     need = roomy.parts["optimizer"] + roomy.parts["gradients"] + 0.5 * roomy.parts["activations"]
-    tight = plan(config, find_hardware("a100", memory_gib=(held + need / 0.8) / 2**30))
+    tight = plan(config, find_hardware(f"a100:{(held + need / 0.8) / 2**30}"))
     assert tight.fits
     assert 256 <= tight.pass_tokens <= 0.5 * roomy.pass_tokens
     assert tight.parts["activations"] < 0.6 * roomy.parts["activations"]
@@ -351,24 +333,24 @@ def test_a_large_model_is_planned_without_its_weights(tmp_path):
     layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     assert found.parameters == 2 * layer + 2 * 32000 * 4096 + 4096
     assert found.parts["weights"] == pytest.approx(2 * found.parameters, rel=1e-3)
-    assert found.seconds["step"] > 0
-    plainly = plan(
-        config.model_copy(update={"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}), KNOWN["h200"]
-    )
-    assert plainly.seconds["rollout"] > found.seconds["rollout"]
-    assert plainly.seconds["update"] == found.seconds["update"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "default", "--hardware", "h2000"], "h200"),
-        (["plan", "default", "model.name=./nowhere"], "nowhere"),
-        (["plan", "default", "--memory-gib", "0"], "memory"),
+        (["--plan", "--hardware", "h2000"], "h200"),
+        (["--plan", "model.name=./nowhere"], "nowhere"),
+        (["--plan", "--hardware", "cpu:0"], "give the memory in GiB after the colon, such as cpu:24"),
+        (["--plan", "--hardware", "cpu:much"], "give the memory in GiB"),
+        (["--plan", "--prompt-tokens", "0"], "at least one token"),
+        (["--plan", "--dry-run"], "trains nothing"),
+        (["--plan", "--on", "ray"], "trains nothing"),
+        (["--hardware", "h200"], "--hardware is for --plan"),
+        (["--json"], "--json is for --plan"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):
-    assert main(words) == 2
+    assert main(["train", "default", *words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -377,98 +359,49 @@ def test_unknown_hardware_is_named():
         find_hardware("h10")
 
 
-class Operations:
-    """A clock that counts operations in place of seconds: what is measured with it has no noise."""
-
-    def __init__(self, monkeypatch: Any) -> None:
-        self.counter = FlopCounter()
-        monkeypatch.setattr(time, "perf_counter", lambda: self.counter.total)
-
-
-DEEP = [
-    "model.name=lab.plan.test_plan:deep_llama",
-    "rollout.engine=native",
-    "rollout.prompts_per_step=8",
-    "rollout.max_completion_length=30",
-    "optim.microbatch_tokens=512",
-]
+def test_what_is_not_measured_says_why(capsys):
+    words = ["train", "default", *job("rollout.engine=native"), "--plan", "--json"]
+    for more, said in (
+        (["--hardware", "h200"], "not measured: the hardware is named"),
+        (["rollout.max_turns=2"], "not measured: rollout.max_turns above 1 is not measured"),
+    ):
+        assert main([*words, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["timing"] == said
+    assert obstacle(load_config({}, job("rollout.engine=native")), kind="cpu", fits=False) == "a step does not fit"
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["kl.estimator=exact", "kl.exact=true", "model.lora={r: 4}"], ["optim.minibatches=2"]]
-)
-def test_a_part_of_a_step_is_scaled_to_the_whole(more, monkeypatch):
-    """Few of its layers, groups and tokens are run, and the whole step takes as many operations as that foretells."""
-    clock = Operations(monkeypatch)
-    monkeypatch.setattr("keel.lab.plan.measure.choose_sample", lambda job: Sample(2, 2, 4))
-    config = load_config({}, job(*DEEP, *more))
-    with clock.counter:
-        foretold = plan(config, cpu(), 20, measured=True)
-        run = build_run(config, build_policy(config)).run
-        generate, groups = run.engine.generate, run.collect
-        run.engine.generate = lambda requests, sampling, **when: generate(  # type: ignore[method-assign]
-            [replace(r, tokens=(10 + i,) * 20) for i, r in enumerate(requests)],
-            replace(sampling, ignore_eos=True),
-            **when,
-        )
-        run.collect = lambda problems, **when: [  # type: ignore[assignment]
-            replace(group, prompt_tokens=(7,) * 20) for group in groups(problems, **when)
-        ]
-        metrics = train_step(run, State(kl=run.controller.init())).metrics
-    assert "2 of 6 layers" in foretold.timing
-    for phase in ("rollout", "score", "update"):
-        assert foretold.seconds[phase] == pytest.approx(metrics[f"time/{phase}_s"], rel=0.1), phase
-    assert foretold.run["steps"] == config.run.max_steps * foretold.seconds["step"]
-
-
-def sampled_job(counted_s: float) -> Job:
-    config = load_config({}, job("rollout.prompts_per_step=16", "rollout.num_generations=8"))
-    passes = Passes(((16, 128),), (128,) * 23)
-    return Job(config, None, LlamaConfig(num_hidden_layers=30), [24], passes, 2, counted_s, 0.75)
-
-
-def test_the_part_that_is_measured_shrinks_by_groups_then_layers_then_completions():
-    """A step counted to take so long is cut until about 2.5 s are left."""
-    assert choose_sample(sampled_job(1.0)) == Sample(30, 16, 8)
-    assert choose_sample(sampled_job(5.0)) == Sample(30, 8, 8)
-    assert choose_sample(sampled_job(20.0)) == Sample(30, 2, 8)
-    assert choose_sample(sampled_job(24.0)) == Sample(15, 2, 8)  # 24 s · 2/16 · (1 − 0.75/2)
-    assert choose_sample(sampled_job(1e6)) == Sample(2, 1, 2)
-
-
-def test_a_model_cut_to_its_first_layers_keeps_their_kinds():
-    shape = Qwen3Config(num_hidden_layers=4, layer_types=["full_attention", *["sliding_attention"] * 3])
-    cut = with_layers(shape, 2)
-    assert (cut.num_hidden_layers, cut.layer_types) == (2, ["full_attention", "sliding_attention"])
-    assert shape.num_hidden_layers == len(shape.layer_types) == 4
-
-
-def test_times_of_a_run_add_its_start_and_its_evaluations():
-    """100 steps and evaluations at 0, 30, 60, 90 and 100, each of 10 × 8 rows where a step has 16."""
-    found = planned("run.max_steps=100", "eval.every=30", "eval.samples=10", "eval.k=[1, 8]")
-    assert found.run["steps"] == pytest.approx(100 * found.seconds["step"])
-    assert found.run["evaluations"] == pytest.approx(5 * 80 / 16 * found.seconds["rollout"])
-    assert found.run["all"] == found.run["steps"] + found.run["evaluations"]
-
-
-def test_what_is_not_measured_says_why():
-    config = load_config({}, job("rollout.engine=native"))
-    assert plan(config, KNOWN["h200"], 8, measured=True).timing == (
-        "computed from counted operations: H200 is not measured here"
-    )
-    small = plan(config, find_hardware("cpu", memory_gib=1e-4), 8, measured=True)
-    assert small.timing.endswith("a step does not fit")
-    assert small.seconds == small.computed
-
-
-def test_a_measured_plan_has_a_warm_start_and_names_what_it_ran(capsys):
-    words = ["plan", "default", *job("rollout.engine=native", "warmstart={steps: 7, batch_size: 4}"), "--json"]
-    assert main([*words, "--hardware", "cpu"]) == 0
+def test_a_whole_step_is_timed(capsys):
+    words = ["train", "default", *job("rollout.engine=native"), "--plan"]
+    assert main([*words, "--json"]) == 0
     shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1] == "timing a step of 4 of 4 groups …"
     data = json.loads(shown.out)
-    assert "measuring a whole step" in shown.err
-    assert data["timing"] == "measured here on random weights, a whole step"
-    assert data["seconds"]["step"] == pytest.approx(sum(v for name, v in data["seconds"].items() if name != "step"))
-    assert data["run"]["warm start"] > 0
-    assert main([*words, "--hardware", "cpu", "--no-measure"]) == 0
-    assert json.loads(capsys.readouterr().out)["timing"] == "computed from counted operations"
+    assert data["timing"] == "measured here on random weights, all groups, completions of full length"
+    phases = {name: value for name, value in data["seconds"].items() if name != "step"}
+    assert all(phases[name] > 0 for name in ("rollout", "score", "update"))
+    assert sum(phases.values()) == pytest.approx(data["seconds"]["step"], rel=0.2)  # medians of each
+    assert main(words) == 0
+    assert "a step: rollout" in capsys.readouterr().out
+
+
+def test_a_long_step_is_timed_on_some_of_its_groups(monkeypatch):
+    """With a clock that counts sampled tokens, the largest number of groups within the limit is taken."""
+    config = load_config({}, job("rollout.engine=native", "rollout.prompts_per_step=16", "optim.minibatches=2"))
+    sampled = []
+    generate = NativeEngine.generate
+
+    def generated(self, requests, sampling, **more):
+        rows = generate(self, requests, sampling, **more)
+        sampled.append([len(c.tokens) for row in rows for c in row])
+        return rows
+
+    def timed(part, state):
+        after, metrics, rest = train_step(part, state)
+        return Step(after, metrics | {"time/total_s": part.rollout.prompts_per_step}, rest)
+
+    monkeypatch.setattr(NativeEngine, "generate", generated)
+    monkeypatch.setattr("keel.lab.plan.measure.train_step", timed)
+    found = measure(config)
+    assert (found.groups, found.of, found.seconds["step"]) == (4, 16, 4)  # 8 groups would take more than 5 s
+    assert [len(lengths) for lengths in sampled] == [8, 8, 16, 16]
+    assert {length for lengths in sampled for length in lengths} == {24}

@@ -9,7 +9,7 @@ from keel.config import load_config
 from keel.lab.plan.hardware import find_hardware
 from keel.lab.plan.plan import plan
 from keel.lab.plan.ranks import fewest, step_passes
-from keel.run.footprint import Passes
+from keel.run.footprint import StepPasses
 
 BASE = {
     "task": {"name": "arithmetic", "skill": "max"},
@@ -26,6 +26,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_one_device_is_the_dry_run(job):
     estimate = plan(load_config(BASE, JOBS[job]), find_hardware("h100"), 12)
@@ -46,10 +47,10 @@ def test_one_device_is_the_dry_run(job):
 def test_a_device_that_is_too_small_for_whole_weights():
     """Weights and moments that two devices share leave room where one has none."""
     config = load_config(BASE, ["rollout.dtype=bfloat16", "rollout.prompts_per_step=2"])
-    estimate = plan(config, find_hardware("h100", memory_gib=0.1), 12, devices=(2,))
+    estimate = plan(config, find_hardware("h100:0.1"), 12, devices=(2,))
     none, full = estimate.ranks
     assert full.peak < none.peak
-    tight = find_hardware("h100", memory_gib=(none.peak + full.peak) / 2 / 2**30)
+    tight = find_hardware(f"h100:{(none.peak + full.peak) / 2 / 2**30}")
     none, full = plan(config, tight, 12, devices=(2,)).ranks
     assert full.fits
     assert not none.fits
@@ -58,18 +59,18 @@ def test_a_device_that_is_too_small_for_whole_weights():
 
 
 def test_processes_on_a_cpu_share_its_memory():
-    estimate = plan(load_config(BASE), find_hardware("cpu", memory_gib=8), 12)
+    estimate = plan(load_config(BASE), find_hardware("cpu:8"), 12)
     assert {rank.layout.devices: rank.limit for rank in estimate.ranks} == {n: 2**33 // n for n in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize(
     ("overrides", "devices", "expected"),
     [
-        ([], 1, Passes(training=6, reference=6, updates=1, tokens=384)),
-        ([], 4, Passes(training=2, reference=2, updates=1, tokens=384)),
-        (["kl.beta=0", "kl.measure_every=0"], 8, Passes(training=1, tokens=384)),
-        (["optim.minibatches=2", "loss.num_iterations=3"], 2, Passes(18, 6, 6, 6, 384)),
-        (["kl.placement=reward", "kl.estimator=k1"], 6, Passes(training=1, scoring=1, reference=1, tokens=384)),
+        ([], 1, StepPasses(training=6, reference=6, updates=1, tokens=384)),
+        ([], 4, StepPasses(training=2, reference=2, updates=1, tokens=384)),
+        (["kl.beta=0", "kl.measure_every=0"], 8, StepPasses(training=1, tokens=384)),
+        (["optim.minibatches=2", "loss.num_iterations=3"], 2, StepPasses(18, 6, 6, 6, 384)),
+        (["kl.placement=reward", "kl.estimator=k1"], 6, StepPasses(training=1, scoring=1, reference=1, tokens=384)),
     ],
 )
 def test_passes_of_a_device(overrides, devices, expected):
@@ -80,8 +81,8 @@ def test_passes_of_a_device(overrides, devices, expected):
 def test_the_command_answers_for_a_number_of_devices(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BASE))
-    asked = ["plan", str(path), "--hardware", "h100", "--prompt-tokens", "12"]
-    assert main([*asked, "--nproc", "16", "--json"]) == 0
+    asked = ["train", str(path), "--plan", "--prompt-tokens", "12"]
+    assert main([*asked, "--hardware", "h100", "--nproc", "16", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [(rank["layout"]["sharding"], rank["layout"]["shards"]) for rank in ranks] == [
         ("none", 1),
@@ -89,7 +90,7 @@ def test_the_command_answers_for_a_number_of_devices(tmp_path, capsys):
         ("full", 16),
     ]
     assert [rank["chosen"] for rank in ranks] == [True, False, False]
-    assert main([*asked, "--nproc", "2", "--memory-gib", "0.001"]) == 1
+    assert main([*asked, "--hardware", "h100:0.001", "--nproc", "2"]) == 1
     shown = capsys.readouterr().out
     assert "parallel.sharding=full is what this run takes, and does not fit" in shown
     assert "no layout fits: take more devices" in shown

@@ -10,8 +10,8 @@ import pytest
 from keel.eval.statistics import Estimate, estimate
 from keel.lab.studies import read_study
 from keel.lab.studies.layout import COLOURS, bounds, colouring, facets, limits
-from keel.lab.studies.page import study_page
 from keel.lab.studies.plots import numbered, write_pictures
+from keel.lab.studies.report import study_page
 from keel.lab.studies.results import EXACT_CURVE, K3_CURVE, RunResult, kl_curve
 from keel.lab.studies.table import summarise
 from lab.studies.test_verdict import beta_study, row
@@ -41,6 +41,7 @@ def drawn(tmp_path_factory):
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_nothing_impossible_is_drawn(drawn):
     accuracy, kl, skills, _ = drawn["axis"].axes
     assert estimate([0.3, 0.5]).low < -0.8  # the t-interval of two seeds
@@ -123,6 +124,7 @@ def texts_on(figure):
     return [(text.get_text(), text.get_window_extent()) for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "name", "panels"),
     [*((n, "beta=" if n % 4 in (0, 3) else LONG, 1 + n % 4) for n in range(1, 13)), (11, LONG, 4)],

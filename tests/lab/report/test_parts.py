@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from keel.base.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
+from keel.kl import KLState
 from keel.lab import runs as reading
-from keel.lab.judge import Accuracy, state
+from keel.lab.judge import Accuracy, standing, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -28,14 +30,20 @@ from keel.lab.plots.charts import (
     wants_log,
 )
 from keel.lab.report import html
+from keel.lab.report.html import charts
 from keel.lab.report.panels import PANELS, panels
 from keel.lab.report.rollouts import colour_scale, facts, readable
 from keel.lab.report.samples import all_completions, pick, section, span, tokens
 from keel.lab.report.sections import flatten, retention_table, seconds, since
-from keel.lab.report.verdict import accuracy, kl_figures, sentences
+from keel.lab.report.verdict import accuracy, kl_figures, labels, sentences
 from keel.lab.runs import RunRecord, read_run
+from keel.lab.thresholds import load_thresholds
 from keel.loggers import RunDirectory
-from keel.loggers.jsonl import JsonlLogger
+from keel.loggers.rundir import JsonlLogger
+from keel.run.result import EndHooks
+from keel.run.train import findings_of
+from keel.trainer.state import State
+from keel.trainer.summary import summarise
 
 RUN = RunRecord(path=Path("r"), name="r")
 THRESHOLDS = load_thresholds()
@@ -136,6 +144,101 @@ def test_state(run, kind):
     assert state(run)[0] == kind
 
 
+def found(*severities: str) -> tuple[dict[str, str], ...]:
+    return tuple({"code": f"a/{severity}", "severity": severity, "evidence": "x is 3"} for severity in severities)
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (
+            replace(RUN, summary={}, findings=found("note", "warning", "error")),
+            [("bad", "error"), ("plain", "completed")],
+        ),
+        (replace(RUN, summary={}, findings=found("note", "warning")), [("warn", "warning"), ("plain", "completed")]),
+        (replace(RUN, summary={}, findings=found("note")), [("good", "completed")]),
+        (replace(RUN, summary={}, findings=()), [("good", "completed")]),
+        (replace(RUN, summary={}), [("plain", "completed")]),  # nobody has judged it
+        (replace(RUN, running=True, findings=found("error")), [("bad", "error"), ("plain", "running")]),
+        (replace(RUN, running=True, findings=()), [("plain", "running")]),
+        (
+            replace(RUN, events=({"kind": "abort"},), findings=found("warning")),
+            [("warn", "warning"), ("bad", "aborted")],
+        ),
+    ],
+)
+def test_the_verdict_is_that_of_the_worst_finding(run, expected):
+    shown = labels(run)
+    assert [(tone, word.split()[0]) for tone, word in shown] == expected
+    worst = expected[0][1]
+    if worst in ("error", "warning"):
+        assert shown[0][1] == f"{worst} a/{worst}"
+        tone, first = sentences(run)[0]
+        assert tone == expected[0][0]
+        assert f"a/{worst}" in first
+        assert "x is 3" in first
+        assert standing(run).startswith(f"{worst} a/{worst}")
+        assert not any(tone == "good" and "completed" in text for tone, text in sentences(run))
+
+
+def test_a_chart_without_variation_is_a_line_with_its_value():
+    """Beside one that is drawn; a metric that was never finite is neither."""
+    lines = tuple(
+        {"step": step, "kl/beta": 0.25, "ratio/clip_low_fraction": 0.0, "ratio/clip_high_fraction": 0.5,
+         "mismatch/ess": 1.0 - 1e-9 * step, "reward/mean": step / 10, "grad/norm": math.nan}
+        for step in range(1, 6)
+    )  # fmt: skip
+    html, data = charts([replace(RUN, metrics=lines)])
+    assert [chart["title"] for chart in json.loads(data)["charts"]] == ["Reward"]
+    assert html.count("<svg") == html.count("<figure") == 1
+    assert re.findall("<li>(.*?)</li>", html) == [
+        "KL penalty weight: 0.25 (β)",
+        "Clipped ratios: low 0; high 0.5 (fraction of tokens)",
+        "Samples that count: 1 (share)",
+    ]
+    pair = [tuple({"step": step, "kl/beta": beta} for step in (1, 2)) for _, beta in PAIR]
+    several, _ = charts([replace(RUN, name=name, metrics=lines) for (name, _), lines in zip(PAIR, pair, strict=True)])
+    assert "<svg" not in several
+    assert "KL penalty weight: one 0.1; two 0.2 (β)" in several
+    assert "No steps" in charts([RUN])[0]
+
+
+PAIR = (("one", 0.1), ("two", 0.2))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"kl/beta": 0.1}],
+        [{"grad/norm": 1.0}, {"grad/norm": math.nan}],
+        [{"loss/policy": 0.0}, {"loss/policy": math.inf}],
+        [{"kl/policy_ref/k3/mean": 0.1, "kl/policy_ref/k3/se": 0.01}] * 2,
+    ],
+)
+def test_what_is_one_point_or_diverges_or_has_intervals_is_drawn(lines):
+    html, _ = charts([replace(RUN, metrics=tuple({"step": step, **line} for step, line in enumerate(lines)))])
+    assert html.count("<svg") == 1
+    assert "k1 may be negative" not in html
+    assert "no variation" not in html
+
+
+def test_a_run_that_nobody_judged_is_not_a_good_one(tmp_path):
+    run, events = RunDirectory.create(tmp_path / "run"), []
+
+    def fail(folder):
+        raise ValueError
+
+    loggers = SimpleNamespace(event=lambda kind, **fields: events.append(kind))
+    found = findings_of(run, loggers, EndHooks(findings=fail))
+    assert (found, events) == (None, ["doctor/failed"])
+    run.write_json("findings.json", found)
+    run.write_json("summary.json", summarise("sort", State(kl=KLState(0.1, 0.1)), found))
+    run.close()
+    record = read_run(run.path)
+    assert labels(record)[-1] == ("plain", "completed")
+    assert ("plain", "Findings: not judged yet.") in sentences(record)
+
+
 def test_kl_over_budget_is_said():
     run = replace(RUN, summary={"kl": {"k3": {"mean": 0.25, "se": 0.01}}})
     assert kl_figures(run) == {"k3": (0.25, 0.01)}
@@ -172,7 +275,10 @@ def test_samples_prefer_problems_seen_twice():
 
 
 def test_token_spans():
-    assert span("a<b", 0.5, False, 1.0) == "<span class='t p' style='--a:0.50' title='+0.5000 nats'>a&lt;b</span>"
+    assert (
+        span("a<b", 0.5, False, 1.0)
+        == "<span class='t p' style='--a:0.50' title='log-ratio +0.5000 nats'>a&lt;b</span>"
+    )
     assert "class='t n'" in span("a", -3.0, False, 1.0)
     assert "--a:1.00" in span("a", -3.0, False, 1.0)
     assert span("tool", None, True, 1.0) == "<span class='t x'>tool</span>"
@@ -232,6 +338,22 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
         assert text in page
     assert [panel.title for panel in panels([run, run])]  # several runs: no attempts, no ticks
     assert not any(panel.checkpoints for panel in panels([run, run]))
+
+
+def test_the_samplers_gap_is_drawn_by_depth(tmp_path):
+    """The mean of the last ten steps in each stretch of the context, deepest last; nothing where none was measured."""
+    with RunDirectory.create(tmp_path / "run") as directory:
+        log = JsonlLogger(directory)
+        for step in range(1, 21):
+            deep = {"kl/sampler_policy/depth_128/mean": 0.1 * (step > 10), "kl/sampler_policy/depth_128/se": 0.02}
+            log.step(step, {"kl/sampler_policy/depth_64/mean": 0.01, "kl/sampler_policy/depth_64/se": 0.001, **deep})
+    drawn = {panel.title: panel for panel in panels([read_run(tmp_path / "run")])}
+    panel = drawn["KL(sampler‖policy) by depth"]
+    (curve,) = panel.series
+    assert curve.points == [(64.0, pytest.approx(0.01)), (128.0, pytest.approx(0.1))]
+    assert curve.error[1] == pytest.approx((0.08, 0.12))
+    assert panel.x_label == "token of the context"
+    assert "by depth" in svg(panel)
 
 
 def test_a_stop_is_said_where_it_ended_the_run():

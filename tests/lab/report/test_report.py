@@ -115,7 +115,9 @@ def test_one_run_says_everything(runs):
     assert "guard/skipped" in page.text
     assert "prefers-color-scheme" in text
     assert "viewport" in text
-    assert page.tags.count("svg") == page.tags.count("figure") == 17
+    assert page.tags.count("svg") == page.tags.count("figure") == 16
+    assert "KL penalty weight: 0.01 (β)" in page.text  # constant: said, not drawn
+    assert "warning output/truncated: 18 % of the completions of step 40 were cut at 24 tokens." in page.text
 
 
 def test_chart_data_is_embedded_and_keeps_gaps(runs):
@@ -144,7 +146,7 @@ def test_samples_are_the_same_problems_before_and_after_with_coloured_tokens(run
     assert "Step 40" in page.text
     records = [json.loads(line) for line in (runs / "first" / "rollouts.jsonl").read_text().splitlines()]
     first = next(record for record in records if record["step"] == 40)
-    assert f"title='{first['kl'][-3]:+.4f} nats'" in text
+    assert f"title='log-ratio {first['kl'][-3]:+.4f} nats'" in text
     assert "&lt;answer&gt;" in text
 
 

@@ -17,9 +17,10 @@ from keel.cli import main
 from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
 from keel.lab.report.rollouts import choose, message_text, messages_of, read_step, tokens_of, turns_of
-from keel.lab.report.samples import tokens
+from keel.lab.report.samples import completion, section, tokens
 from keel.lab.report.terminal import show_rollouts
-from keel.models.words import word_tokenizer
+from keel.lab.runs import RunRecord
+from keel.models.tiny import word_tokenizer
 from keel.trainer.records import token_texts
 from lab.report.synthetic import make_run
 from trainer.small import Letters, small_config
@@ -51,6 +52,15 @@ def shown(records: list[dict[str, Any]], **options: Any) -> str:
     console = Console(file=out, width=120, highlight=False, **options)
     show_rollouts("runs/x", 5, records, console, recorded=len(records))
     return out.getvalue()
+
+
+def test_what_the_judge_saw_is_shown_as_text() -> None:
+    details = "```python\nprint('[b]<b>')\n```\n✗ input '1': printed '<b>', expected '2'"
+    for line in details.splitlines():
+        assert line in shown([record(details=details)], no_color=True)
+    assert "judge" not in shown([record()])
+    assert "expected &#x27;2&#x27;" in completion(record(details=details), 1.0)
+    assert "<b>'" not in completion(record(details=details), 1.0)
 
 
 def test_what_is_read_of_a_record() -> None:
@@ -87,9 +97,14 @@ def test_without_colour_everything_can_still_be_told() -> None:
     text = shown([record()], no_color=True)
     assert "\x1b" not in text
     lines = ["runs/x, step 5", "system: Search.", "user: Who [b]wrote[/b] it?", "call<end>", "found 1921", "answer"]
-    facts = ["reward 1.5 (exact 1, format 0.5)", "advantage -0.25", "stopped: length", "KL 0 nats over 3 tokens"]
+    facts = [
+        "reward 1.5 (exact 1, format 0.5)",
+        "advantage -0.25",
+        "stopped: length",
+        "log-ratio +0 nats over 3 tokens (k1 sample)",
+    ]
     for part in (*lines, *facts, "call +1.000", "answer -1.000", "context, not trained on"):
-        assert part in text, part
+        assert part in " ".join(text.split()), part
     speakers = [line.split()[0] for line in text.splitlines() if line.strip().startswith(("policy", "context"))]
     assert speakers == ["policy", "context", "policy"]
 
@@ -120,6 +135,16 @@ def test_heat_is_orange_above_blue_below_and_none_at_zero() -> None:
     assert "call\x1b[0m<end> " in text  # no move, no colour
     assert "\x1b[2;3mfound" in text  # context: dim and italic
     assert "\x1b[31madvantage -0.25" in text
+
+
+def test_a_log_ratio_is_not_called_kl() -> None:
+    """The sum of k1 over one completion: below 0 where the policy makes it less likely."""
+    text = " ".join(shown([record(kl=[-1.0, 0.25, None, None, -1.0])], no_color=True).split())
+    assert "log-ratio -1.75 nats over 3 tokens (k1 sample)" in text
+    assert "k1 sample, may be negative" in text
+    page = section(RunRecord(Path("r"), "r", rollouts=(record(kl=[-1.0, 0.25, None, None, -1.0]),)))
+    assert "k1 sample, may be negative" in page
+    assert "KL -" not in text + page
 
 
 def test_unmeasured_kl_is_said() -> None:

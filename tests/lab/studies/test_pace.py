@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 
-from keel.lab.studies.pace import Event, Pace, Plan, observe, remaining_s, training_plan, warmstart_plan
+from keel.lab.studies.pace import Event, Pace, WorkList, observe, remaining_s, training_plan, warmstart_plan
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85)  # of the true duration
 CASES = 100
@@ -32,14 +32,14 @@ def simulated(seed):
     plans, paces = {}, {}
     if draw.random() < 0.5:
         for number in range(seeds):
-            plans[f"warm {number}"] = Plan("warm", warmstart_plan(draw.choice((20, 100, 300))))
+            plans[f"warm {number}"] = WorkList("warm", warmstart_plan(draw.choice((20, 100, 300))))
             paces[f"warm {number}"] = 1.0
     every = draw.choice((0, 10, 25))
     for point in range(points):
         steps, pace = draw.choice((20, 60, 60, 120)), draw.lognormvariate(0, 0.2)
         for number in range(seeds):
             label = f"{point} {number}"
-            plans[label] = Plan(str(point), training_plan(steps, every))
+            plans[label] = WorkList(str(point), training_plan(steps, every))
             paces[label] = pace * draw.lognormvariate(0, 0.05)
     events, free = [], [0.0] * parallel
     warm = [label for label in plans if label.startswith("warm")]
@@ -90,7 +90,7 @@ def run(*events, plans, workers=None, now):
 
 def test_by_hand():
     """Two runs one after another: 10 s to start, 5 an evaluation, 8 the first step, 2 each of the others."""
-    plans = {"a": Plan("a", training_plan(4, 0)), "b": Plan("b", training_plan(4, 0))}
+    plans = {"a": WorkList("a", training_plan(4, 0)), "b": WorkList("b", training_plan(4, 0))}
     first = [(0, "a", 0), (10, "a", 1), (15, "a", 2), (23, "a", 3), (25, "a", 4)]
     whole = 10 + 5 + 8 + 3 * 2 + 5 + (10 + 5)  # the drift is taken for a start and an evaluation
     assert run(*first, plans=plans, now=25) == pytest.approx(whole - 25 + whole)
@@ -101,7 +101,7 @@ def test_by_hand():
 
 
 def test_nothing_is_estimated_before_a_step_was_seen():
-    plans = {"warm": Plan("warm", warmstart_plan(50)), "a": Plan("a", training_plan(4, 0))}
+    plans = {"warm": WorkList("warm", warmstart_plan(50)), "a": WorkList("a", training_plan(4, 0))}
     warm = [(float(done), "warm", done) for done in range(51)]
     begun = [(60, "a", 0), (70, "a", 1), (75, "a", 2), (83, "a", 3)]
     for count in range(len(begun) + 1):
@@ -111,7 +111,7 @@ def test_nothing_is_estimated_before_a_step_was_seen():
 
 def test_what_was_done_before_counts_in_no_pace():
     """Resumed at the 90th of 100 steps: loading took 30 s, which is no step's time."""
-    plans = {"a": Plan("a", training_plan(100, 0))}
+    plans = {"a": WorkList("a", training_plan(100, 0))}
     resumed = [(0, "a", 92), (30, "a", 93), (32, "a", 94), (34, "a", 95)]
     pace = reduce(observe, (Event(*event) for event in resumed), Pace(plans))
     assert pace.spent[(), "step"].seconds == 4
@@ -119,7 +119,7 @@ def test_what_was_done_before_counts_in_no_pace():
 
 
 def test_a_run_that_its_guard_stops_leaves_the_pace_alone():
-    plans = {"a": Plan("a", training_plan(100, 0)), "b": Plan("b", training_plan(2, 0))}
+    plans = {"a": WorkList("a", training_plan(100, 0)), "b": WorkList("b", training_plan(2, 0))}
     events = [(0, "a", 0), (1, "a", 1), (2, "a", 2), (3, "a", 3), (4, "a", 4), (9, "a", len(plans["a"].pieces))]
     pace = reduce(observe, (Event(*event) for event in events), Pace(plans))
     assert pace.spent[(), "step"].seconds == 1
@@ -127,7 +127,7 @@ def test_a_run_that_its_guard_stops_leaves_the_pace_alone():
 
 
 def test_pieces_that_were_finished_between_two_looks_share_the_time():
-    plans = {"a": Plan("a", ("start", "step", "step", "step", "step", "evaluation"))}
+    plans = {"a": WorkList("a", ("start", "step", "step", "step", "step", "evaluation"))}
     events = [(0, "a", 0), (1, "a", 1), (3, "a", 2), (9, "a", 5)]
     pace = reduce(observe, (Event(*event) for event in events), Pace(plans))
     assert pace.spent[(), "step"].seconds == 8

@@ -8,7 +8,7 @@ import pytest
 
 from keel.eval.statistics import estimate, holm
 from keel.lab.studies.grid import Axis, Value
-from keel.lab.studies.page import study_page
+from keel.lab.studies.report import study_page
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
 from keel.lab.studies.table import format_figure, points_csv, summarise, table_csv, table_md
 from keel.lab.studies.verdict import verdict

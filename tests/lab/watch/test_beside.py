@@ -17,6 +17,8 @@ from keel.lab.watch.serve import beside
 from keel.lab.watch.server import listen
 from keel.loggers import JsonlLogger, RunDirectory
 
+pytestmark = pytest.mark.processes
+
 
 def ask(port, path):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

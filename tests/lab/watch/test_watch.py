@@ -118,7 +118,8 @@ def test_the_curves_are_the_reports(tmp_path):
         live = Page(ask("/section/curves").text)
     report = Page(report_page([read_run(run)]))
     assert json.loads(live.scripts[0]) == json.loads(report.scripts[0])
-    assert live.tags.count("svg") == report.tags.count("svg") == 17
+    assert live.tags.count("svg") == report.tags.count("svg") == 16
+    assert "KL penalty weight: 0.01 (β)" in live.text
 
 
 def test_an_idle_page_costs_no_body_and_no_drawing(tmp_path, monkeypatch):
@@ -167,6 +168,20 @@ def test_findings_of_the_log_are_shown_while_it_grows_and_its_own_when_it_has_en
         run.close()
         assert "of its end" in ask("/section/findings").text
     assert not (run.path / "report.html").exists()
+
+
+def test_the_line_of_a_run_that_ends_names_its_worst_finding(tmp_path):
+    with growing(tmp_path / "run") as (run, log):
+        step(log, 1, **{"reward/mean": 0.5})
+        run.write_json(
+            "findings.json", [{"code": "kl/explosion", "severity": "error", "evidence": "of an earlier end"}]
+        )
+        followed = FollowedRun(run.path)
+        followed.refresh()
+        assert followed.standing.startswith("still running")
+        run.close()
+        followed.refresh()
+        assert followed.standing.startswith("error kl/explosion; ")
 
 
 def test_findings_of_an_earlier_run_are_not_those_of_the_next_in_its_folder(tmp_path, monkeypatch):
@@ -257,6 +272,7 @@ def test_a_page_is_told_the_end_only_with_what_was_read_after_it(tmp_path, monke
         assert watcher.told_final
 
 
+@pytest.mark.slow
 def test_every_open_page_is_given_the_time_to_ask_for_the_end(tmp_path):
     """The first one that is told does not end it for the others, which ask every two seconds."""
     with page_of(make_run(tmp_path / "run", total=3)) as (ask, watcher):
@@ -408,7 +424,7 @@ def test_the_only_run_that_disappears_ends_it_in_one_line(tmp_path, capsys, monk
     assert main(["watch", str(run), "--port", "0"]) == 2
     said = capsys.readouterr()
     assert said.err.splitlines() == [f"keel: error: {run} was deleted or moved while it was watched"]
-    assert f"{run}: completed, 4 of 4 steps" in said.out
+    assert f"{run}: warning output/truncated; completed, 4 of 4 steps" in said.out
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
@@ -447,11 +463,12 @@ def test_until_end_ends_with_the_last_run(tmp_path):
         assert thread.is_alive()
     thread.join(20)
     assert not thread.is_alive()
-    assert f"{done}: completed, 3 of 3 steps" in said
+    assert f"{done}: warning output/truncated; completed, 3 of 3 steps" in said
     assert f"{run.path}: still running, 1 of 20 steps" in said
     assert said[-1].startswith(f"{run.path}: not finished: 1 of 20 steps")
 
 
+@pytest.mark.slow
 def test_until_end_shows_open_pages_the_end(tmp_path):
     said: list[str] = []
     with growing(tmp_path / "run") as (run, log):

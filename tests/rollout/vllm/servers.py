@@ -16,7 +16,8 @@ import uvicorn
 from peft import PeftModel
 
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout import NativeEngine, Request, SamplingParams
+from keel.rollout import Request, SamplingParams
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import RolloutOptions
 from keel.rollout.sampling import block_shape, draw, gumbel
 from keel.rollout.vllm.rows import Drawing, Row, Sampled

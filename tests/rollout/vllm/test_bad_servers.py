@@ -40,6 +40,8 @@ from trainer.small import BASE, small_model
 
 from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_same, hosted, native, options
 
+pytestmark = pytest.mark.processes
+
 
 def connect(*urls: str, model: Any = None, **changes: Any) -> VllmEngine:
     model = model or shapes.model("llama")

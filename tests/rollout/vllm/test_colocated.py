@@ -16,8 +16,9 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World
 from keel.models.fingerprint import fingerprint_tensors
-from keel.rollout import Request, SamplingParams, build_engine
+from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import build_engine
 from keel.rollout.vllm import TO_BE_PLACED, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
@@ -269,7 +270,7 @@ def test_several_gpus_need_a_server() -> None:
     ("vllm", "message"),
     [
         ({"wait_s": 3}, "wait_s is for a server"),
-        ({"transfer": "http"}, "transfer is for a server"),
+        ({"transfer": "nccl"}, "transfer is for a server"),
         ({"secret": "$NAME"}, "secret is for a server"),
     ],
 )

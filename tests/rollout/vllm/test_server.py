@@ -18,7 +18,8 @@ from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
 from keel.base.world import ALONE, World
-from keel.rollout import NativeEngine, Request, SamplingParams, Turn
+from keel.rollout import Request, SamplingParams, Turn
+from keel.rollout.native.engine import NativeEngine
 from keel.rollout.vllm.client import ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.rows import TRAINING, Drawing, Row, to_json
@@ -28,6 +29,8 @@ from rollout import shapes
 from rollout.test_converse import Guess, groups, tokens_of
 
 from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_same, hosted, native, options, until
+
+pytestmark = pytest.mark.processes
 
 
 def engine_of(model: Any, *urls: str, world: World = ALONE, silence_s: float = 30.0, **changes: Any) -> VllmEngine:

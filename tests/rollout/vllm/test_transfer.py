@@ -29,20 +29,17 @@ from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
 from keel.rollout.vllm.start import engine_arguments, start_error
 from keel.rollout.vllm.transfer import one_of_workers, own_folder, save_shards
-from keel.rollout.vllm.worker import KeelWorker
 from rollout import shapes
 
 from . import fake_vllm
 from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_same, hosted, native, options
 
-KINDS = ("nccl", "ipc")
-
 
 class Receiver(PlainBackend):
     """Receives as vLLM's workers do; what it was given stays untouched until the update ends."""
 
-    def __init__(self, kind: str, **facts: Any) -> None:
-        super().__init__(transfer=kind, devices=["another"], **facts)
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(transfer="nccl", devices=["another"], **facts)
         self.steps: list[str] = []
         self.fail, self.loads, self.received = "", 0, {}  # type: str, int, dict[str, torch.Tensor]
 
@@ -57,12 +54,9 @@ class Receiver(PlainBackend):
     def step(self, step: str, info: dict[str, Any]) -> None:
         if step == self.fail:
             raise RuntimeError("no such device")
-        if step == "init" and "nccl_unique_id_b64" in info:
+        if step == "init" and info:
             identity = base64.b64decode(info["nccl_unique_id_b64"])
             self.group = fake_vllm.Group(identity, info["rank_offset"], info["world_size"], None)
-        elif step == "update" and "tensors" in info:
-            opened = {handle["name"]: direct.open_handle(handle, torch.device("cpu")) for handle in info["tensors"]}
-            self.received |= opened
         elif step == "update":
             self.received = {name: self.group.receive() for name in info["names"]}
         elif step == "finish":
@@ -75,41 +69,14 @@ class Receiver(PlainBackend):
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's classes, a device that shares memory, and files small enough to be several."""
-    from torch.multiprocessing import reductions
-
+    """vLLM's classes, and files small enough to be several."""
     fake_vllm.install(monkeypatch)
-    shared: dict[bytes, torch.Tensor] = {}
-
-    def reduce_tensor(tensor: torch.Tensor) -> Any:
-        handle = len(shared).to_bytes(8, "little")
-        shared[handle] = tensor
-        numbers = (handle, tensor.numel() * 4, 0, False, b"\x07", 0, b"\x09", True)
-        kinds = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
-        return None, (*kinds, 0, *numbers)
-
-    def rebuild(*arguments: Any) -> torch.Tensor:
-        kind, size, stride, offset, storage, dtype, device, handle, size_bytes = arguments[:9]
-        tensor = shared[handle]
-        assert (kind, storage, device, offset) == (torch.Tensor, torch.UntypedStorage, 0, 0)
-        assert (tensor.size(), tensor.stride(), tensor.dtype) == (size, stride, dtype)
-        assert (size_bytes, *arguments[9:]) == (tensor.numel() * 4, 0, False, b"\x07", 0, b"\x09", True)
-        return tensor
-
-    def collect() -> None:
-        for tensor in shared.values():
-            tensor.fill_(torch.nan)  # the sender's memory is used again
-        shared.clear()
-
-    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", collect)
     monkeypatch.setattr(client, "check_transfer", lambda *arguments: None)
     monkeypatch.setattr(client, "save_shards", functools.partial(save_shards, limit=20_000))
 
 
-def engine_of(model: Any, url: str, kind: str) -> VllmEngine:
-    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer=kind), ALONE)
+def engine_of(model: Any, url: str) -> VllmEngine:
+    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer="nccl"), ALONE)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 
@@ -120,33 +87,29 @@ def changed(model: Any, factor: float = 1.05) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_weights_arrive_without_files(kind: str) -> None:
-    model, backend = shapes.model("llama"), Receiver(kind)
+def test_full_weights_arrive_without_files() -> None:
+    model, backend = shapes.model("llama"), Receiver()
     with hosted(backend) as (server,):
-        engine = engine_of(model, server.url, kind)
+        engine = engine_of(model, server.url)
         assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
-        rounds = backend.steps.count("update")
-        assert rounds == 1 if kind == "nccl" else rounds > 2
         engine.sync(changed(model), 3)
         assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
-        updates = ["start", *["update"] * rounds, "finish"]
+        updates = ["start", "update", "finish"]
         assert backend.steps == ["init", *updates, *updates]
         assert (backend.loads, engine.events()) == (0, [])
-        assert engine.notes == (direct.NOT_RUN.format(kind),)
+        assert engine.notes == (direct.NOT_RUN,)
         engine.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_transfer_that_breaks_goes_on_as_files(kind: str) -> None:
-    model, backend = shapes.model("llama"), Receiver(kind)
+def test_a_transfer_that_breaks_goes_on_as_files() -> None:
+    model, backend = shapes.model("llama"), Receiver()
     with hosted(backend) as (server,):
-        engine = engine_of(model, server.url, kind)
+        engine = engine_of(model, server.url)
         backend.fail, backend.steps = "update", []
         engine.sync(changed(model))
         ((code, message),) = engine.events()
         assert code == "sampler/transfer"
-        assert f"by {kind} (" in message
+        assert "by nccl (" in message
         assert "no such device" in message
         assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
         backend.fail, tried = "", list(backend.steps)
@@ -155,12 +118,12 @@ def test_a_transfer_that_breaks_goes_on_as_files(kind: str) -> None:
         assert_same(engine.generate(REQUESTS, SAMPLING), native(model))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_that_comes_back_gets_the_last_sync_again(kind: str) -> None:
+@pytest.mark.slow
+def test_a_server_that_comes_back_gets_the_last_sync_again() -> None:
     model = shapes.model("llama")
-    first, second = Receiver(kind), Receiver(kind)
+    first, second = Receiver(), Receiver()
     server = Hosted(Service(first, PASSWORD).app())
-    engine = engine_of(model, server.url, kind)
+    engine = engine_of(model, server.url)
     old = native(model)
     server.stop()
     back = Hosted(Service(second, PASSWORD).app(), server.port)
@@ -177,34 +140,32 @@ def test_a_server_that_comes_back_gets_the_last_sync_again(kind: str) -> None:
         back.stop()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_arrives_is_proven(kind: str) -> None:
+def test_what_arrives_is_proven() -> None:
     class Wrong(Receiver):
         def step(self, step: str, info: dict[str, Any]) -> None:
             if step == "finish":
                 self.received["model.norm.weight"] += 1e-3
             super().step(step, info)
 
-    with hosted(Wrong(kind)) as (server,), pytest.raises(KeelError, match="does not hold the policy's weights"):
-        engine_of(shapes.model("llama"), server.url, kind)
+    with hosted(Wrong()) as (server,), pytest.raises(KeelError, match="does not hold the policy's weights"):
+        engine_of(shapes.model("llama"), server.url)
 
 
 @pytest.mark.parametrize("step", ["init", "start", "update", "finish"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_first_transfer_that_fails_is_one_line(kind: str, step: str) -> None:
-    backend = Receiver(kind)
+def test_a_first_transfer_that_fails_is_one_line(step: str) -> None:
+    backend = Receiver()
     backend.fail = step
-    line = rf"weights do not go to the sampler at .* by {kind} \(.*no such device\): .*transfer=http"
+    line = r"weights do not go to the sampler at .* by nccl \(.*no such device\): .*transfer=http"
     with hosted(backend) as (server,), pytest.raises(KeelError, match=line):
-        engine_of(shapes.model("llama"), server.url, kind)
+        engine_of(shapes.model("llama"), server.url)
 
 
 def test_adapters_go_as_files() -> None:
-    backend = Receiver("nccl")
+    backend = Receiver()
     backend.base = backend.model = shapes.model("llama")
     adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
     with hosted(backend) as (server,):
-        engine = engine_of(adapted, server.url, "nccl")
+        engine = engine_of(adapted, server.url)
         assert_same(engine.generate(REQUESTS, SAMPLING), native(adapted))
     assert (backend.steps, backend.loads) == ([], 1)
 
@@ -238,27 +199,25 @@ def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "device", "line"),
+    ("status", "device", "line"),
     [
-        ("nccl", {}, "cpu", "transfer=nccl sends from a GPU and the policy is on the cpu"),
-        ("nccl", {"transfer": "http", "devices": ["b"]}, "cuda:0", "start keel serve with --transfer nccl"),
-        ("nccl", {"transfer": "nccl", "devices": ["b", "a"]}, "cuda:0", "on the policy's own GPU.*use ipc"),
-        ("ipc", {"transfer": "ipc", "devices": ["b"]}, "cuda:0", "on another GPU.*use nccl"),
-        ("ipc", {"transfer": "ipc", "devices": ["a", "b"]}, "cuda:0", "on another GPU.*use nccl"),
+        ({}, "cpu", "transfer=nccl sends from a GPU and the policy is on the cpu"),
+        ({"transfer": "http", "devices": ["b"]}, "cuda:0", "start keel serve with --transfer nccl"),
+        ({"transfer": "nccl", "devices": ["b", "a"]}, "cuda:0", "on the policy's own GPU.*use http"),
     ],
 )
 def test_what_a_transfer_cannot_reach_is_refused(
-    kind: str, status: dict[str, Any], device: str, line: str, monkeypatch: pytest.MonkeyPatch
+    status: dict[str, Any], device: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "device_id", lambda device: "a")
     with pytest.raises(KeelError, match=line):
-        direct.check_transfer(kind, status, torch.device(device), "the sampler")
-    for other, devices in (("ipc", ["a"]), ("nccl", ["b", "c"])):
-        direct.check_transfer(other, {"transfer": other, "devices": devices}, torch.device("cuda:0"), "the sampler")
+        direct.check_transfer(status, torch.device(device), "the sampler")
+    sound = {"transfer": "nccl", "devices": ["b", "c"]}
+    direct.check_transfer(sound, torch.device("cuda:0"), "the sampler")
 
 
 def test_the_routes_take_no_more_than_they_need() -> None:
-    backend = Receiver("nccl")
+    backend = Receiver()
     routes = TestClient(Service(backend, PASSWORD).app())
     where, secret = "/keel/transfer/ab12", {"authorization": f"Bearer {PASSWORD}"}
     assert routes.post(f"{where}/start", json={}).status_code == 401
@@ -266,6 +225,7 @@ def test_the_routes_take_no_more_than_they_need() -> None:
     for step, info in (
         ("init", meeting),
         ("update", {"ipc_handles_pickled": "gASV"}),
+        ("update", {"tensors": []}),
         ("shutdown", {}),
         ("start", [1]),
     ):
@@ -276,7 +236,7 @@ def test_the_routes_take_no_more_than_they_need() -> None:
 
 
 def test_half_a_transfer_is_no_weights() -> None:
-    backend = Receiver("ipc")
+    backend = Receiver()
     service = Service(backend, PASSWORD)
     routes = TestClient(service.app(), headers={"authorization": f"Bearer {PASSWORD}"})
     service.weights = "00"
@@ -285,7 +245,7 @@ def test_half_a_transfer_is_no_weights() -> None:
         assert service.weights == ""
         assert routes.post("/keel/weights/ab12", json={}).status_code == 400
     backend.fail = "update"
-    assert routes.post("/keel/transfer/ab12/update", json={"tensors": []}).status_code == 422
+    assert routes.post("/keel/transfer/ab12/update", json={"names": []}).status_code == 422
     backend.fail = ""
     assert routes.post("/keel/transfer/ab12/finish", json={}).status_code == 200
     assert service.weights == ""
@@ -330,8 +290,6 @@ def test_vllm_is_asked_in_the_order_that_it_documents() -> None:
         ("finish_weight_update",),
         ("reset_prefix_cache",),
     ]
-    backend = VllmBackend(Calls(), shapes.tokenizer(), {})
-    assert steps_of(backend, ("update", {"tensors": [1]})) == [("collective_rpc", "keel_open")]
 
 
 def test_full_weights_after_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,26 +342,6 @@ def test_an_update_that_a_lost_trainer_has_left_open_is_ended() -> None:
     assert calls == [start, finish, start, finish, *renewed]
 
 
-def test_a_worker_loads_what_another_process_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[bool] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(True))
-    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.randn(4).bfloat16().float()}
-    loaded: list[tuple[str, torch.Tensor]] = []
-    worker = KeelWorker()
-    worker.device = torch.device("cpu")
-    model = SimpleNamespace(load_weights=lambda pairs: loaded.extend((name, tensor) for name, tensor in pairs))
-    worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    worker.keel_open([direct.shared_handle(name, tensor) for name, tensor in weights.items()])
-    torch.cuda.ipc_collect()
-    assert [name for name, _ in loaded] == ["a", "b"]
-    assert loaded[0][1].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert bool(loaded[1][1].isfinite().all())
-    assert waits == [True]
-    handle = direct.shared_handle("a", torch.zeros(2))
-    with pytest.raises(ValueError, match="no type of tensors: Tensor"):
-        direct.open_handle({**handle, "dtype": "Tensor"}, worker.device)
-
-
 def test_a_lack_of_memory_names_the_option() -> None:
     short = "Free memory on device cuda:0 (3/80 GiB) on startup is less than desired"
     assert str(start_error(ValueError(short), "the.option=0.3")).endswith(f"{short} (the.option=0.3)")
@@ -419,13 +357,12 @@ def test_adapters_on_several_gpus_are_refused_before_vllm_starts() -> None:
 
 
 def test_the_option() -> None:
-    assert VllmOptions().direct is None
-    assert VllmOptions(transfer="http").direct is None
+    assert VllmOptions().transfer == "http"
     with pytest.raises(KeelError, match=r"rollout\.vllm\.transfer is for a server"):
         check_vllm(RolloutOptions(engine="vllm", vllm=VllmOptions(transfer="nccl")))
     common: dict[str, Any] = {"dtype": "float32", "context": 8, "max_lora_rank": 0, "cuda": True}
-    arguments = engine_arguments("m", VllmOptions(transfer="ipc"), **common)
-    assert arguments["weight_transfer_config"] == {"backend": "ipc"}
+    arguments = engine_arguments("m", VllmOptions(transfer="nccl"), **common)
+    assert arguments["weight_transfer_config"] == {"backend": "nccl"}
     assert "weight_transfer_config" not in engine_arguments("m", VllmOptions(), **common)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,30 +10,9 @@ from urllib.parse import urlsplit
 
 from keel.base.errors import KeelError
 from keel.envs.maths import need_math_verify
+from keel.envs.sandbox import Limits
 
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
-    "float": (
-        "a number",
-        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
-    ),
-    "str": ("a text", lambda v: isinstance(v, str)),
-    "bool": ("true or false", lambda v: isinstance(v, bool)),
-    "None": ("null", lambda v: v is None),
-}
 _KEYS = ("pattern", "tag", "reward")
-
-
-def check_types(name: str, function: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of the kind its parameter is annotated with (numbers, texts, flags)."""
-    signature = inspect.signature(function).parameters
-    for key, value in params.items():
-        kinds = str(signature[key].annotation).split(" | ")
-        if not all(kind in _KINDS for kind in kinds):
-            continue
-        if not any(_KINDS[kind][1](value) for kind in kinds):
-            expected = " or ".join(_KINDS[kind][0] for kind in kinds)
-            raise KeelError(f"reward {name}: {key} is {value!r}, it must be {expected}")
 
 
 def _format(params: Mapping[str, Any]) -> None:
@@ -67,12 +45,16 @@ def _ladder(params: Mapping[str, Any]) -> None:
             if key not in (*_KEYS, "value", *(("at_least",) if "reward" in rung else ())):
                 raise KeelError(f"{where} has {key!r}: it takes value, one of {', '.join(_KEYS)}, at_least")
         for key in ("value", "at_least"):
-            if key in rung and not _KINDS["float"][1](rung[key]):
+            if key in rung and not _is_number(rung[key]):
                 raise KeelError(f"{where}.{key} is {rung[key]!r}, it must be a number")
         if "pattern" in rung:
             _pattern("ladder", rung["pattern"])
         if "tag" in rung:
             _tags("ladder", {"tags": [rung["tag"]]})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _length(params: Mapping[str, Any]) -> None:
@@ -136,6 +118,12 @@ def _tags(name: str, params: Mapping[str, Any]) -> None:
         raise KeelError(f"reward {name}: tags is {tags!r}, it must be a list of names such as [think, answer]")
 
 
+def _code(params: Mapping[str, Any]) -> None:
+    if not 0 <= params.get("partial", 0.0) < 1:
+        raise KeelError(f"reward code: partial is {params['partial']}, it must be at least 0 and below 1")
+    Limits.of(params)
+
+
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "math": lambda params: need_math_verify("reward math"),
     "format": _format,
@@ -144,6 +132,7 @@ CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "ladder": _ladder,
     "length": _length,
     "cosine": _cosine,
+    "code": _code,
     "http": _http,
     "chat_judge": _chat_judge,
 }

@@ -73,7 +73,7 @@ def as_reward(value: Any) -> Reward:
     if not isinstance(value, Reward):
         return Reward(_number(value, None))
     parts = {str(k): _number(v, str(k)) for k, v in value.parts.items()}
-    return Reward(_number(value.total, "total"), parts, bool(value.parsed))
+    return Reward(_number(value.total, "total"), parts, bool(value.parsed), str(value.details))
 
 
 def combine(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], aggregate: str = "sum") -> list[float]:

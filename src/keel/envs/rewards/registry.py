@@ -14,11 +14,14 @@ from keel.base.parts import part_arguments
 from keel.envs.base import Task
 from keel.envs.calls import is_async
 from keel.envs.options import RewardPartOptions
-from keel.envs.rewards import http, maths, text
-from keel.envs.rewards.checks import CHECKS, check_types
+from keel.envs.programs import need_sandbox
+from keel.envs.rewards import code, http, maths, text
+from keel.envs.rewards.checks import CHECKS
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
+from keel.envs.sandbox import Limits
 
 REWARDS: dict[str, RewardFunction] = {
+    "none": text.none,
     "exact": text.exact,
     "numeric": text.numeric,
     "math": maths.math,
@@ -28,6 +31,7 @@ REWARDS: dict[str, RewardFunction] = {
     "ladder": text.ladder,
     "length": text.length,
     "cosine": text.cosine,
+    "code": code.code,
     "http": http.http,
     "chat_judge": http.chat_judge,
 }
@@ -44,8 +48,6 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
         return
     arguments = {"of": TASK, **params} if name == "cosine" else params
     _arguments(name, arguments)
-    if name in REWARDS:
-        check_types(name, REWARDS[name], params)
     if name in CHECKS:
         CHECKS[name](arguments)
     for spec in _inner(name, arguments):
@@ -72,11 +74,13 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        return RewardPart(label or TASK, task.reward, weight, task.trusted, asynchronous=is_async(task.reward))
+        at_once = task.judged_at_once
+        return RewardPart(label or TASK, task.reward, weight, task.trusted, at_once, is_async(task.reward))
     function = _function(name)
     inner = [_build_inner(spec, task) for spec in _inner(name, params)]
     arguments = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
+    at_once = Limits.of(params).at_once if name == "code" else at_once
     part = wrap(
         partial(function, **arguments) if arguments else function,
         label or name,
@@ -98,8 +102,12 @@ def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[Rew
 
 
 def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to start where a judge on the net cannot be reached, whatever `reward.on_error` says about later."""
+    """Refuse to start where a judge on the net cannot be reached, whatever `reward.on_error` says about later, and
+    where programs cannot be confined.
+    """
     for entry in entries:
+        if entry["name"] == "code":
+            need_sandbox(Limits.of(entry))
         if entry["name"] in REMOTE:
             http.probe(**{key: entry[key] for key in ("url", "headers", "timeout_s") if key in entry})
 

@@ -16,6 +16,11 @@ Judged = Callable[[Problem, Sequence[str]], Any]  # another reward, as `ladder` 
 FULL = 1.0 - 1e-9  # another reward of at least this is taken as "correct"
 
 
+def none(problem: Problem, text: str) -> float:
+    """0 for every completion: the KL alone trains, as in distillation."""
+    return 0.0
+
+
 def exact(problem: Problem, text: str) -> float:
     """1 if the text is the answer, spaces around it aside."""
     return float(text.strip() == str(problem.answer).strip())

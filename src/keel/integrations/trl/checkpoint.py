@@ -64,7 +64,7 @@ def load_state(
         record = json.loads(path.read_text(encoding="utf-8"))
         saved, batches = record["reference"], int(record["batches"])
         state = State.from_dict(record["state"])
-        before = dict(record.get("options", {}))
+        before = dict(record["options"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KeelError(f"{path} cannot be read ({error}): put it back, or resume from another checkpoint") from None
     for name, now in (options or {}).items():

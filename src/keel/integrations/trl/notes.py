@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.integrations.trl.settings import Settings
+from keel.integrations.trl.settings import TrlSettings
 from keel.kl import KLOptions, Pairing, advise
 from keel.kl.facts import POLICY_REF
 
@@ -27,6 +27,11 @@ def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
         notes.append(
             "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
             "where TRL's own takes the sequence's"
+        )
+    if args.mask_truncated_completions:
+        notes.append(
+            "mask_truncated_completions takes truncated completions out of the KL term and its measurement too, as in "
+            "TRL; in keel train, loss.mask_truncated_completions keeps their KL penalty"
         )
     return notes + advise(args.loss_type, kl.beta) + _sampling_notes(args)
 
@@ -53,7 +58,7 @@ def _sampling_notes(args: Any) -> list[str]:
     return notes
 
 
-def dropout_notes(settings: Settings, model: nn.Module) -> list[str]:
+def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
     """A sentence on dropout; where the measured KL decides something, which would be noise then, it is refused."""
     where = _dropout(model)
     if where is None:

@@ -1,16 +1,26 @@
-"""The reference of a policy that TRL has prepared: a copy with a head of its own, or the adapters off."""
+"""The reference of a policy that TRL has prepared: a copy with a head of its own, or the adapters off.
+
+The base under LoRA stays bit by bit what it was while TRL merges the adapter for its sampler and takes it off again:
+(W + Δ) − Δ is not W in floating point, so every sync would otherwise move the base a little, and with it the reference.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from trl.trainer.utils import add_fused_lm_head
 
+from keel.base.errors import KeelError
 from keel.kl import KLOptions
 from keel.models.head import causal_lm, head_of
-from keel.models.load import LoadedModel
-from keel.reference import Reference, build_reference
+from keel.models.loaded import LoadedModel
+from keel.reference import Reference
+from keel.reference.kinds import build_reference
 from keel.reference.options import ReferenceOptions
 
 
@@ -53,3 +63,34 @@ def _give_own_head(copy: Any, temperature: float, *, in_fp32: bool) -> None:
 def is_needed(kl: KLOptions, step: int, updates: int) -> bool:
     """Whether a batch of rollouts is penalized or measured at any of the updates that it serves, from `step` on."""
     return kl.penalizes or any(kl.measures(step + ahead) for ahead in range(updates))
+
+
+def keeping_base(model: nn.Module, sync: Callable[[], Any]) -> Callable[[], Any]:
+    """`sync`, after which every weight that an adapter lies on is put back from a copy in host memory."""
+    kept = [(weight, weight.detach().to("cpu", copy=True)) for weight in adapted_weights(model)]
+
+    @wraps(sync)
+    def synced() -> Any:
+        try:
+            return sync()
+        finally:
+            with torch.no_grad():
+                for weight, copy in kept:
+                    weight.copy_(copy)
+
+    return synced
+
+
+def adapted_weights(model: nn.Module) -> list[Tensor]:
+    """The base's tensors in layers that carry an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    distinct: dict[int, Tensor] = {id(x): x for layer in layers for x in layer.parameters(recurse=False)}
+    weights = list(distinct.values())
+    if any(not weight.is_floating_point() for weight in weights):
+        raise KeelError(
+            "use_vllm with an adapter on a quantized model: TRL merges the adapter into the base for every sync, which "
+            "rounds the base anew each time and moves the reference; load the base in bfloat16, or give use_vllm=False"
+        )
+    return weights

@@ -18,17 +18,16 @@ from transformers import TrainerCallback
 from keel.base.errors import KeelError
 from keel.integrations.trl.checkpoint import saved_checkpoints
 from keel.integrations.trl.records import messages_of
-from keel.integrations.trl.settings import Settings, config_of
+from keel.integrations.trl.settings import TrlSettings, config_of
 from keel.integrations.versions import TRL
 from keel.kl import KLState
 from keel.lab.doctor.names import TRAINERS
 from keel.lab.hooks import AT_END
 from keel.loggers import MultiLogger, RunDirectory
-from keel.loggers.jsonl import JsonlLogger
-from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED
+from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger
+from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
-from keel.models.lora import is_lora
 from keel.reference.weights import unwrap
 from keel.run.environment import environment
 from keel.run.resume import to_yaml
@@ -58,7 +57,7 @@ class KeelRunCallback(TrainerCallback):
         if rollouts_every is not None and rollouts_every < 0:
             raise KeelError(f"rollouts_every is {rollouts_every}: use 0 (never) or more")
         self.if_exists, self.report, self.rollouts_every = if_exists, report, rollouts_every
-        self.settings: Settings | None = None  # of KeelGRPOTrainer, which writes the lines itself
+        self.settings: TrlSettings | None = None  # of KeelGRPOTrainer, which writes the lines itself
         self.notes: list[str] = []
         self.state: State | None = None
         self._directory: RunDirectory | None = None
@@ -162,7 +161,7 @@ class KeelRunCallback(TrainerCallback):
         self._directory.sync()
         findings = findings_of(self._directory, self._loggers, AT_END)
         self._directory.write_json("findings.json", findings)
-        if errors := [finding["code"] for finding in findings if finding["severity"] == "error"]:
+        if errors := [finding["code"] for finding in findings or () if finding["severity"] == "error"]:
             logger.warning("%s: see keel doctor %s", ", ".join(errors), self._directory.path)
         finished = self.state or State(kl=KLState(math.nan, math.nan))
         finished = replace(finished, step=state.global_step, wall_s=time.monotonic() - self._began)

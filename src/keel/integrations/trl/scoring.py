@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from keel.base.types import Batch, Scores
 from keel.integrations.trl.settings import REDUCTIONS
 from keel.kl import KLOptions
+from keel.kl.exact import penalty_divergence
 from keel.losses.reductions import Denominators
 from keel.models.chunked import StatsOptions, default_chunk, token_stats
 from keel.models.head import LogitsOf, body_of, head_of
@@ -105,10 +106,11 @@ def with_exact_kl(
         ref_head=ref_head,
         chunk_tokens=default_chunk(len(weight) if weight is not None else 2**17, hidden.device),
         ref_policy_grad=kl.estimator == "exact_reverse",
+        divergence=penalty_divergence(kl),
     )
     stats = token_stats(hidden[mask], head, inputs["completion_ids"][mask], options, inputs["ref_hidden"][mask])
 
     def scatter(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.new_zeros(mask.shape).masked_scatter(mask, values)
 
-    return Scores(scores.logp, scores.entropy, scatter(stats.kl), scatter(stats.ref_policy_kl))
+    return Scores(scores.logp, scores.entropy, *map(scatter, (stats.kl, stats.ref_policy_kl, stats.divergence)))

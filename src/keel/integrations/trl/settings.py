@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from keel.base.errors import KeelError
 from keel.base.options import Options
-from keel.config import Config, aliases, read_config
+from keel.config import Config, peers, read_config
 from keel.config.load import is_option, put, validate
 from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_of
 from keel.losses.options import MismatchOptions
-from keel.reference import check_reference
+from keel.reference.kinds import check_reference
 from keel.reference.options import ReferenceOptions
 from keel.run.resume import may_change
 from keel.trainer.options import GuardOptions
@@ -38,7 +38,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrlSettings:
     """Keel's options, checked against TRL's."""
 
     kl: KLOptions
@@ -116,7 +116,7 @@ def settle(
     kl: KLOptions | Mapping[str, Any] | None,
     guards: GuardOptions | Mapping[str, Any] | None,
     reference: ReferenceOptions | Mapping[str, Any] | None,
-) -> Settings:
+) -> TrlSettings:
     """Keel's options with β filled in from `GRPOConfig.beta` where they do not name it; what cannot work is refused."""
     kl = _section("kl", KLOptions, kl)
     guards, reference = _section("guards", GuardOptions, guards), _section("reference", ReferenceOptions, reference)
@@ -136,7 +136,7 @@ def settle(
     check_kl(kl, estimator_facts(kl.estimator))
     check_reference(reference.kind, **reference.params)
     _check_done_here(kl, reference)
-    return Settings(kl, _guards(guards), reference)
+    return TrlSettings(kl, _guards(guards), reference)
 
 
 def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
@@ -191,7 +191,7 @@ def mismatch_of(args: Any) -> MismatchOptions:
     return MismatchOptions(kind="truncate", level=level, cap=1e6 if cap is None else max(1.0, cap))
 
 
-def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config, list[str]]:
+def config_of(args: Any, settings: TrlSettings | None, **own: Any) -> tuple[Config, list[str]]:
     """A configuration of Keel's with as much of TRL's as has a counterpart, and a sentence on each option that has not.
 
     `own` are dotted options that the caller knows, with `__` for the dot.
@@ -200,7 +200,7 @@ def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config,
     if given["generation_batch_size"] is not None:  # TRL fills in the one from the other
         given["steps_per_generation"] = None
     given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    named = aliases.by_name({name: _plain(value) for name, value in given.items() if value is not None}, is_option)
+    named = peers.by_name({name: _plain(value) for name, value in given.items() if value is not None}, is_option)
     options: dict[str, Any] = {name.replace("__", "."): value for name, value in own.items()}
     if settings is not None:
         options |= {f"kl.{name}": value for name, value in settings.kl.model_dump().items()}
@@ -211,7 +211,7 @@ def config_of(args: Any, settings: Settings | None, **own: Any) -> tuple[Config,
         options["kl.gradient"] = "rho" if args.use_bias_correction_kl else "plain"
     groups, notes = [("", options)], []
     for name, value in named.items():
-        alias = aliases.find(name, is_option)
+        alias = peers.find(name, is_option)
         try:
             groups.append((f"{name}={value}: ", {} if alias is None else dict(alias.apply(value, named))))
         except KeelError as error:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
-from keel.base.thresholds import thresholds_of
 from keel.integrations.trl.checkpoint import good_checkpoints
 from keel.integrations.trl.records import rollout_records, skipped_record
 from keel.integrations.trl.window import Update, Window, gather, measure
@@ -27,6 +27,8 @@ from keel.trainer.guards import (
     spike_limit,
 )
 from keel.trainer.measure import peak_gib
+from keel.trainer.options import GuardLimits
+from keel.trainer.start import start_limits, start_violations
 from keel.trainer.state import Skipped, State
 
 logger = logging.getLogger("keel")
@@ -37,7 +39,7 @@ class Steps(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.thresholds = thresholds_of({"guards": trainer.keel.guards.model_dump()})
+        self.limits = GuardLimits.of(trainer.keel.guards, {})
         self.grad_norm = math.nan
         self.update: Update | None = None
         self.seen: dict[str, int] = {}  # of the values that TRL has listed since its last log, by name
@@ -65,7 +67,7 @@ class Steps(TrainerCallback):
     def _judged(self, window: Window) -> tuple[dict[str, float], bool, int]:
         """What is measured of an update, whether it is made, and its tokens."""
         trainer, norm = self.trainer, self.grad_norm
-        limit = spike_limit(trainer.keel_state.norms, self.thresholds)
+        limit = spike_limit(trainer.keel_state.norms, self.limits)
         finite = math.isfinite(norm) and math.isfinite(window.loss)
         spike = finite and limit is not None and norm > limit
         applied = finite and not (spike and trainer.keel.guards.on_spike == "skip")
@@ -101,12 +103,33 @@ class Steps(TrainerCallback):
         trainer.keel_state = self._next_state(before, line, update)
         trainer._move_reference(line.get("kl/policy_ref/k3/mean"))
         self._record(line, before, update)
-        violation = find_violation(trainer.keel_state, line, settings.guards, settings.kl.budget)
+        violation = self._at_start(line)
+        trainer._trained = True
+        violation = violation or find_violation(trainer.keel_state, line, settings.guards, settings.kl.budget)
         if violation is not None and violation.code == "kl/over-budget" and not before.over_budget:
             self._event(violation.code, violation.message)
         if violation is not None and violation.action != "warn":
             self._stop(violation, control)
         trainer._passes, self.update = [], None
+
+    def _at_start(self, line: Mapping[str, float]) -> GuardViolation | None:
+        """The check of Keel's own trainer, at the first update of weights that the reference was made of."""
+        trainer, args = self.trainer, self.trainer.args
+        if trainer._trained:
+            return None
+        limits = start_limits(
+            trainer.model,
+            trainer.keel_reference,
+            self.limits,
+            amp_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+            same_modules=False,
+            weighed=trainer._mismatch.kind != "none",
+        )
+        advice = "next: keel doctor --trl module:build_trainer, or guards={'on_step0_kl': 'warn'} to train on"
+        found = start_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
+        for violation in found:
+            self._event(violation.code, violation.message)
+        return next((violation for violation in found if violation.action == "stop"), None)
 
     def _own_metrics(self, tokens: int) -> dict[str, float]:
         """What TRL has measured of this update, under Keel's names; means of what it has listed since the last one."""
@@ -179,8 +202,8 @@ class Steps(TrainerCallback):
         shown = [part for part in passes if not part.again and trainer.keel_run.shows(part.generated.number)]
         trainer.keel_run.rollouts(step, rollout_records(shown, trainer._tokenizer, trainer.eos_token_ids))
         if line["guard/spike"]:
-            limit = spike_limit(before.norms, self.thresholds) or math.nan
-            median = limit / self.thresholds["grad_spike"]
+            limit = spike_limit(before.norms, self.limits) or math.nan
+            median = limit / self.limits.grad_spike
             message = f"the gradient norm {line['grad/norm']:.4g} is {line['grad/norm'] / median:.3g} × the running "
             self._event("guard/spike", message + f"median {median:.4g}")
         if skipped:

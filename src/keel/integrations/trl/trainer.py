@@ -22,9 +22,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from keel.base.types import Scores
 from keel.base.world import World
 from keel.integrations.trl.checkpoint import load_state, save_state
-from keel.integrations.trl.merging import keeping_base
 from keel.integrations.trl.notes import dropout_notes, notes_on
-from keel.integrations.trl.reference import is_needed, reference_of
+from keel.integrations.trl.reference import is_needed, keeping_base, reference_of
 from keel.integrations.trl.rundir import KeelRunCallback
 from keel.integrations.trl.scoring import (
     FORWARD,
@@ -47,8 +46,8 @@ from keel.integrations.trl.window import Generated, Pass, detached, gather, meas
 from keel.integrations.versions import TRL
 from keel.kl import KLOptions
 from keel.losses import kl_penalty
+from keel.models.adapters import is_lora
 from keel.models.head import frozen_head
-from keel.models.lora import is_lora
 from keel.reference.options import ReferenceOptions
 from keel.reference.weights import unwrap
 from keel.trainer.options import GuardOptions
@@ -104,6 +103,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         self._adapters = set(getattr(unwrap(self.model), "peft_config", ()))
         self.keel_reference = reference_of(self, settings.reference, exact=settings.kl.needs_exact)
         self._start = self.keel_reference.fingerprint()
+        self._trained = False  # since the reference was made
         self._ref_head: Any = None
         if self.use_vllm and is_lora(unwrap(self.model)):
             sampler: Any = self.vllm_generation
@@ -302,6 +302,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        self._trained = True
         saved = load_state(Path(checkpoint), self.keel_reference, self._start, self.keel.kept)
         if saved is None:
             logger.warning("%s is a checkpoint of plain TRL: Keel's controller and guards begin anew", checkpoint)

@@ -25,7 +25,7 @@ VERLS_MODE = "sync"  # the mode of verl's that Keel's is, with its KL in place o
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerlSettings:
     """Keel's options, checked against verl's."""
 
     kl: KLOptions
@@ -37,7 +37,7 @@ class Settings:
         return self.kl.placement == "reward"
 
 
-def settle(config: Any) -> Settings:
+def settle(config: Any) -> VerlSettings:
     """Keel's options; verl's configuration is changed to what they need: its own mode, and a reference."""
     kl = _read(config)
     _check_verl_options(config)
@@ -65,7 +65,7 @@ def settle(config: Any) -> Settings:
             config.algorithm.use_kl_in_reward, config.algorithm.kl_penalty = True, "k1"
         else:
             actor.use_kl_loss = True
-    return Settings(kl, pairing, controller)
+    return VerlSettings(kl, pairing, controller)
 
 
 def _read(config: Any) -> KLOptions:
@@ -150,7 +150,7 @@ def _correction(config: Any, name: str) -> Any:
     return (config.algorithm.get("rollout_correction") or {}).get(name)
 
 
-def notes_on(settings: Settings, config: Any) -> list[str]:
+def notes_on(settings: VerlSettings, config: Any) -> list[str]:
     """What is allowed and may surprise, one sentence each."""
     notes, rollout = [], config.actor_rollout_ref.rollout
     if settings.kl.penalizes and settings.pairing.expected_gradient != POLICY_REF:

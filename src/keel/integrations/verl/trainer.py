@@ -1,8 +1,13 @@
-"""verl's synchronous PPO trainer with Keel's KL term, controller of β and measurement: `trainer_mode=keel_sync`."""
+"""verl's synchronous PPO trainer with Keel's KL term, controller of β and measurement: `trainer_mode=keel_sync`.
+
+Keel's part of a checkpoint is `global_step_N/keel.json`, with the state of the controller of β.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import transfer_queue as tq
@@ -12,15 +17,17 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import validate_config
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+import keel
 from keel.base.errors import KeelError
-from keel.integrations.verl.checkpoint import load_state, resumed_folder, save_state, saved_folder
+from keel.base.files import write_atomic
 from keel.integrations.verl.loss import REPORTED, KeelLoss, policy_config
 from keel.integrations.verl.settings import notes_on, settle
 from keel.integrations.verl.unread import MODE, ReadsKeel
 from keel.integrations.versions import VERL, VERLS_WORKER
-from keel.kl import KLState, measure_kl
+from keel.kl import KLOptions, KLState, measure_kl
 from keel.kl.measure import controlled_kl
 
+STATE = "keel.json"
 logger = logging.getLogger("keel")
 VERL.check_version()
 VERL.check_names(PPOTrainerSync)
@@ -105,6 +112,45 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
         if self.global_steps > 0:
             folder = resumed_folder(self.config.trainer, self.global_steps)
             self.keel_state = load_state(folder, self.keel.kl) or self.keel_state
+
+
+def saved_folder(trainer: Any, step: int) -> Path:
+    """Where verl writes the checkpoint of that step; `trainer` is that section of its configuration."""
+    return Path(trainer.default_local_dir) / f"global_step_{step}"
+
+
+def resumed_folder(trainer: Any, step: int) -> Path:
+    """The checkpoint that verl has resumed from."""
+    return Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else saved_folder(trainer, step)
+
+
+def _settings(kl: KLOptions) -> dict[str, Any]:
+    """What a state belongs to: under other settings it would steer something else."""
+    return json.loads(json.dumps({"beta": kl.beta, "controller": kl.controller.model_dump()}))
+
+
+def save_state(folder: Path, kl: KLOptions, state: KLState) -> None:
+    """Write keel.json before verl writes its part, so that no complete checkpoint is without it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"keel": keel.__version__, "settings": _settings(kl), "state": state.to_dict()}
+    write_atomic(folder / STATE, json.dumps(record, indent=1))
+
+
+def load_state(folder: Path, kl: KLOptions) -> KLState | None:
+    """The controller's state; None of a checkpoint of plain verl, or where β or its controller were changed since."""
+    path = folder / STATE
+    if not path.is_file():
+        logger.warning("%s is a checkpoint of plain verl: Keel's controller of β begins anew", folder)
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings, state = record["settings"], KLState.from_dict(record["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KeelError(f"{path} cannot be read ({error}): put it back, or resume from another checkpoint") from None
+    if settings != _settings(kl):
+        logger.warning("kl.beta or kl.controller is not that of %s: β begins anew, at %g", path, kl.beta)
+        return None
+    return state
 
 
 if get_trainer_cls(MODE) is not KeelPPOTrainerSync:

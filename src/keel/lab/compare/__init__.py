@@ -1,17 +1,24 @@
 """Drift: how far one model is from another on given prompts, by every estimator, in both directions."""
 
-from keel.lab.compare.measure import Direction, Drift, DriftEstimate, PositionDrift, Sample, TokenDrift, measure_drift
-from keel.lab.compare.prompts import read_prompts
+from keel.lab.compare.measure import (
+    Direction,
+    Drift,
+    DriftEstimate,
+    MeasuredCompletion,
+    PositionDrift,
+    TokenDrift,
+    measure_drift,
+)
 from keel.lab.compare.sides import Side, load_pair
-from keel.lab.compare.sources import ModelSource, default_reference, resolve
+from keel.lab.compare.sources import ModelSource, default_reference, read_prompts, resolve
 
 __all__ = [
     "Direction",
     "Drift",
     "DriftEstimate",
+    "MeasuredCompletion",
     "ModelSource",
     "PositionDrift",
-    "Sample",
     "Side",
     "TokenDrift",
     "default_reference",

@@ -18,7 +18,7 @@ from keel.kl.ratios import select
 from keel.lab.compare.score import Scored, check_comparable, render, sample, score
 from keel.lab.compare.sides import Side, load_pair
 from keel.lab.compare.sources import resolve
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.rollout import SamplingParams
 from keel.rollout.registry import find_engine
 
@@ -59,7 +59,7 @@ class PositionDrift:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredCompletion:
     """One completion token by token: log-ratio of the token drawn, and the exact KL of the distribution there."""
 
     prompt: str
@@ -92,7 +92,7 @@ class Direction:
     positions: tuple[PositionDrift, ...]
     bands: tuple[PositionDrift, ...]
     tokens: tuple[TokenDrift, ...]
-    largest: Sample
+    largest: MeasuredCompletion
 
     @property
     def moved(self) -> bool:
@@ -140,6 +140,7 @@ def measure_drift(
     seed: int = 0,
     chat_template: str = "auto",
     system_prompt: str | None = None,
+    allow_control_tokens: bool = False,
     reverse_samples: bool = True,
     microbatch_tokens: int = 8192,
     max_batch: int = 64,
@@ -167,7 +168,12 @@ def measure_drift(
     )
     first, second = _sides(policy, reference)
     check_comparable(first, second)
-    rendered = render(first, second, problems, max_tokens, chat_template=chat_template, system_prompt=system_prompt)
+    rendering = {
+        "chat_template": chat_template,
+        "system_prompt": system_prompt,
+        "allow_control_tokens": allow_control_tokens,
+    }
+    rendered = render(first, second, problems, max_tokens, **rendering)
 
     def direction(sampler: Side, other: Side, attempt: int) -> Direction:
         groups = sample(sampler, problems, rendered, sampling, engine=engine, seed=seed, attempt=attempt)
@@ -273,12 +279,12 @@ def _by_token(tokens: Tensor, log_ratios: Tensor, k3: Tensor, tokenizer: Any) ->
     return tuple(sorted(drifts, key=lambda token: (-token.share, -token.count, token.id)))
 
 
-def _largest(groups: Sequence[Group], scored: Scored, log_ratios: Tensor, tokenizer: Any) -> Sample:
+def _largest(groups: Sequence[Group], scored: Scored, log_ratios: Tensor, tokenizer: Any) -> MeasuredCompletion:
     """The completion with the largest sum of exact KL."""
     row = int(scored.exact.sum(-1).argmax())
     mask = scored.mask[row]
     group = groups[row * len(groups) // len(scored.mask)]
-    return Sample(
+    return MeasuredCompletion(
         prompt=tokenizer.decode(list(group.prompt_tokens)),
         tokens=tuple(tokenizer.decode([i]) for i in scored.tokens[row][mask].tolist()),
         log_ratio=tuple(log_ratios[row][mask].tolist()),

@@ -15,8 +15,9 @@ from keel.lab.compare.sides import Side
 from keel.models.head import causal_lm, frozen_head
 from keel.models.logprobs import hidden_states, score_hidden
 from keel.models.pack import microbatches, pack
-from keel.rollout import Request, SamplingParams, build_engine
+from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import build_engine
 from keel.rollout.render import Renderer
 from keel.trainer.batch import stitch
 

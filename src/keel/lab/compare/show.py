@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.lab.compare.measure import EXACT, Direction, Drift, DriftEstimate, Sample
+from keel.lab.compare.measure import EXACT, Direction, Drift, DriftEstimate, MeasuredCompletion
 
 NOTES = {
     "k1": "unbiased; either sign",
@@ -97,7 +97,7 @@ def _peaks(direction: Direction) -> str:
     return "largest at " + ", ".join(f"{p.first} ({p.exact.mean:.3g})" for p in largest) if largest else ""
 
 
-def _largest(sample: Sample) -> Text:
+def _largest(sample: MeasuredCompletion) -> Text:
     """The completion coloured by log-ratio: orange where the policy makes a token more likely, blue where less."""
     top = max([_FULL, *(abs(x) for x in sample.log_ratio)])
     text = Text.assemble(

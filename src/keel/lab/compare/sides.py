@@ -13,7 +13,8 @@ from torch import nn
 from keel.base.errors import KeelError, first_line
 from keel.lab.compare.sources import ModelSource
 from keel.models.head import evaluating
-from keel.models.load import LoadedModel, align_parameters
+from keel.models.load import align_parameters
+from keel.models.loaded import LoadedModel
 from keel.models.lora import check_bias
 from keel.trainer.integrity import check_model
 

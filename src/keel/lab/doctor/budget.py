@@ -40,7 +40,7 @@ def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
         sampling = replace(sampling, max_completion_length=min(sampling.max_completion_length, length))
     return replace(
         setup,
-        built=replace(setup.built, sampling=sampling),
+        built=replace(setup.built, collector=replace(setup.built.collector, sampling=sampling)),
         batch=setup.pack(shorter),
         cut_from=setup,
         of_batch={},

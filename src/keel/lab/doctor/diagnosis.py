@@ -6,8 +6,8 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding, ranked
+from keel.lab.thresholds import Thresholds
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 
@@ -36,6 +36,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  # what was read and done, and pictures such as the coloured masks
     raised_thresholds: tuple[str, ...] = ()  # "threshold x raised from a to b"
     sound: tuple[str, ...] = ()  # what was tried, by name, and gave neither error nor warning
+    cut: str | None = None  # how much of its warm start the policy has had, where there was no time for all of it
 
     @property
     def healthy(self) -> bool:

@@ -1,9 +1,9 @@
-"""A diagnosis for a person: verdict and findings first, in ten lines; with `verbose` all that was looked at."""
+"""A diagnosis for a person: verdict and findings first, in twenty lines; with `verbose` all that was looked at."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -15,9 +15,8 @@ from keel.lab.doctor.findings import Finding, ranked
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}
-LINES = 10  # of the short form
+LINES = 20  # of the short form: it fits a terminal of 24
 SHOWN = 3  # findings of the short form, where there is room for them
-WIDE = 100  # columns in which the evidence of most findings is one line
 NARROWEST, UNLIMITED = 40, 10_000  # columns
 INDENT = "  "
 Line = tuple[str, str]  # text and style
@@ -26,12 +25,15 @@ Line = tuple[str, str]  # text and style
 def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose: bool = False) -> None:
     """The verdict, the findings, and what was found sound; with `verbose` also hypotheses, what was not checked, notes.
 
-    The short form has ten lines: more only where what to change, which is never cut, takes them.
+    The short form has twenty lines: more only where the first finding alone takes them. No sentence is cut.
     """
     width = UNLIMITED if verbose else max(console.width, NARROWEST)
-    above = [(_verdict_line(diagnosis, name, width), "bold green" if diagnosis.healthy else "bold")]
+    style = "bold green" if diagnosis.healthy else STYLES[ranked(diagnosis.findings)[0].severity]
+    above = [(_verdict_line(diagnosis, name, width), style)]
     raised = [line for sentence in diagnosis.raised_thresholds for line in textwrap.wrap(f"! {sentence}", width)]
     below = [*((line, "bold yellow") for line in raised)]
+    if diagnosis.cut:
+        below += [(line, "yellow") for line in textwrap.wrap(f"! the policy has had only {diagnosis.cut}", width)]
     if diagnosis.sound:
         below.append((_sound(diagnosis, width), "green"))
     if verbose:
@@ -68,46 +70,36 @@ def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
     """Errors and warnings, as many as there is room for; what is left of it goes to the first."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
     for shown in range(min(SHOWN, len(serious)), 0, -1):
-        others = len(serious) - shown
-        more = [(f"and {others} more: --verbose", "yellow")] if others else []
-        blocks = [_brief(finding, width) for finding in serious[:shown]]  # one at least, whatever it takes
-        if sum(map(len, blocks)) + len(more) <= room or shown == 1:
+        others = serious[shown:]
+        more = f"and {len(others)} more: {_listed(finding.code for finding in others)}; --verbose" if others else ""
+        rest = [(line, "yellow") for line in textwrap.wrap(more, width, break_on_hyphens=False)]
+        blocks = [_block(finding, width) for finding in serious[:shown]]  # one at least, whatever it takes
+        if sum(map(len, blocks)) + len(rest) <= room or shown == 1:
             break
     else:
         return []
     for index, finding in enumerate(serious[:shown]):
-        left = room - len(more) - sum(map(len, blocks)) + len(blocks[index])
-        forms = (_full(finding, diagnosis, width, with_cause=with_cause) for with_cause in (True, False))
+        left = room - len(rest) - sum(map(len, blocks)) + len(blocks[index])
+        symptoms = [other.code for other in diagnosis.findings if other.explained_by == finding.code]
+        forms = (_block(finding, width, symptoms, with_cause=with_cause) for with_cause in (True, False))
         blocks[index] = next((form for form in forms if len(form) <= left), blocks[index])
-    return [line for block in blocks for line in block] + more
+    return [line for block in blocks for line in block] + rest
 
 
-def _brief(finding: Finding, width: int) -> list[Line]:
-    """The code with the beginning of its evidence, and what to change."""
-    text = f"{finding.severity} {finding.code}: {finding.evidence}"
-    return [(textwrap.shorten(text, width, placeholder=" …"), STYLES[finding.severity]), *_advised(finding, width)]
-
-
-def _full(finding: Finding, diagnosis: Diagnosis, width: int, *, with_cause: bool) -> list[Line]:
-    """The code, a line or two of evidence, a line of the cause, what to change, and what the finding explains."""
-    symptoms = [other.code for other in diagnosis.findings if other.explained_by == finding.code]
+def _block(finding: Finding, width: int, symptoms: Sequence[str] = (), *, with_cause: bool = False) -> list[Line]:
+    """The code, the evidence, with room the cause, what to change, and what the finding explains."""
     return [
         (f"{finding.severity} {finding.code}", STYLES[finding.severity]),
-        *_indented(finding.evidence, "", width, at_most=2 if width < WIDE else 1),
-        *(_indented(finding.cause, "dim", width, at_most=1) if with_cause else ()),
-        *_advised(finding, width),
-        *(_indented(f"explains {_listed(symptoms)}", "cyan", width, at_most=1) if symptoms else ()),
+        *_indented(finding.evidence, "", width),
+        *(_indented(finding.cause, "dim", width) if with_cause else ()),
+        *_indented(f"→ {finding.advice}", "bold", width),
+        *(_indented(f"explains {_listed(symptoms)}", "cyan", width) if symptoms else ()),
     ]
 
 
-def _advised(finding: Finding, width: int) -> list[Line]:
-    return _indented(f"→ {finding.advice}", "bold", width)
-
-
-def _indented(text: str, style: str, width: int, *, at_most: int | None = None) -> list[Line]:
-    """Lines of the console's width; what is over `at_most` of them is cut with an ellipsis."""
-    lines = textwrap.wrap(text, width - len(INDENT), max_lines=at_most, placeholder=" …", break_on_hyphens=False)
-    return [(INDENT + line, style) for line in lines]
+def _indented(text: str, style: str, width: int) -> list[Line]:
+    """Lines of the console's width."""
+    return [(INDENT + line, style) for line in textwrap.wrap(text, width - len(INDENT), break_on_hyphens=False)]
 
 
 def _print(console: Console, lines: Iterable[Line]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import encode, write_atomic
-from keel.base.thresholds import thresholds_of
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.readers import is_run, read_history, runs_below
 from keel.lab.doctor.readers.keel_run import history_of, is_keel_run
 from keel.lab.runs import RunRecord
+from keel.lab.thresholds import thresholds_of
 from keel.loggers.rundir import FINDINGS
 
 LISTED = 10  # runs that a refusal names

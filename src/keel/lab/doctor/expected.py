@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from keel.kl import KLOptions, Pairing, estimate, exact_kl
-from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
+from keel.kl.exact import penalty_divergence
+from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, over_vocabulary
 from keel.kl.placement import kl_loss, kl_score_loss
 
 TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
@@ -69,7 +70,7 @@ def measure_term(
         factor /= 2
     logits = reference + factor * direction
     gradient, value = term_gradient(logits, ref_logp, kl, pairing)
-    targets = target_gradients(logits, ref_logp)
+    targets = target_gradients(logits, ref_logp, kl)
     exact = targets[POLICY_REF]
     size = (gradient.norm() / exact.norm().clamp_min(1e-300)).item()
     factors = {
@@ -142,12 +143,12 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pair
     mask = torch.ones_like(logp, dtype=torch.bool)
     if kl.placement != "loss":
         at = old if kl.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
-        if kl.estimator.startswith("exact"):
-            penalty = _summed(at, ref_logp, kl.estimator)
+        if over_vocabulary(kl.estimator):
+            penalty = _by_vocabulary(at, ref_logp, kl)
         else:
             penalty = estimate(kl.estimator, at, ref_logp, mask, clamp=kl.log_ratio_clamp)
         return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=kl.ratio_cap)
-    exact = _summed(logp, ref_logp, pairing.estimator)
+    exact = _by_vocabulary(logp, ref_logp, kl)
     shape = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
     values = kl_loss(
         pairing,
@@ -162,10 +163,14 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pair
     return values.reshape(logp.shape)
 
 
-def _summed(logp: Tensor, ref_logp: Tensor, estimator: str) -> Tensor:
-    """The KL over the vocabulary at each state, in the estimator's direction, for every token of it `[N, V]`."""
-    direction = "ref_policy" if estimator == "exact_reverse" else "policy_ref"
-    return exact_kl(logp, ref_logp, direction).unsqueeze(-1).expand_as(logp)
+def _by_vocabulary(logp: Tensor, ref_logp: Tensor, kl: KLOptions) -> Tensor:
+    """The estimator's divergence at each state, for every token of it `[N, V]`."""
+    divergence = penalty_divergence(kl)
+    if divergence is None:
+        values = exact_kl(logp, ref_logp, "ref_policy" if kl.estimator == "exact_reverse" else "policy_ref")
+    else:
+        values = divergence(logp, ref_logp, torch.arange(logp.shape[-1], device=logp.device).expand(logp.shape))
+    return values if values.dim() == logp.dim() else values.unsqueeze(-1).expand_as(logp)
 
 
 def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int = 64) -> dict[str, float]:
@@ -178,7 +183,7 @@ def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int 
     tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
     exact = exact_kl(logp, ref_logp)
     figures = {"exact": exact.mean().item()}
-    names = {"k1", "k2", "k3", *(() if kl.estimator.startswith("exact") else (kl.estimator,))}
+    names = {"k1", "k2", "k3", *(() if over_vocabulary(kl.estimator) else (kl.estimator,))}
     for name in sorted(names):
         values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.log_ratio_clamp)
         error = values.mean(-1) - exact
@@ -187,7 +192,7 @@ def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int 
     return figures
 
 
-def target_gradients(logits: Tensor, ref_logp: Tensor) -> dict[str, Tensor]:
+def target_gradients(logits: Tensor, ref_logp: Tensor, kl: KLOptions) -> dict[str, Tensor]:
     """What a term's expected gradient can be, as gradients of closed forms."""
     logits = logits.detach().requires_grad_()
     logp = logits.log_softmax(-1)
@@ -197,4 +202,6 @@ def target_gradients(logits: Tensor, ref_logp: Tensor) -> dict[str, Tensor]:
         "total-variation": (logp.exp() - ref_logp.exp()).abs().sum(-1),
         REVERSED: 0.5 * (2 * logp - ref_logp).exp().sum(-1),
     }
+    if kl.estimator in (JSD, TOPK):
+        forms[kl.estimator] = _by_vocabulary(logp, ref_logp, kl)[:, 0]
     return {name: torch.autograd.grad(form.mean(), logits, retain_graph=True)[0] for name, form in forms.items()}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from keel.base.errors import unknown
 from keel.base.yaml_text import dump, of_package
-
-Severity = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-
+from keel.lab.judge import SEVERITIES, Severity
 
 Options = Mapping[str, Any]
 

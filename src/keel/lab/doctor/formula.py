@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keel.base.errors import KeelError
+from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
+from keel.kl.nearest import RIGHT, nearest_right
 from keel.lab.doctor.findings import Advice, propose
 from keel.lab.runs import number
-
-if TYPE_CHECKING:
-    from keel.kl.facts import Pairing
+from keel.losses.recipes import LOSSES
+from keel.verify.own import estimator_facts
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,6 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
     loss_type = str(_inner(config, "loss", "loss_type", "grpo"))
     if source == "TRL":
         return _of_trl(bool(kl.get("bias_correction")), several, loss_type)
-    from keel.kl.facts import MEANINGS, check_pairing, term_reduction  # torch: only where a term of Keel's acts
-    from keel.kl.nearest import RIGHT, nearest_right
-    from keel.losses import LOSSES
-    from keel.verify.own import estimator_facts
-
     options: dict[str, Any] = {name: str(kl.get(name, default)) for name, default in _DEFAULTS.items()}
     off_policy = several or _inner(config, "rollout", "max_staleness", 0) > 0
     loss = LOSSES.get(loss_type)
@@ -77,26 +73,13 @@ def _of_trl(corrected: bool, off_policy: bool, loss_type: str) -> Formula:
         expected = f"length-weighted {expected}"
     if off_policy and not corrected:
         expected = f"near {expected}"
-    meaning = TRL_GRADIENTS[expected]
+    meaning = MEANINGS[expected]
     note = f"k3 in the loss {'with' if corrected else 'without'} its bias correction: expected gradient is {meaning}"
     change = {} if corrected else {"use_bias_correction_kl": True}
     return Formula(note, expected, meaning.partition(":")[0], change, right=corrected)
 
 
-# What keel.kl.facts proves of TRL's term, and the losses that average over each completion: kept here as well, so that
-# a log is read without torch.
-TRL_BY_LENGTH = ("grpo", "sapo")
-TRL_GRADIENTS = {
-    "policy||ref": "∇KL(policy‖ref): the penalty one means",
-    "ref||policy": "∇KL(ref‖policy): a pull along the forward KL",
-    "near ref||policy": "near ∇KL(ref‖policy), and biased by the drift between the sampler and the policy",
-    "length-weighted policy||ref": "near ∇KL(policy‖ref): the loss's mean over each completion weighs its tokens by "
-    "1/length, which is exact where lengths are equal",
-    "length-weighted ref||policy": "near ∇KL(ref‖policy): the loss's mean over each completion weighs its tokens by "
-    "1/length, which is exact where lengths are equal",
-    "near length-weighted ref||policy": "near ∇KL(ref‖policy): the loss's mean over each completion weighs its tokens "
-    "by 1/length, and it is biased by the drift between the sampler and the policy",
-}
+TRL_BY_LENGTH = ("grpo", "sapo")  # losses that average over each completion
 _DEFAULTS = {"estimator": "k3", "placement": "loss", "gradient": "auto", "level": "token"}
 
 
@@ -112,7 +95,6 @@ def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:
     import torch
 
     from keel.kl import KLOptions
-    from keel.kl.facts import MEANINGS
     from keel.lab.doctor.expected import measure_term
 
     generator = torch.Generator().manual_seed(0)

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.diagnosis import Hypothesis
 from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import CODES, Advice, Finding, overrides
 from keel.lab.doctor.formula import Formula
 from keel.lab.doctor.suspects import SUSPECTS, RuleOut, Suspect
 from keel.lab.runs import number
+from keel.lab.thresholds import Thresholds
 
 if TYPE_CHECKING:
     from keel.lab.doctor.history import History

@@ -27,7 +27,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class PeerTrainer:
     """One of the trainers of names.yaml; `options` are theirs → Keel's."""
 
     name: str
@@ -61,10 +61,10 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile("(.+)".join(map(re.escape, name.split("*"))))
 
 
-def _trainers() -> dict[str, Trainer]:
+def _trainers() -> dict[str, PeerTrainer]:
     rows = of_package("keel.lab.doctor", "names.yaml")
     return {
-        name: Trainer(
+        name: PeerTrainer(
             name,
             row["about"],
             tuple(row["markers"]),

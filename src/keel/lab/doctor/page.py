@@ -9,9 +9,11 @@ from typing import Any
 
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.examine import examine
+from keel.lab.doctor.findings import ranked
 from keel.lab.report import write_page
 from keel.lab.report.html import document
 from keel.lab.report.sections import finding_articles, table
+from keel.lab.report.verdict import SEVERITY_TONES
 from keel.lab.runs import RunRecord
 
 _TONES = {"confirmed": "bad", "ruled out": "good"}
@@ -25,7 +27,12 @@ def write_diagnosis(diagnosis: Diagnosis, verdict: str, out: Path) -> Path:
 def summary(diagnosis: Diagnosis, verdict: str) -> str:
     """The verdict, the findings, and all that was looked at."""
     data = diagnosis.as_dict()
-    lines = [("good" if diagnosis.healthy else "bad", f"<b>{escape(verdict)}</b>")]
+    lines = [
+        (
+            "good" if diagnosis.healthy else SEVERITY_TONES[ranked(diagnosis.findings)[0].severity],
+            f"<b>{escape(verdict)}</b>",
+        )
+    ]
     lines += [("warn", escape(line)) for line in diagnosis.raised_thresholds]
     if diagnosis.sound:
         lines.append(("good", f"tried and found sound: {escape(', '.join(diagnosis.sound))}"))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from keel.base.errors import KeelError, first_line
-from keel.base.thresholds import Thresholds, load_thresholds
 from keel.config import Config
 from keel.envs import Task
 from keel.envs.calls import TooManyHungCalls
@@ -22,7 +21,9 @@ from keel.lab.doctor.hypotheses import judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes import PROBES, ProbeResult
 from keel.lab.doctor.probes.evidence import undecided_tests
 from keel.lab.doctor.probes.result import failed_probe
+from keel.lab.doctor.scope import figures_in_scope, in_scope
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
+from keel.lab.thresholds import Thresholds, load_thresholds
 from keel.rollout.engine import OtherModel, StaleWeights
 
 OnProbe = Callable[[ProbeResult, float], None]
@@ -41,8 +42,9 @@ def preflight(
     """Findings of all probes, worst first; `on_probe(outcome, seconds)` is called after each of them.
 
     A probe that fails on what it is given is said to have failed and does not end the others; a sampler that is
-    refused when it is built is the only finding, since nothing can be sampled. A warm start that takes
-    longer than `warmstart_s` is cut; what then depends on the policy's skill is a note and decides no hypothesis.
+    refused when it is built is the only finding, since nothing can be sampled. A warm start is cut after
+    `warmstart_s` if it would take more than twice that; what then depends on the policy's skill is a note and decides
+    no hypothesis.
     `quick` leaves some probes out and gives the others less of the batch.
     """
     limits = load_thresholds() if thresholds is None else thresholds
@@ -74,7 +76,7 @@ def preflight(
             outcomes.append(outcome)
             if on_probe is not None:
                 on_probe(outcome, time.monotonic() - began)
-    every = [finding for outcome in outcomes for finding in outcome.findings]
+    every = in_scope((finding for outcome in outcomes for finding in outcome.findings), config.to_dict())
     findings = tuple(
         ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
     )
@@ -87,7 +89,7 @@ def preflight(
         findings=explain(findings, log=False),
         hypotheses=judge_hypotheses(
             findings,
-            preflight_figures(decisive, several_turns=several),
+            figures_in_scope(preflight_figures(decisive, several_turns=several), config.to_dict()),
             limits,
             unchecked,
             formula_of(config.to_dict()),
@@ -95,6 +97,7 @@ def preflight(
         unchecked=unchecked,
         notes=(*setup.notes, *bounded, *(line for outcome in outcomes for line in outcome.lines)),
         sound=tuple(outcome.name for outcome in outcomes if outcome.sound),
+        cut=setup.warmstart_cut,
     )
     return with_threshold_notes(diagnosis, limits)
 

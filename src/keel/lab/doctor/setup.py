@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Problem, Reward, Scores
+from keel.base.types import Group, Problem, Reward, RewardFailure, Scores
 from keel.config import Config
 from keel.envs import Task
-from keel.envs.judge import Failure, Judge
+from keel.envs.judge import Judge
 from keel.envs.rewards import RewardPart
 from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.weights import each_logits, perturbed_weights, vocabulary_size
-from keel.models.load import LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.models.pack import right_pad
 from keel.rollout.request import Turn
 from keel.rollout.sampling import SamplingParams
-from keel.run.build import Built, build_collector, build_policy, build_run, build_warmstart
+from keel.run.build import Built, build_policy, build_run, build_warmstart
 from keel.run.warmstart import is_complete, warmstart_folder
+from keel.run.warmstart_cache import cached_sft
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.trainer.integrity import check_model
-from keel.trainer.sft import sft
 from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
@@ -49,7 +49,7 @@ class ProbeSetup:
     config: Config
     built: Built
     batch: StepBatch
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RewardFailure, ...] = ()
     notes: tuple[str, ...] = ()
     warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
     turns: tuple[Turn, ...] = ()
@@ -142,9 +142,9 @@ class ProbeSetup:
         Where tokens are all that is looked at, no reward is asked, and all of them are 0.
         """
         chosen = [group.problem for group in self.groups] if problems is None else problems
-        params = self.sampling if sampling is None else sampling
         judge = self.built.judge if judged else Judge([_NO_REWARD], self.built.judge.options)
-        return self.run.collect(chosen, attempt=0, step=step, sampling=params, judge=judge)  # type: ignore[call-arg]
+        collector = replace(self.built.collector, sampling=self.sampling if sampling is None else sampling, judge=judge)
+        return collector.collect(chosen, step=step)
 
     @property
     def judgements_left(self) -> int:
@@ -252,9 +252,8 @@ def build_setup(
         built.run.engine.sync(loaded.model, 0)
         sampling = replace(built.sampling, num_generations=max(count, 2))
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
-        run, recorder = built.run, RecordingEngine(built.run.engine)
-        collect = build_collector(config, recorder, run.task, loaded.tokenizer, sampling, built.judge, run.world)
-        groups = collect(drawn, attempt=0, step=0)
+        recorder = RecordingEngine(built.run.engine)
+        groups = replace(built.collector, engine=recorder, sampling=sampling).collect(drawn)
         # weights that are no numbers have no log-probabilities to weigh stale samples with: that is what is to be found
         finite = all(bool(p.isfinite().all()) for p in loaded.model.parameters() if p.is_floating_point())
         batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0 and finite)
@@ -285,14 +284,18 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     def report(step: int, line: Mapping[str, float]) -> None:
         nonlocal done
         done = step
-        if time.monotonic() - began > limit_s and step < start.options.steps:
+        spent = time.monotonic() - began
+        whole = spent / step * start.options.steps  # at this pace; one that ends is kept for the next time
+        if spent > limit_s and whole > 2 * limit_s and step < start.options.steps:
             raise _OutOfTime
 
     try:
-        sft(loaded, *start, report)
+        started = cached_sft(loaded, start, report)
     except _OutOfTime:
-        cut = f"{done} of {start.options.steps} steps of its warm start ({limit_s:g} s)"
+        cut = f"{done} of {start.options.steps} steps of its warm start ({time.monotonic() - began:.0f} s)"
         return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
+    if started.taken is not None:
+        return loaded, (*notes, f"the warm start was made before and is taken from {started.taken}"), None
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 

@@ -8,13 +8,13 @@ from io import StringIO
 
 from rich.console import Console
 
-from keel.base.thresholds import shipped_thresholds
 from keel.lab.doctor.causes import CAUSES
 from keel.lab.doctor.diagnosis import Diagnosis
 from keel.lab.doctor.display import SHOWN, show_diagnosis
 from keel.lab.doctor.findings import CODES, finding, propose
-from keel.lab.doctor.names import SHORT, TRAINERS, Trainer
+from keel.lab.doctor.names import SHORT, TRAINERS, PeerTrainer
 from keel.lab.doctor.suspects import SUSPECTS, Suspect
+from keel.lab.thresholds import shipped_thresholds
 
 PAGE = """\
 # What is wrong, and how that is decided
@@ -34,11 +34,12 @@ keel doctor verl.log                         # what a trainer printed, a line a 
 keel doctor log.csv --map step=it,kl=my_kl   # a table: CSV or JSON lines
 ```
 
-The verdict and the findings come first, in ten lines: of up to {shown} errors and warnings, as many as have room, the
-code, the evidence and what to change, which is never cut and may take more; where lines are left also the cause and
-what the finding explains. Then what was tried and found sound, and how much could not be checked. An area of a log's
-checks is sound if nothing was found in it, not even a note, and half of it or more could be decided: "reward (5 of 7)"
-says how much. A folder that is no run itself but holds some is refused, with their names, newest first.
+The verdict and the findings come first, in twenty lines: up to {shown} errors and warnings, as many as have room, each
+with its code, its evidence and what to change, and where lines are left also its cause and what it explains. No
+sentence is cut: a first finding that needs more lines gets them. Then what was tried and found sound, and how much
+could not be checked. An area of a log's checks is sound if nothing was found in it, not even a note, and half of it or
+more could be decided: "reward (5 of 7)" says how much. A folder that is no run itself but holds some is refused, with
+their names, newest first.
 
 ```text
 {example}
@@ -71,8 +72,17 @@ tells them apart by experiment.
 `keel doctor CONFIG` builds the real model, task, engine and reference and runs one experiment after another on one
 small batch, each for one cause. `OMP_NUM_THREADS=1 keel doctor configs/default.yaml warmstart=null`, the tiny
 model without its warm start, took 18 s of processor time on an ARM server (`time`), loading Python's libraries
-included; `python bench/preflight.py` prints the time of each experiment. A configuration's warm start comes on top and
-is cut where it takes too long. Where a pass over the
+included; `python bench/preflight.py` prints the time of each experiment. A configuration's warm start comes on top. It
+is cut after {warmstart_s:g} s if it would take more than twice as long; the short output says so too.
+
+A warm start that ends is kept in `$XDG_CACHE_HOME/keel/warmstarts` (`~/.cache/keel/warmstarts` without that variable).
+`keel doctor`, `keel doctor --quick` and `keel train` take it from there. The result is the same to the last bit: an
+entry is found by the initial weights, every example, the options, the numbers of its first step, which is always made,
+Keel's source, versions and settings of the libraries, and the CPU. Its checksum is verified. Beyond 1 GiB the entries
+that were used least recently are removed. Nothing is kept on a GPU, over several processes, with `model.compile`,
+dropout or modules of your own. `KEEL_WARMSTART_CACHE=0` switches the cache off.
+
+Where a pass over the
 batch is expensive (models of 100M parameters on a CPU), experiments that run pass after pass ({passes}) get fewer
 completions, cut where they are long, and a note says so; what is judged of completions sees all of them.
 
@@ -144,6 +154,7 @@ def doctor_page() -> str:
     """docs/doctor.md."""
     from keel.lab.doctor.preflight import LEFT_OUT, PASSES  # loads torch
     from keel.lab.doctor.probes import PROBES
+    from keel.lab.doctor.setup import WARMSTART_S
 
     codes = ((f"`{c.name}`", c.severity, c.meaning, c.decided) for c in CODES.values())
     limits = (
@@ -159,6 +170,7 @@ def doctor_page() -> str:
     return PAGE.format(
         example=_example(),
         left_out=", ".join(LEFT_OUT),
+        warmstart_s=WARMSTART_S,
         shown=("no", "one", "two", "three")[SHOWN],
         passes=", ".join(PASSES),
         causes=_table(("cause", "why", "explains", "in a log", "in a log, later"), causes),
@@ -207,7 +219,7 @@ def _rule_outs(row: Suspect) -> str:
     )
 
 
-def _trainer(trainer: Trainer) -> str:
+def _trainer(trainer: PeerTrainer) -> str:
     """What a trainer logs, and the options that it calls otherwise."""
     rows = ((f"`{theirs}`", f"`{name.keel}`", name.unit, name.per) for theirs, name in trainer.metrics.items())
     options = ", ".join(f"`{theirs}` ({ours})" for theirs, ours in trainer.options.items())

@@ -9,79 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config import aliases, text
-from keel.config.aliases_openrlhf import OWN
+from keel.config import peers, text
 from keel.config.load import is_option, put, read_config
-from keel.config.verl_values import IN_LOSS, IN_REWARD, A, M, R
+from keel.config.peer_values import IN_LOSS, IN_REWARD, OWN, R, data, full
 from keel.lab.migrate.peer_files import Reading, read
 
-# What a peer does where its configuration is silent and Keel does something else.
-TRL_DEFAULTS: Mapping[str, Any] = {
-    "loss_type": "dapo",
-    "scale_rewards": "group",
-    "epsilon": 0.2,
-    "max_completion_length": 512,
-    "per_device_train_batch_size": 8,
-    "lr_scheduler_type": "linear",
-    "gradient_checkpointing": True,
-    "save_steps": 500,
-    "save_total_limit": None,
-    "eval_strategy": "no",
-    "num_train_epochs": 3.0,
-    "seed": 42,
+# Which engine samples where a file is silent about that, and names options of vLLM all the same.
+SWITCH: Mapping[str, tuple[str, Any]] = {
+    "TRL": ("use_vllm", False),
+    "verl": (R + "name", "vllm"),
+    "OpenRLHF": ("vllm_num_engines", None),
 }
-# Read where β is above 0.
-TRL_KL_DEFAULTS: Mapping[str, Any] = {"use_bias_correction_kl": True}
-VERL_DEFAULTS: Mapping[str, Any] = {
-    IN_LOSS: False,
-    IN_REWARD: False,
-    "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "data.train_batch_size": 1024,
-    "data.max_response_length": 512,
-    "data.max_prompt_length": 512,
-    A + "loss_agg_mode": "token-mean",
-    A + "ppo_mini_batch_size": 256,
-    A + "clip_ratio": 0.2,
-    A + "clip_ratio_c": 3.0,
-    A + "optim.weight_decay": 0.01,
-    M + "enable_gradient_checkpointing": True,
-    R + "n": 1,
-    R + "val_kwargs.temperature": 0.0,
-    R + "val_kwargs.n": 1,
-    "trainer.total_epochs": 30,
-    "trainer.test_freq": -1,
-}
-# What verl reads while a switch of its KL term is on.
-VERL_SWITCHED: Mapping[str, Mapping[str, Any]] = {
-    IN_LOSS: {A + "kl_loss_coef": 0.001, A + "kl_loss_type": "low_var_kl"},
-    IN_REWARD: {
-        "algorithm.kl_penalty": "kl",
-        "algorithm.kl_ctrl.type": "fixed",
-        "algorithm.kl_ctrl.kl_coef": 0.001,
-        "algorithm.kl_ctrl.horizon": 10000,
-        "algorithm.kl_ctrl.target_kl": 0.1,
-    },
-}
-OPENRLHF_DEFAULTS: Mapping[str, Any] = {
-    "advantage_estimator": "gae",
-    "n_samples_per_prompt": 1,
-    "rollout_batch_size": 1024,
-    "train_batch_size": 128,
-    "generate_max_len": 1024,
-    "prompt_max_len": 1024,
-    "eps_clip": 0.2,
-    "policy_loss_type": "ppo",
-    "init_kl_coef": 0.01,
-    "actor_learning_rate": 1e-6,
-    "lr_scheduler": "cosine_with_min_lr",
-    "lr_warmup_ratio": 0.03,
-    "adam_betas": [0.9, 0.95],
-    "num_episodes": 1,
-    "eval_steps": -1,
-    "save_steps": -1,
-    "seed": 42,
-}
+# What a switch becomes whose value is known at run time alone, so that options of vLLM are not lost.
+VLLM, VLLM_SWITCHES = {"rollout.engine": "vllm"}, ("use_vllm", "vllm_num_engines")
 # TRL's penalty is k3, reduced as its loss is; Keel's own default is another reduction.
 TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
@@ -131,12 +71,15 @@ def migrate(path: Path) -> Migration:
     values = {name: value for name, value in reading.values.items() if (name, value) != ("max_steps", -1)}
     defaults = _peer_defaults(origin, reading, values)
     given = {**defaults, **values, **{name: held for name, (held, _) in reading.by_hand.items()}}
-    peer_values = aliases.by_name(given, is_option)
+    peer_values = peers.by_name(given, is_option)
     rows = [
         _migrate_option(name, value, peer_values, silent=name in defaults)
         for name, value in {**defaults, **values}.items()
     ]
-    rows += [MigratedOption(name, held, {}, reason) for name, (held, reason) in reading.by_hand.items()]
+    rows += [
+        MigratedOption(name, held, VLLM if name in VLLM_SWITCHES else {}, reason)
+        for name, (held, reason) in reading.by_hand.items()
+    ]
     rows += [
         MigratedOption(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()
     ]
@@ -152,9 +95,6 @@ def migrate(path: Path) -> Migration:
         for option, value in added.items():
             put(tree, option, value)
         rows.append(MigratedOption("beta", "its KL term", added, note=_KL_NOTE, silent=True))
-    if tree.get("rollout", {}).get("engine") == "vllm":
-        put(tree, "rollout.engine", "native")
-        rows.append(MigratedOption("vllm", "its engine", {"rollout.engine": "native"}, note=_ENGINE_NOTE, silent=True))
     rows += _absent(tree, rows)
     problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
     refused, missing = _refusal(tree)
@@ -164,7 +104,7 @@ def migrate(path: Path) -> Migration:
 
 def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[MigratedOption]:
     """Rows for what a run rests on and the file does not name: the default's would be trained in its place."""
-    found = [aliases.find(row.name, is_option) for row in rows if row.by_hand]
+    found = [peers.find(row.name, is_option) for row in rows if row.by_hand]
     left = {alias.target for alias in found if alias is not None} | {row.name for row in rows if row.by_hand}
     model, data = tree.get("model", {}).get("name"), tree.get("data", {}).get("path") or tree.get("task")
     absent = {} if model or left & {"model", "model.name"} else {"model.name": "no model: set model.name by hand"}
@@ -173,7 +113,6 @@ def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[Mig
     return [MigratedOption(name, None, {}, f"the file names {why}", silent=True) for name, why in absent.items()]
 
 
-_ENGINE_NOTE = "Keel samples with its own engine, which shares the policy's weights"
 _KL_NOTE = (
     "as TRL computes it; leave kl.reduction out for a β that means the same under every loss, and kl.gradient for the "
     "form that Keel picks"
@@ -189,40 +128,37 @@ def _origin(names: Sequence[str]) -> str:
 
 def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     """The peer's defaults for what its file does not name."""
+    defaults = peers.defaults(origin)
     if origin == "TRL":
-        defaults = {**TRL_DEFAULTS, **(TRL_KL_DEFAULTS if _number(values.get("beta")) else {})}
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
             del defaults["epsilon"]  # those that clip between 1 ± epsilon
-        replaced_by = {
-            "per_device_train_batch_size": ("generation_batch_size",),
-            "save_steps": ("save_strategy",),
-            "eval_strategy": ("eval_steps", "evaluation_strategy"),
-            "num_train_epochs": ("max_steps",),
+        samples = values.get("use_vllm", "use_vllm" in reading.by_hand) is True
+        switches = {
+            "beta": bool(_number(values.get("beta"))),
+            "a correction": samples and values.get("vllm_importance_sampling_correction") is not False,
+            "a server": samples and values.get("vllm_mode") == "server",
         }
-    elif origin == "OpenRLHF":
-        defaults, replaced_by = dict(OPENRLHF_DEFAULTS), {"eps_clip": ("eps_clip_low_high",)}
     else:
-        enabled = [switch for switch in VERL_SWITCHED if values.get(switch) is True]
-        defaults = {
-            **VERL_DEFAULTS,
-            **{name: value for switch in enabled for name, value in VERL_SWITCHED[switch].items()},
-        }
-        replaced_by = {
-            "data.max_response_length": (R + "response_length",),
-            "trainer.total_epochs": ("trainer.total_training_steps",),
-        }
+        switches = {switch: origin == "verl" and values.get(switch) is True for switch in (IN_LOSS, IN_REWARD)}
+    for switch, on in switches.items():
+        defaults |= peers.defaults(f"{origin} with {switch}") if on else {}
+    found = [alias for name in values if (alias := peers.find(name, is_option))]
+    if any("vllm" in alias.name or alias.target.startswith("rollout.vllm") for alias in found):
+        switch, engine = SWITCH[origin]
+        defaults[switch] = engine
+    if {**defaults, **values}.get(R + "name") == "vllm":
+        defaults |= peers.defaults("verl with vllm")
     named = {name for name in (*values, *reading.by_hand) if values.get(name, "") is not None}
+    replaced = {full(origin, name): names for name, names in data()["replaced"].items()}
     return {
         name: value
         for name, value in defaults.items()
-        if name not in reading.values
-        and name not in reading.by_hand
-        and not named.intersection(replaced_by.get(name, ()))
+        if name not in reading and not any(full(origin, other) in named for other in replaced.get(name, "").split())
     }
 
 
 def _migrate_option(name: str, value: Any, peer_values: Mapping[str, Any], *, silent: bool) -> MigratedOption:
-    alias = aliases.find(name, is_option)
+    alias = peers.find(name, is_option)
     if alias is None and is_option(name):
         return MigratedOption(name, value, {name: value}, silent=silent)
     if alias is None:
@@ -244,7 +180,7 @@ def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
     for row in rows:
         for target, value in row.options.items() if not row.silent else ():
             if target in values and values[target][0] != value:
-                return str(aliases.disagree(target, values[target][1:], (row.name, text.dump(row.value))))
+                return str(peers.disagree(target, values[target][1:], (row.name, text.dump(row.value))))
             values[target] = (value, row.name, text.dump(row.value))
     return None
 
@@ -261,17 +197,12 @@ def _estimator(rows: Sequence[MigratedOption]) -> str | None:
 
 def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
     """A KL term that the file has and the result would lose."""
-    enabled = [switch for switch in VERL_SWITCHED if peer_values.get(switch) is True]
+    enabled = [switch for switch in (IN_LOSS, IN_REWARD) if peer_values.get(switch) is True]
     beta = tree.get("kl", {}).get("beta")
     if enabled and not _number(beta):
         yield f"{enabled[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
-    read_now = {
-        "beta",
-        "init_kl_coef",
-        "kl_estimator",
-        *VERL_SWITCHED,
-        *(name for switch in enabled for name in VERL_SWITCHED[switch]),
-    }
+    read_now = {"beta", "init_kl_coef", "kl_estimator", IN_LOSS, IN_REWARD}
+    read_now |= {name for switch in enabled for name in peers.defaults(f"verl with {switch}")}
     for row in rows:
         if row.name in read_now and row.reason:
             yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"
@@ -301,6 +232,3 @@ def _yaml(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield from _yaml(value, indent + "  ")
         else:
             yield f"{indent}{key}: {text.dump(value)}"
-
-
-__all__ = ["MigratedOption", "Migration", "migrate"]

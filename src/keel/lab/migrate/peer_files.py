@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config import aliases, text
+from keel.config import peers, text
 from keel.config.load import leaves
 from keel.lab.migrate.interpolate import arithmetic, interpolated, undetermined
 from keel.lab.migrate.shell import SHELLS, options_of_script
@@ -69,7 +69,7 @@ def read(path: Path) -> Reading:
 
 def _resolved(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
     """Interpolations of the file's own options are filled in; what still holds a `$` is left to the user."""
-    values, conflict = _unique((aliases.normal(name), value) for name, value in pairs)
+    values, conflict = _unique((peers.normal(name), value) for name, value in pairs)
     filled = {name: interpolated(name, value, values) for name, value in values.items()}
     unresolved = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
     return Reading(
@@ -82,7 +82,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | Non
     conflict = None
     for name, value in pairs:
         if name in values and values[name] != value:
-            conflict = conflict or str(aliases.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
+            conflict = conflict or str(peers.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
         values[name] = value
     return values, conflict
 
@@ -142,7 +142,7 @@ def _python(content: str, path: Path) -> Reading:
 
 def _by_hand(name: str) -> str:
     """Why an argument that is an object is left to the user: what takes its place here."""
-    alias = aliases.table().get(name)
+    alias = peers.table().get(name)
     if name in _OBJECTS or alias is None or alias.convert is not None:
         return _OBJECTS.get(name, COMPUTED)
     return (
@@ -198,6 +198,3 @@ def _literal(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) 
     if isinstance(node, ast.BinOp):
         return arithmetic(node, lambda name: _literal(constants[name], constants, depth + 1) if depth < 5 else None)
     return ast.literal_eval(node)
-
-
-__all__ = ["Reading", "read"]

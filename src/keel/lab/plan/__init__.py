@@ -1,1 +1,1 @@
-"""`keel plan`: memory and time of a step before anything runs."""
+"""`keel train --plan`: memory and time of a step before anything runs."""

@@ -1,4 +1,4 @@
-"""A dry run: the passes of one step on fake tensors, with their peaks by phase, parts and FLOPs."""
+"""A dry run: the passes of one step on fake tensors, with their peaks by phase and parts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
-from keel.lab.plan.counters import CudaAutocast, FlopCounter
 from keel.lab.plan.hardware import Hardware
+from keel.lab.plan.shapes import CudaAutocast
 from keel.models.chunked import default_chunk
+from keel.models.dtypes import DTYPES
 from keel.models.head import Head, body_of, causal_lm, evaluating
-from keel.models.load import DTYPES, LoadedModel
+from keel.models.loaded import LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.memory import LiveBytes
 from keel.models.pack import PackedBatch, pack
 from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
-from keel.rollout.native.scheduler import NOISE_AHEAD, Passes, Traits, prefill_chunks, simulate
+from keel.rollout.native.scheduler import NOISE_AHEAD, RolloutPasses, Traits, prefill_chunks, simulate
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.run.layout import sampler_options
 from keel.trainer.batch import split
@@ -52,14 +53,13 @@ class Micro:
 
 @dataclass
 class StepCost:
-    """What a step costs: bytes by part, peak bytes and FLOPs by phase, bytes offloaded to main memory.
+    """What a step holds: bytes by part, peak bytes by phase, bytes offloaded to main memory.
 
     Its passes are so many, `pass_tokens` tokens the largest.
     """
 
     parts: dict[str, int] = field(default_factory=dict)
     phases: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
     host: int = 0
     micros: int = 0
     pass_tokens: int = 0
@@ -144,7 +144,6 @@ class _DryRun:
         if reference is not None:
             with self._phase("reference", onloaded=offloaded_reference):
                 ref_hidden = self._score_reference(reference)
-            cost.flops["reference"] *= len(self.micros) * config.optim.minibatches
         parts["reference states"] = sum(x.untyped_storage().nbytes() for x in ref_hidden)
         with self._phase("update"):
             if self._rehearsed() == [1]:
@@ -153,8 +152,6 @@ class _DryRun:
             for number in self._rehearsed():
                 self._backward(self.micros[number], ref_hidden[number] if ref_hidden else None)
             parts["gradients"] = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
-        cost.flops["update"] *= len(self.micros) / len(self._rehearsed())
-        cost.flops["update"] *= config.optim.minibatches * config.loss.num_iterations
         with self._phase("optimizer step", onloaded=offloaded_moments):
             optimizer.inner.step()
         optimizer.inner.zero_grad(set_to_none=True)
@@ -163,7 +160,6 @@ class _DryRun:
         prompts, rows = (max(counts) for counts in zip(*passes.prefills, strict=True))
         with self._phase("rollout"), torch.no_grad():
             cache = self._rollout(prompt, prompts, rows, len(passes.prefills))
-        cost.flops["rollout"] *= sum(count for count, _ in passes.prefills) / prompts
         held = ("weights", "sampler", "reference", "optimizer", "workspaces", "reference states", "gradients")
         parts["activations"] = cost.phases["update"] - sum(parts[name] for name in held) + cost.host
         parts["cache"] = cache
@@ -193,17 +189,15 @@ class _DryRun:
 
     @contextmanager
     def _phase(self, name: str, onloaded: int = 0) -> Iterator[None]:
-        """Counts a phase's peak bytes and FLOPs; `onloaded` bytes come from main memory for its duration."""
-        flops = FlopCounter()
+        """Counts a phase's peak bytes; `onloaded` bytes come from main memory for its duration."""
         self.live.now += onloaded
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
         autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
-        with self.live, flops, autocast, as_on_cuda() if cuda else nullcontext():
+        with self.live, autocast, as_on_cuda() if cuda else nullcontext():
             yield
         self.live.now -= onloaded
         self.cost.phases[name] = self.live.peak
-        self.cost.flops[name] = flops.total
 
     def _offloaded(self) -> tuple[int, int]:
         """Bytes of the reference (all but its head) and of the moments in main memory; on a CPU it is the same."""
@@ -328,7 +322,7 @@ def decoding_traits(config: Config, loaded: LoadedModel, hardware: Hardware) -> 
     return Traits(hardware.kind, True, graphs and is_llama_shaped(model) and has_fixed_rotations(model))
 
 
-def rollout_passes(config: Config, traits: Traits) -> Passes:
+def rollout_passes(config: Config, traits: Traits) -> RolloutPasses:
     """The passes of a step's rollout at full length, by the engine's own scheduler."""
     rollout = config.rollout
     requests = [(rollout.num_generations, rollout.max_completion_length)] * rollout.prompts_per_step

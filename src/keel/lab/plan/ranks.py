@@ -10,8 +10,8 @@ from typing import Any
 from keel.config import Config
 from keel.lab.plan.dry_run import StepCost
 from keel.lab.plan.hardware import Hardware
-from keel.models.load import LoadedModel
-from keel.run.footprint import Job, Layout, ModelShape, Passes, held, passing, sent, shape_of
+from keel.models.loaded import LoadedModel
+from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, StepPasses, held, passing, sent, shape_of
 from keel.run.layout import choose, job_of, layouts
 
 DEVICES = (1, 2, 4, 8)
@@ -23,7 +23,7 @@ _HELD = ("weights", "sampler", "reference", "optimizer")
 class RankPlan:
     """One device of a layout: bytes by part, peaks by phase, bytes sent in a step; a run takes the `chosen` one."""
 
-    layout: Layout
+    layout: DeviceLayout
     parts: dict[str, int]
     phases: dict[str, int]
     sent: dict[str, int]
@@ -61,7 +61,7 @@ def rank_plans(
 
 
 def _rank(
-    config: Config, shape: ModelShape, job: Job, layout: Layout, cost: StepCost, limit: int, *, chosen: bool
+    config: Config, shape: ModelShape, job: RunMemory, layout: DeviceLayout, cost: StepCost, limit: int, *, chosen: bool
 ) -> RankPlan:
     passes = step_passes(config, cost.micros, layout.devices)
     temporary = passing(shape, job, layout, passes)
@@ -85,13 +85,13 @@ def _rank(
     return RankPlan(layout, parts, phases, sent(shape, job, layout, passes), limit, chosen)
 
 
-def step_passes(config: Config, micros: int, devices: int) -> Passes:
+def step_passes(config: Config, micros: int, devices: int) -> StepPasses:
     """The passes of one device in a step of full length, from the microbatches that one alone makes of an update."""
     minibatches, loss, kl = config.optim.minibatches, config.loss, config.kl
     own = math.ceil(micros / devices) * minibatches
     needs_reference = config.needs_reference or kl.collect_max is not None
     first = kl.collect_max is not None or (kl.placement == "reward" and config.needs_reference) or minibatches > 1
-    return Passes(
+    return StepPasses(
         training=own * loss.num_iterations,
         scoring=own if first else 0,
         reference=own if needs_reference else 0,

@@ -1,25 +1,32 @@
-"""The models of a run as shapes: parameters with a size and a dtype and no memory; weights are never read."""
+"""The models of a run as shapes: parameters with a size and a dtype and no memory; weights are never read.
+
+`CudaAutocast` shows what autocast widens on CUDA, on such tensors.
+"""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_import_path
 from keel.config import Config
-from keel.lab.plan.counters import CudaAutocast
 from keel.lab.plan.hardware import Hardware
+from keel.models.adapters import is_lora
+from keel.models.dropout import disable_dropout
+from keel.models.dtypes import DTYPES
 from keel.models.head import causal_lm
-from keel.models.load import DTYPES, LoadedModel, disable_dropout
-from keel.models.lora import add_lora, is_lora
+from keel.models.load import load_tokenizer
+from keel.models.loaded import LoadedModel
+from keel.models.lora import add_lora
 from keel.models.prefix_attention import AttendAgain
 from keel.models.tiny import tiny_config, tiny_tokenizer
-from keel.models.tokenizer import load_tokenizer
 from keel.run.build import build_named_task, build_renderer
 
 _SAMPLED_PROBLEMS = 16  # problems whose prompts tell how long prompts are
@@ -35,16 +42,6 @@ def model_source(config: Config) -> tuple[Any, Any]:
         model, tokenizer = import_object(name, "model loader")()
         return tokenizer, causal_lm(model).config
     return load_tokenizer(name), _read_shape(name, config)
-
-
-def with_layers(shape: Any, layers: int) -> Any:
-    """The same model with its first layers alone."""
-    cut = copy.deepcopy(shape)
-    for name, value in vars(shape).items():
-        if isinstance(value, list) and len(value) == shape.num_hidden_layers:  # layer_types and the like
-            setattr(cut, name, value[:layers])
-    cut.num_hidden_layers = layers
-    return cut
 
 
 def _read_shape(name: str, config: Config) -> Any:
@@ -139,3 +136,27 @@ def prompt_lengths(config: Config, tokenizer: Any) -> list[int]:
     problems = build_named_task(config.task, config).sample(_SAMPLED_PROBLEMS, seed=config.run.seed, step=0)
     lengths = [len(renderer.prompt(problem)) for problem in problems]
     return [min(length, limit or length) for length in lengths]
+
+
+class CudaAutocast(TorchFunctionMode):
+    """What autocast does on CUDA beyond what it does on a CPU: these functions compute in fp32, and keep fp32 inputs.
+
+    GPT-2's activation is made of a power, so its intermediate results are twice as large there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_widened, (args, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+_NORMS = {"group_norm", "layer_norm", "log_softmax", "logsumexp", "norm", "softmax"}
+_SUMS = {"cumprod", "cumsum", "prod", "sum"}
+_POWERS = {"__pow__", "__rpow__", "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "reciprocal", "rsqrt"}
+_IN_FP32 = _NORMS | _SUMS | _POWERS | {"softplus"}
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x

@@ -12,6 +12,7 @@ Point = tuple[float, float | None]
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
+ROUNDING = 1e-6  # relative: a curve that changes by less is constant
 PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
 COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; grey is for what belongs to no series
 
@@ -105,6 +106,28 @@ def svg(panel: Panel) -> str:
     parts += [curve(series, x, y) for series in drawn]
     parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" x1="-9" x2="-9"/></svg>')
     return "".join(parts)
+
+
+def constants(panel: Panel) -> str:
+    """The values of a chart in which no curve changes beyond rounding, with their unit; empty where one does.
+
+    A curve changes where it stops being a number too. Intervals are drawn, and so are single points.
+    """
+    by_value: dict[str, list[str]] = {}
+    if any(any(series.error) for series in panel.series) or all(len(series.points) < 2 for series in panel.series):
+        return ""
+    for series in panel.series:
+        values = [y for _, y in series.points if y is not None]
+        if not values:
+            continue
+        if len(values) < len(series.points) or max(values) - min(values) > ROUNDING * max(map(abs, values)):
+            return ""
+        by_value.setdefault(f"{values[-1]:.4g}", []).append(series.label)
+    if not by_value:
+        return ""
+    named = [f"{', '.join(labels)} {value}" for value, labels in by_value.items()]
+    text = "; ".join(named) if len(named) > 1 else next(iter(by_value))
+    return f"{text} ({panel.unit})" if panel.unit else text
 
 
 def thin(series: Curve) -> Curve:

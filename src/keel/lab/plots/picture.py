@@ -1,10 +1,10 @@
-"""A picture in a file by matplotlib: what every `--plot` shares, and panels that a page has as SVG."""
+"""A picture in a file by matplotlib: what every `--plot` shares, panels that a page has as SVG, and evaluations."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ def write_panels(
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
         for axis, panel in zip(grid, panels, strict=False):
-            _horizontal(axis, panel) if panel.names else draw_curves(axis, panel, small=rows > 2)
+            _horizontal(axis, panel) if panel.names else _draw_curves(axis, panel, small=rows > 2)
             points = 10 if names else 8 if rows > 2 else TITLE_SIZE
             axis.set_title(_wrapped(panel.title, points, width / columns - 0.6), fontsize=points)
             axis.grid(alpha=0.25)
@@ -187,7 +187,7 @@ def _horizontal(axis: Any, panel: Panel) -> None:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), **style)
 
 
-def draw_curves(axis: Any, panel: Panel, *, small: bool) -> None:
+def _draw_curves(axis: Any, panel: Panel, *, small: bool) -> None:
     """Curves with their bands, dots with their intervals."""
     for series in panel.series:
         colour, measured = PALETTE[series.colour], _measured(series)
@@ -228,3 +228,36 @@ def _error_lengths(measured: MeasuredPoints) -> tuple[list[float], list[float]]:
     """The length of each interval below and above its value."""
     ends = [(y, error or (y, y)) for _, y, error in measured]
     return [max(0.0, y - low) for y, (low, _) in ends], [max(0.0, high - y) for y, (_, high) in ends]
+
+
+def plot_evaluation(data: Mapping[str, Any], path: Path) -> None:
+    """Bars of pass@1 and of the largest pass@k with 95 % intervals, the baseline's beside them."""
+    records = data["tasks"]
+    ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
+    bars = [(data["model"], "pass@1", lambda r: (r.get("pass@1"), r.get("ci95")))]
+    if ks:
+        top = str(ks[-1])
+        get = lambda r: (r.get("pass@k", {}).get(top), r["pass_at_ci95"].get(top))  # noqa: E731
+        bars.append((data["model"], f"pass@{top}", get))
+    if data["baseline"] is not None:
+        before = [(data["baseline"], name, lambda r, get=get: get(r["baseline"])) for _, name, get in bars]
+        bars = [pair for both in zip(before, bars, strict=True) for pair in both]
+    width = 0.8 / len(bars)
+    colours = ["#b8c4d6", "#2b6cb0", "#ecd0b2", "#c05621"] if data["baseline"] is not None else ["#2b6cb0", "#c05621"]
+    with picture(path) as plt:
+        figure, axis = plt.subplots(figsize=(max(6.0, 1.2 + 1.1 * len(records) * max(1.5, len(bars) / 1.5)), 4.2))
+        for index, ((model, name, get), colour) in enumerate(zip(bars, colours, strict=False)):
+            measured = [(i, *get(record)) for i, record in enumerate(records) if get(record)[0] is not None]
+            middles = [i + (index - (len(bars) - 1) / 2) * width for i, _, _ in measured]
+            values = [100 * value for _, value, _ in measured]
+            errors = [
+                [max(0.0, 100 * (value - ci[0])) for _, value, ci in measured],
+                [max(0.0, 100 * (ci[1] - value)) for _, value, ci in measured],
+            ]
+            axis.bar(middles, values, width * 0.92, yerr=errors, capsize=3, color=colour, label=f"{name}, {model}")
+        axis.set_xticks(range(len(records)), [str(record["task"]) for record in records])
+        axis.set(ylabel="right answers (%), with 95 % intervals", ylim=(0, 105))
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
+        figure.tight_layout()

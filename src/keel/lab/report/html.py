@@ -9,18 +9,17 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
-from keel.lab.judge import state
-from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, svg, thin
+from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, constants, svg, thin
 from keel.lab.report import samples, sections
 from keel.lab.report.panels import panels
-from keel.lab.report.verdict import STATE_TONES, sentences
+from keel.lab.report.verdict import labels, sentences
 from keel.lab.runs import RunRecord
 
 
 def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None = None) -> str:
     """The report of one run, or of several over each other; `looked_at` gives what is folded below the findings."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))]
+    shown, data = charts(runs)
     body = [f"<header><p class='muted'>Keel run report</p><h1>{escape(title)}</h1></header>"]
     if len(runs) > 1:
         body.append(block("Comparison", sections.comparison(runs)))
@@ -30,7 +29,7 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
     if looked_at is not None:
         body.append(block("What the doctor looked at", per_run(runs, looked_at, opened=False)))
-    body.append(block("Curves", curves(drawn, len(runs) > 1)))
+    body.append(block("Curves", shown))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
         ("Sample completions", samples.section if len(runs) == 1 else samples.before_and_after),
@@ -39,7 +38,7 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
         body.append(block(heading, per_run(runs, make, opened=heading != "Timeline")))
     body.append(block("Configuration", per_run(runs, sections.configuration, opened=False, folded=True)))
     body.append(block("Versions", per_run(runs, sections.versions, opened=False, folded=True)))
-    return document(title, "".join(body), chart_data([panel for panel, _ in drawn]))
+    return document(title, "".join(body), data)
 
 
 def document(
@@ -111,7 +110,6 @@ def verdict(run: RunRecord, index: int, count: int, progress: str = "") -> str:
 
     Several runs have their figures in a table of their own, unless `progress` (HTML) says that they are being watched.
     """
-    kind, _ = state(run)
     name = f"<i class='key k{index % 8}'></i> {escape(run.name)} " if count > 1 else "Verdict "
     lines = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in sentences(run))
     cards = "".join(
@@ -125,9 +123,25 @@ def verdict(run: RunRecord, index: int, count: int, progress: str = "") -> str:
         absent = f"<details class='missing'><summary>{heading}</summary><ul>{items}</ul></details>"
     figures = f"<div class='cards'>{cards}</div>" if count == 1 or progress else ""
     return (
-        f"<section class='verdict'><h2>{name}<span class='pill {STATE_TONES[kind]}'>{escape(kind)}</span></h2>"
+        f"<section class='verdict'><h2>{name}{sections.pills(labels(run))}</h2>"
         f"{progress}{figures}<ul class='words'>{lines}</ul>{absent}</section>"
     )
+
+
+def charts(runs: Sequence[RunRecord]) -> tuple[str, str]:
+    """The charts of one run, or of several over each other, and their numbers for the script.
+
+    A chart in which no curve changes is not drawn: a line says its value.
+    """
+    drawn, unchanging = [], []
+    for panel in panels(runs):
+        if values := constants(panel):
+            unchanging.append(f"<li>{escape(panel.title)}: {escape(values)}</li>")
+        elif picture := svg(panel):
+            drawn.append((panel, picture))
+    listed = f"<h3>Not drawn: no variation</h3><ul>{''.join(unchanging)}</ul>" if unchanging else ""
+    grid = curves(drawn, len(runs) > 1) if drawn or not listed else ""
+    return grid + listed, chart_data([panel for panel, _ in drawn])
 
 
 def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from keel.lab.plots.charts import Curve, Panel
 from keel.lab.runs import RunRecord, curve_of, interval, number
 
+K1_HINT = "k1 may be negative"
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PanelSpec = tuple[str, str, str, list[tuple[str, str]]]
 PANELS: list[PanelSpec] = [
     ("Reward", "mean of a step", "", [("reward/mean", "mean"), ("reward/penalized", "after the KL in the reward")]),
     ("KL penalty weight", "β", "", [("kl/beta", "β")]),
-    ("KL(policy‖reference) a sequence", "nats per sequence", "", [("kl/policy_ref/sequence/mean", "sequence")]),
+    ("KL(policy‖reference) a sequence", "nats per sequence", K1_HINT, [("kl/policy_ref/sequence/mean", "k1")]),
     ("Entropy", "nats per token", "falling fast: the policy stops exploring", [("entropy/mean", "entropy")]),
     ("Gradient norm", "before clipping", "", [("grad/norm", "norm")]),
     ("Completion length", "tokens", "", [("length/mean", "mean"), ("length/max", "longest")]),
@@ -103,7 +104,9 @@ PANELS: list[PanelSpec] = [
 AHEAD = {"Waits", "Staleness"}  # drawn of runs that sample ahead: of others they say nothing new
 # Several runs in place of the phases of one.
 TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total_s", "total")])
+LAST = 10  # steps that the chart by depth is the mean of
 REWARD_PART = "reward/part/"
+DEPTH = "kl/sampler_policy/depth_"
 KL_KINDS = ("k3", "k1", "exact")
 FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
 NOTABLE = (
@@ -130,7 +133,7 @@ def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     specs = specs if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time a step" else spec for spec in specs]
     drawn = [_from_metrics(runs, *spec) for spec in specs]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
-    return [panel for panel in order if panel is not None]
+    return [panel for panel in (*order, _by_depth(runs)) if panel is not None]
 
 
 def event_steps(runs: Sequence[RunRecord]) -> list[float]:
@@ -163,6 +166,36 @@ def _from_metrics(
     if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
     return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | AHEAD, checkpoint_steps(runs))
+
+
+def _by_depth(runs: Sequence[RunRecord]) -> Panel | None:
+    """KL(sampler‖policy) in each stretch of the context, over the last steps of each run."""
+    curves: list[Curve] = []
+    for index, run in enumerate(runs):
+        points: list[tuple[float, float | None]] = []
+        bounds: list[tuple[float, float] | None] = []
+        found = sorted(
+            (int(name.removeprefix(DEPTH).partition("/")[0]), name) for name in run.metric_names if _of_depth(name)
+        )
+        for start, name in found:
+            lines = [line for line in run.metrics if number(line.get(name)) is not None][-LAST:]
+            mean, se = (
+                sum(number(line.get(part)) or 0.0 for line in lines) / max(1, len(lines))
+                for part in (name, name.replace("/mean", "/se"))
+            )
+            points.append((float(start), mean))
+            bounds.append((mean - se, mean + se))
+        if points:
+            curves.append(_series(runs, index, 0, "k3" if len(runs) == 1 else "", points, bounds, dots=True))
+    title, hint = (
+        "KL(sampler‖policy) by depth",
+        "rising: positions or the sampler's KV cache differ; last steps, ± 1 se",
+    )
+    return Panel(title, "nats per token", curves, hint, x_label="token of the context") if curves else None
+
+
+def _of_depth(name: str) -> bool:
+    return name.startswith(DEPTH) and name.endswith("/mean")
 
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
@@ -213,6 +246,7 @@ def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
     """KL per token with its standard error: all estimators together for one run, a chart each for several."""
     title, unit = "KL(policy‖reference)", "nats per token"
     hint = "band: ± 1 standard error"
+    hints = dict.fromkeys(KL_KINDS, hint) | {"k1": f"{hint}; {K1_HINT}"}
     by_kind = {
         kind: [curve for index in range(len(runs)) if (curve := _kl_curve(runs, index, kind)) is not None]
         for kind in KL_KINDS
@@ -221,10 +255,10 @@ def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
         curves = [curve for of_kind in by_kind.values() for curve in of_kind]
         kind = next((kind for kind in KL_KINDS if by_kind[kind]), "k3")
         curves += _abandoned(runs, f"kl/policy_ref/{kind}/mean")
-        return (
-            [Panel(title, unit, curves, hint, event_steps(runs), checkpoints=checkpoint_steps(runs))] if curves else []
-        )
-    return [Panel(f"{title}, {kind}", unit, curves, hint) for kind, curves in by_kind.items() if curves]
+        shown = hints["k1" if by_kind["k1"] else kind]
+        panel = Panel(title, unit, curves, shown, event_steps(runs), checkpoints=checkpoint_steps(runs))
+        return [panel] if curves else []
+    return [Panel(f"{title}, {kind}", unit, curves, hints[kind]) for kind, curves in by_kind.items() if curves]
 
 
 def _kl_curve(runs: Sequence[RunRecord], index: int, kind: str) -> Curve | None:

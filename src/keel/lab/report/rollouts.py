@@ -15,6 +15,7 @@ from keel.base.files import json_object
 from keel.lab.runs import Record, number
 from keel.loggers import rundir
 
+K1_SAMPLE = "log-ratio to the reference (k1 sample, may be negative)"
 _STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')
 
 
@@ -88,7 +89,7 @@ def colour_scale(records: Sequence[Record]) -> float:
 
 
 def facts(record: Record) -> list[str]:
-    """What is known of a completion besides its text: reward and its parts, advantage, why it stopped, its KL."""
+    """What is known of a completion besides its text: reward, its parts, advantage, why it stopped, log-ratio."""
     lines = [f"reward {brief(record.get('reward'))}"]
     parts = record.get("parts")
     if isinstance(parts, dict) and parts:
@@ -101,8 +102,14 @@ def facts(record: Record) -> list[str]:
         lines.append(f"stopped: {record['stop_reason']}")
     known = [token.kl for token in tokens_of(record) if token.kl is not None]
     if known:
-        lines.append(f"KL {sum(known):.3g} nats over {len(known)} tokens")
+        lines.append(f"log-ratio {sum(known):+.3g} nats over {len(known)} tokens (k1 sample)")
     return lines
+
+
+def details_of(record: Record) -> str:
+    """What the judge saw of a completion, such as each test's outcome; empty where it said nothing."""
+    details = record.get("details")
+    return details if isinstance(details, str) else ""
 
 
 def _episode(record: Record) -> list[str]:

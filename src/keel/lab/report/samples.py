@@ -1,4 +1,4 @@
-"""Completions before and after, every token coloured by how far the policy has moved from its reference there."""
+"""Completions before and after, every token coloured by its log-ratio to the reference."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from html import escape
 from itertools import groupby
 
 from keel.lab.report.rollouts import (
+    K1_SAMPLE,
     Token,
     as_list,
     brief,
     colour_scale,
     cut_note,
+    details_of,
     facts,
     message_text,
     messages_of,
@@ -175,8 +177,8 @@ def legend(kl_max: float, measured: bool = True) -> str:
         )
     return (
         "<p class='legend kl'><span class='ramp'></span>"
-        f"<span class='muted'>blue −{kl_max:.2g} · none 0 · orange +{kl_max:.2g} nats per token, "
-        "policy against reference; grey: not sampled by the policy, not trained on. "
+        f"<span class='muted'>{K1_SAMPLE}: blue −{kl_max:.2g} · none 0 · orange +{kl_max:.2g} nats per token; "
+        "grey: not sampled by the policy, not trained on. "
         "Hover or tap a token for its number.</span></p>"
     )
 
@@ -192,8 +194,10 @@ def prompt(record: Record) -> str:
 def completion(record: Record, kl_max: float) -> str:
     """One completion with its reward, parts, advantage and why it stopped."""
     caption = escape(" · ".join(facts(record)))
-    drawing = picture(record)
-    return f"<div class='completion'><pre>{tokens(record, kl_max)}</pre>{drawing}<p class='muted'>{caption}</p></div>"
+    drawing, seen = picture(record), details_of(record)
+    judged = f"<pre class='details'>{escape(seen)}</pre>" if seen else ""
+    shown = f"<pre>{tokens(record, kl_max)}</pre>{drawing}{judged}"
+    return f"<div class='completion'>{shown}<p class='muted'>{caption}</p></div>"
 
 
 def picture(record: Record) -> str:
@@ -236,4 +240,4 @@ def span(token: str, kl: float | None, context: bool, kl_max: float) -> str:
         return f"<span class='t x'>{escape(token)}</span>" if context else f"<span class='t'>{escape(token)}</span>"
     strength = min(1.0, abs(kl) / kl_max)
     sign = "p" if kl > 0 else "n"
-    return f"<span class='t {sign}' style='--a:{strength:.2f}' title='{kl:+.4f} nats'>{escape(token)}</span>"
+    return f"<span class='t {sign}' style='--a:{strength:.2f}' title='log-ratio {kl:+.4f} nats'>{escape(token)}</span>"

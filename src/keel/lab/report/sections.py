@@ -7,12 +7,15 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from keel.lab.judge import Accuracy, state
+from keel.lab.judge import Accuracy, worst_first
 from keel.lab.report.rollouts import brief
 from keel.lab.report.verdict import (
+    SEVERITY_TONES,
+    Sentence,
     accuracy,
     ci,
     kl_figures,
+    labels,
     last_beta,
     mean_and_error,
     per_token_kl,
@@ -43,14 +46,12 @@ def findings(run: RunRecord) -> str:
     return finding_articles(run.findings or ())
 
 
-def finding_articles(items: Iterable[Mapping[str, Any]]) -> str:
-    """Each finding with its evidence, cause and advice, the gravest first."""
-    order = {"error": 0, "warning": 1, "note": 2}
-    ranked = sorted(items, key=lambda item: order.get(str(item.get("severity")), 3))
+def finding_articles(items: Iterable[Record]) -> str:
+    """Each finding with its evidence, cause and advice, the worst first."""
     parts = []
-    for item in ranked:
+    for item in worst_first(items):
         severity = str(item.get("severity", "note"))
-        tone = {"error": "bad", "warning": "warn"}.get(severity, "plain")
+        tone = SEVERITY_TONES.get(severity, "plain")
         lines = "".join(
             f"<dt>{name}</dt><dd>{escape(text_of(item[name]))}</dd>"
             for name in ("evidence", "cause", "advice")
@@ -86,7 +87,7 @@ def comparison(runs: Sequence[RunRecord]) -> str:
         rows.append(
             [
                 f"<i class='key k{index % 8}'></i> {escape(run.name)}",
-                escape(state(run)[0]),
+                pills(labels(run), "<br>"),
                 str(run.steps),
                 percent(trained.before) if trained else "–",
                 f"{percent(trained.after)}<br><small>{span(trained.ci_after)}</small>" if trained else "–",
@@ -99,8 +100,13 @@ def comparison(runs: Sequence[RunRecord]) -> str:
                 escape(", ".join(codes)) or "–",
             ]
         )
-    head = ["run", "state", "steps", "before", "after (95 %)", "points", "KL / token", "KL / sequence", "β"]
+    head = ["run", "verdict", "steps", "before", "after (95 %)", "points", "KL / token", "KL / sequence (k1)", "β"]
     return table([*head, "worst retention", "minutes", "findings"], rows, "numbers wide")
+
+
+def pills(words: Iterable[Sentence], between: str = " ") -> str:
+    """Words in the colours of their tones."""
+    return between.join(f"<span class='pill {tone}'>{escape(word)}</span>" for tone, word in words)
 
 
 def points(row: Accuracy | None) -> str:
@@ -248,7 +254,7 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
     if per_token is not None:
         cards.append(("KL per token", mean_and_error(*per_token[1:]), f"nats, {per_token[0]} ± se"))
     if "sequence" in kl:
-        cards.append(("KL per sequence", mean_and_error(*kl["sequence"]), "nats"))
+        cards.append(("KL per sequence", mean_and_error(*kl["sequence"]), "nats, k1 ± se"))
     reward = run.last("reward/mean")
     if reward is not None:
         cards.append(("reward", f"{reward:.3g}", "mean of the last step"))

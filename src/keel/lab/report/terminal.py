@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.lab.report.rollouts import (
+    K1_SAMPLE,
     Token,
     colour_scale,
     cut_note,
+    details_of,
     facts,
     message_text,
     messages_of,
@@ -51,15 +53,14 @@ def _legend(records: Sequence[Record], kl_max: float) -> Text:
     """What colours and styles mean, only of what is shown."""
     text = Text(style="dim")
     if any(token.kl is not None for record in records for token in tokens_of(record)):
-        text.append("KL to the reference, nats per token: ")
+        text.append(f"{K1_SAMPLE}, nats per token: ")
         for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
             kl = share * kl_max
             text.append(f" {kl:+.2g} ", Style(bgcolor=_colour(kl, kl_max), color="#f2f2f2", dim=False))
-        text.append("   ")
     else:
-        text.append("KL was not measured at this step.   ")
+        text.append("KL was not measured at this step.")
     if any(not token.sampled for record in records for token in tokens_of(record)):
-        text.append("italic", _CONTEXT)
+        text.append("\nitalic", _CONTEXT)
         text.append(": context, not trained on")
     return text
 
@@ -95,6 +96,8 @@ def _completion(record: Record, kl_max: float) -> Table:
             table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), text)
     else:
         table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
+    if details := details_of(record):
+        table.add_row(Text("judge", "bold cyan"), Text(details))
     table.add_row("", _figures(record))
     moved_most = sorted((t for t in tokens if t.kl), key=lambda t: -abs(t.kl or 0.0))[:_MOST_MOVED]
     if moved_most:
@@ -105,7 +108,7 @@ def _completion(record: Record, kl_max: float) -> Table:
 
 
 def _figures(record: Record) -> Text:
-    """Reward and its parts, advantage in the colour of its sign, why it stopped, the sum of the KL."""
+    """Reward and its parts, advantage in the colour of its sign, why it stopped, the log-ratio."""
     text = Text()
     for position, fact in enumerate(facts(record)):
         text.append(" · " if position else "", "dim")

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.lab.judge import Accuracy, accuracies, guard_stop, kl_limit, state
+from keel.lab.judge import (
+    SEVERITIES,
+    Accuracy,
+    accuracies,
+    finding_name,
+    finding_sentence,
+    guard_stop,
+    kl_limit,
+    state,
+    worst_finding,
+)
 from keel.lab.report.rollouts import brief
 from keel.lab.runs import RunRecord, interval, number
 
 Sentence = tuple[str, str]  # tone (good, warn, bad or plain), text
 STATE_TONES = {"completed": "good", "stopped": "warn", "aborted": "bad", "running": "plain", "interrupted": "warn"}
+SEVERITY_TONES = {"error": "bad", "warning": "warn"}  # those of notes are plain
 
 
 def accuracy(run: RunRecord) -> Accuracy | None:
@@ -69,22 +80,35 @@ def last_beta(run: RunRecord) -> float | None:
     return run.last("kl/beta") if beta is None else beta
 
 
+def labels(run: RunRecord) -> list[Sentence]:
+    """The verdict in a word or two: the worst finding where it is an error or a warning, then the state.
+
+    A completed run is good only if it was judged and nothing worse than a note was found.
+    """
+    kind, _ = state(run)
+    tone, worst = STATE_TONES[kind], worst_finding(run.findings)
+    if tone == "good" and (worst is not None or run.findings is None):
+        tone = "plain"
+    named = [] if worst is None else [(SEVERITY_TONES[worst["severity"]], finding_name(worst))]
+    return [*named, (tone, kind)]
+
+
 def sentences(run: RunRecord) -> list[Sentence]:
-    """The verdict of a run."""
+    """The verdict of a run, its worst finding first."""
     return [
+        *_finding_sentences(run),
         _progress_sentence(run),
         *_guard_sentences(run),
         _accuracy_sentence(run),
         _kl_sentence(run),
         _retention_sentence(run),
-        _finding_sentence(run),
     ]
 
 
 def _progress_sentence(run: RunRecord) -> Sentence:
-    kind, ending = state(run)
+    _, ending = state(run)
     wall = number((run.summary or {}).get("wall_s"))
-    return STATE_TONES[kind], f"The run is {ending}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
+    return labels(run)[-1][0], f"The run is {ending}" + (f", in {wall / 60:.1f} minutes." if wall is not None else ".")
 
 
 def _guard_sentences(run: RunRecord) -> list[Sentence]:
@@ -136,7 +160,7 @@ def _kl_sentence(run: RunRecord) -> Sentence:
     when = "at the end" if run.summary else "so far"
     text = f"KL(policy‖reference) {when}: {mean_and_error(mean, error)} nats per token ({kind})"
     if "sequence" in figures:
-        text += f", {mean_and_error(*figures['sequence'])} nats per sequence"
+        text += f", {mean_and_error(*figures['sequence'])} nats per sequence (k1)"
     beta = last_beta(run)
     if beta is not None:
         text += f", under β = {beta:g}"
@@ -161,7 +185,15 @@ def _retention_sentence(run: RunRecord) -> Sentence:
     return "good", f"Retention: {skills} held within {'its' if len(rows) == 1 else 'their'} intervals."
 
 
-def _finding_sentence(run: RunRecord) -> Sentence:
+def _finding_sentences(run: RunRecord) -> list[Sentence]:
+    """The worst finding with its evidence, then how many there are of each severity."""
+    worst = worst_finding(run.findings)
+    if worst is None:
+        return [_count_sentence(run)]
+    return [(SEVERITY_TONES[worst["severity"]], finding_sentence(worst)), _count_sentence(run)]
+
+
+def _count_sentence(run: RunRecord) -> Sentence:
     if run.findings is None:
         codes = (run.summary or {}).get("findings")
         if isinstance(codes, list):
@@ -169,12 +201,10 @@ def _finding_sentence(run: RunRecord) -> Sentence:
         return "plain", "Findings: not judged yet."
     if not run.findings:
         return "good", "Findings: none."
-    counts = {
-        kind: sum(1 for finding in run.findings if finding.get("severity") == kind)
-        for kind in ("error", "warning", "note")
-    }
+    counts = {kind: sum(finding.get("severity") == kind for finding in run.findings) for kind in SEVERITIES}
     listed = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
-    tone = "bad" if counts["error"] else "warn" if counts["warning"] else "plain"
+    worst = worst_finding(run.findings)
+    tone = "plain" if worst is None else SEVERITY_TONES[worst["severity"]]
     codes = ", ".join(str(finding.get("code", "?")) for finding in run.findings)
     return tone, f"Findings: {', '.join(listed) or len(run.findings)} ({codes})."
 

@@ -24,7 +24,7 @@ DONE, STOPPED, FAILED, INTERRUPTED = "done", "stopped", "failed", "interrupted"
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyRun:
     """One run of a study: a point under a seed, and the folder of its run."""
 
     point: Point
@@ -114,7 +114,7 @@ def _difference(stored: dict[str, Any], study: Study) -> str:
     return "its configuration differs"
 
 
-def jobs(path: Path, study: Study) -> list[Job]:
+def jobs(path: Path, study: Study) -> list[StudyRun]:
     """Every run, seed by seed within a point, in the order of the grid."""
     planned = []
     for number, point in enumerate(study.points):
@@ -123,11 +123,11 @@ def jobs(path: Path, study: Study) -> list[Job]:
             name = f"{number:02d}-{slug}-seed{seed}"
             identity = [f"run.seed={seed}", f"run.dir={json.dumps(str(path / POINTS))}", f"run.name={json.dumps(name)}"]
             settings = [*identity, "run.if_exists=resume", "log.console=plain"]
-            planned.append(Job(point, seed, path / POINTS / name, load_config(point.config, settings)))
+            planned.append(StudyRun(point, seed, path / POINTS / name, load_config(point.config, settings)))
     return planned
 
 
-def finished_outcome(job: Job) -> Outcome | None:
+def finished_outcome(job: StudyRun) -> Outcome | None:
     """The outcome of a finished run; None where it is to be run, resumed, or tried again after a failure."""
     written = read_outcome(job.folder)
     if written is None or written.state not in (DONE, STOPPED):

@@ -11,9 +11,10 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.redact import masked
-from keel.config import Config, aliases, load_config, text
+from keel.config import Config, load_config, peers, text
+from keel.config.checks import task_specs
 from keel.config.load import is_option, leaves, unknown_option
-from keel.lab.studies.parts import check_parts
+from keel.lab.thresholds import check_thresholds
 
 METRICS = ("accuracy_after", "reward", "retention_after")
 _KEYS = ("config", "set", "grid", "points", "seeds", "baseline", "metric", "drift", "text", "target")
@@ -109,6 +110,7 @@ def read_study(
     all_overrides = [*shared, *overrides]
     _check_axes(axes, _option_names(all_overrides))
     config = load_config(config_source, all_overrides)
+    check_thresholds(config)
     combined = [_combined(values) for values in itertools.product(*(axis.values for axis in axes))] if axes else []
     combined += [_listed_point(dict(entry)) for entry in listed]
     points = tuple(_point(config, label, settings, axes) for label, settings in combined)
@@ -204,7 +206,7 @@ def _label(name: str, value: Any) -> str:
 
 def native(name: str) -> str:
     """An option's own name, where another trainer's or a shorter one was given."""
-    alias = aliases.find(aliases.normal(name), is_option)
+    alias = peers.find(peers.normal(name), is_option)
     return name if alias is None or not alias.target or is_option(name) else alias.target
 
 
@@ -264,6 +266,7 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
     overrides = [f"{name}={text.dump(value)}" for name, value in settings.items()]
     try:
         checked = load_config(config, overrides)
+        check_thresholds(checked)
         check_parts(checked)
     except KeelError as error:
         raise KeelError(f"the point {label}: {error}") from None
@@ -349,3 +352,25 @@ def _measure(data: Mapping[str, Any]) -> Measure:
         raise KeelError(f"text of a study is {text_flag!r}: give true or false")
     unit = _one_of("unit", target.get("unit", "per_token"), ("per_token", "per_sequence"))
     return Measure(**counts, text=text_flag, target=kl, target_unit=unit)
+
+
+def check_parts(config: Config) -> None:
+    """Refuse what only building finds: parameters that a task does not take."""
+    tasks: dict[str, Any] = {"task": True, "data": True, "eval": True, "warmstart": {"task"}}
+    _check_tasks(config.model_dump_json(include=tasks), config)
+
+
+_built: set[str] = set()
+
+
+def _check_tasks(key: str, config: Config) -> None:
+    """Once for all points whose tasks are the same."""
+    from keel.run.build import build_named_task
+
+    if key not in _built:
+        for _, spec in task_specs(config):
+            try:
+                build_named_task(spec, config)
+            except (TypeError, ValueError) as error:  # a value that the task has not looked at before it used it
+                raise KeelError(f"the task {spec.name} cannot be built from its parameters: {error}") from None
+        _built.add(key)

@@ -10,12 +10,54 @@ import torch
 
 from keel.lab.compare import Direction, Side, load_pair, measure_drift, resolve
 from keel.lab.studies.grid import Measure
-from keel.lab.studies.sentences import SENTENCES
 from keel.run.build import drop_long_prompts
 from keel.run.evaluate import configured_tasks
 from keel.trainer.checkpoint import no_progress_bars
 
 ESTIMATORS = ("exact", "k1", "k2", "k3")
+# Plain English that no task asks about: what a model loses here, it lost by the way.
+SENTENCES = (
+    "The river rises in the hills, runs past three villages, and reaches the sea by a wide and muddy mouth.",
+    "When the bell rang, the children put away their books and ran out into the yard.",
+    "Bread is made of flour, water, salt and yeast, and it needs time more than it needs skill.",
+    "My grandmother kept bees for forty years and was stung, she said, exactly twice.",
+    "The moon turns once around its axis in the time it takes to go once around the earth.",
+    "He opened the letter slowly, read it twice, and then looked out of the window for a long while.",
+    "A ship that leaves harbour in fog must sound its horn so that others know where it is.",
+    "Most of the iron in the world was made in stars that died before our sun was born.",
+    "She learned to play the violin late in life, and never regretted the hours it cost her.",
+    "The old road over the pass is closed from the first snow until the end of April.",
+    "If you heat water in an open pot, it boils at a lower temperature on a mountain than by the sea.",
+    "The court found that the contract had been broken, and ordered that the money be paid back.",
+    "There were only two chairs in the room, so the youngest of us sat on the floor.",
+    "Owls can turn their heads so far because the bones of their necks leave room for the vessels.",
+    "The price of wheat fell in the autumn, and many farmers sold their land the following year.",
+    "Before the invention of printing, a single book could cost as much as a small house.",
+    "The baker's shop on the corner opens at six, and by seven the best rolls are gone.",
+    "A good map leaves out almost everything, and that is why it can be read.",
+    "The doctor asked where it hurt, how long it had hurt, and what made it better or worse.",
+    "Trees in a forest compete for light, which is why they grow taller there than in a field.",
+    "The museum has a collection of clocks, and on the hour they do not all agree.",
+    "It rained for nine days, and on the tenth the bridge was carried away.",
+    "The first railways were laid to carry coal, and only later did anyone think of passengers.",
+    "To tie this knot, cross the ends, pass one through the loop, and pull both at once.",
+    "The dog waited at the gate every evening, although nobody had come home by that way for years.",
+    "Salt lowers the freezing point of water, so it is thrown on roads in winter.",
+    "The committee met on Tuesday, talked until noon, and decided to meet again.",
+    "In the dry season the lake shrinks to a tenth of its size and the birds leave for the coast.",
+    "He was a careful man who wrote down the number of every train he had ever taken.",
+    "The garden had been left alone so long that roses grew through the windows of the shed.",
+    "A whale is a mammal: it breathes air, it is warm, and it feeds its young with milk.",
+    "The tailor measured his shoulders, shook his head, and measured them again.",
+    "Glass is made by melting sand, and it was once worth more than silver.",
+    "They walked along the beach until the tide came in and they had to climb the rocks.",
+    "The teacher said that a mistake is worth more than a guess, because one can learn from it.",
+    "At night the temperature in the desert falls so far that water freezes in the buckets.",
+    "The library is quiet in the morning, but after school every table is taken.",
+    "Two thirds of the town voted for the new bridge, and the rest used it all the same.",
+    "The watchmaker needed a lens, a steady hand, and no interruptions.",
+    "Summer ended on a Thursday, with a wind from the north and the smell of wood smoke.",
+)
 
 
 def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
@@ -39,6 +81,7 @@ def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
             seed=config.run.seed + 1,
             chat_template=config.data.chat_template,
             system_prompt=config.data.system_prompt,
+            allow_control_tokens=config.data.allow_control_tokens,
             microbatch_tokens=config.optim.microbatch_tokens,
         )
         assert drift.ref_policy is not None

@@ -18,7 +18,7 @@ Scope = tuple[str, ...]  # (), (group,) or (group, label)
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkList:
     """The pieces of work of one process, in order. Processes of one `group` (a point's seeds) have a similar pace."""
 
     group: str
@@ -52,7 +52,7 @@ class Pace:
     `spent` is by kind, and by process, group or all together.
     """
 
-    plans: Mapping[str, Plan]
+    plans: Mapping[str, WorkList]
     done: Mapping[str, int] = field(default_factory=dict)
     since: Mapping[str, float] = field(default_factory=dict)
     spent: Mapping[tuple[Scope, str], Spent] = field(default_factory=dict)

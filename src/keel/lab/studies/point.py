@@ -22,7 +22,7 @@ from keel.lab.studies.grid import Measure
 from keel.lab.studies.position import supervised_lines
 from keel.lab.studies.process import CONFIG
 from keel.run.build import build_policy, build_warmstart
-from keel.run.train import train
+from keel.run.train import run_training
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
 from keel.trainer.checkpoint import atomic_folder, no_progress_bars
 from keel.trainer.integrity import damages
@@ -82,7 +82,7 @@ def _train(config: Config, folder: Path, shared: Path) -> Outcome:
             folder.mkdir(parents=True, exist_ok=True)
             link_warmstart(config, shared_warmstart(shared, config), folder)
         try:
-            result = train(config, at_end=AT_END)
+            result = run_training(config, at_end=AT_END)
         except KeelError as error:
             stop = guard_stop(read_run(folder))
             if stop is None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keel.lab.studies.folder import OUTCOME, Job
-from keel.lab.studies.pace import EVALUATION, FIRST_STEP, MEASURE, START, STEP, Plan, training_plan
+from keel.lab.studies.folder import OUTCOME, StudyRun
+from keel.lab.studies.pace import EVALUATION, FIRST_STEP, MEASURE, START, STEP, WorkList, training_plan
 from keel.loggers.rundir import CONFIG, EVAL, METRICS, SUMMARY
 
 TAIL_BYTES = 1 << 17  # more than any line of metrics
 PHASES = {START: "starting", MEASURE: "measuring the drift"}
 
 
-def job_plan(job: Job) -> Plan:
+def job_plan(job: StudyRun) -> WorkList:
     """The pieces of a run; seeds of one point have one pace."""
-    return Plan(job.point.label, training_plan(job.config.run.max_steps, job.config.eval.every))
+    return WorkList(job.point.label, training_plan(job.config.run.max_steps, job.config.eval.every))
 
 
-def job_pieces(job: Job, plan: Plan) -> int:
+def job_pieces(job: StudyRun, plan: WorkList) -> int:
     """The pieces that are finished: the last step of metrics.jsonl, and the evaluations up to it."""
     if (job.folder / OUTCOME).exists():
         return len(plan.pieces)
@@ -38,7 +38,7 @@ def job_pieces(job: Job, plan: Plan) -> int:
     return min(done, plan.pieces.index(MEASURE))
 
 
-def job_phase(plan: Plan, done: int) -> str:
+def job_phase(plan: WorkList, done: int) -> str:
     """`step 34/120`, `evaluation at step 40/120`, `starting`, `measuring the drift`."""
     piece = plan.pieces[min(done, len(plan.pieces) - 1)]
     if piece in PHASES:
@@ -49,13 +49,13 @@ def job_phase(plan: Plan, done: int) -> str:
     return f"step {sum(steps[: done + 1])}/{sum(steps)}"
 
 
-def warmstart_pieces(folder: Path, plan: Plan) -> int:
+def warmstart_pieces(folder: Path, plan: WorkList) -> int:
     """The pieces of a warm start that are finished, by the lines beside its folder."""
     step = last_step(supervised_lines(folder))
     return 0 if step is None else min(1 + step, len(plan.pieces))
 
 
-def warmstart_phase(plan: Plan, done: int) -> str:
+def warmstart_phase(plan: WorkList, done: int) -> str:
     """`warm start, step 34/500`."""
     steps = len(plan.pieces) - 1
     return f"warm start, step {min(done, steps)}/{steps}" if done else "warm start, starting"

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.lab.studies.folder import Job, Outcome
-from keel.lab.studies.pace import Event, Pace, Plan, observe, remaining_s, warmstart_plan
+from keel.lab.studies.folder import Outcome, StudyRun
+from keel.lab.studies.pace import Event, Pace, WorkList, observe, remaining_s, warmstart_plan
 from keel.lab.studies.position import job_phase, job_pieces, job_plan, warmstart_phase, warmstart_pieces
 
 Say = Callable[[str], None]
@@ -25,8 +25,8 @@ class Watched:
 
     name: str
     started: Path
-    pieces: Callable[[Plan], int]
-    phase: Callable[[Plan, int], str]
+    pieces: Callable[[WorkList], int]
+    phase: Callable[[WorkList, int], str]
 
 
 class Progress:
@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[StudyRun],
         outcomes: Mapping[str, Outcome],
         say: Say | None = None,
         workers: int | None = None,
@@ -79,16 +79,16 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def watch_job(self, job: Job, started: Path) -> None:
+    def watch_job(self, job: StudyRun, started: Path) -> None:
         """Look at a run from now on; call it before the process is submitted."""
         started.unlink(missing_ok=True)
         self._watched[job.label] = Watched(job.label, started, lambda plan: job_pieces(job, plan), job_phase)
 
-    def watch_warmstart(self, folder: Path, job: Job, started: Path) -> None:
+    def watch_warmstart(self, folder: Path, job: StudyRun, started: Path) -> None:
         """Look at a warm start; all of them come before the first run."""
         started.unlink(missing_ok=True)
         steps = job.config.warmstart.steps if job.config.warmstart is not None else 0
-        self._pace = replace(self._pace, plans={str(folder): Plan("", warmstart_plan(steps)), **self._pace.plans})
+        self._pace = replace(self._pace, plans={str(folder): WorkList("", warmstart_plan(steps)), **self._pace.plans})
         name = f"seed={job.seed}"
         self._watched[str(folder)] = Watched(name, started, lambda p: warmstart_pieces(folder, p), warmstart_phase)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from keel.config import Config
 from keel.lab.studies.folder import (
@@ -22,30 +20,19 @@ from keel.lab.studies.folder import (
     INTERRUPTED,
     LOG,
     WARMSTARTS,
-    Job,
     Outcome,
+    StudyRun,
     finished_outcome,
     jobs,
     open_folder,
     read_outcome,
 )
 from keel.lab.studies.grid import Measure, Study
-from keel.lab.studies.process import Process, run_process
+from keel.lab.studies.process import Pool, Process, cores, open_pool
 from keel.lab.studies.progress import Progress
-from keel.run.cluster.connect import check_backend, connected
+from keel.run.cluster.connect import check_backend
 
 POLL_S = 0.3
-GRACE_S = 30.0  # for a run to finish its step and save
-
-
-class Pool(Protocol):
-    """Where processes run: `submit` starts one as soon as there is room; the future is its exit status."""
-
-    def submit(self, process: Process) -> Future[int]: ...
-
-    def interrupt(self) -> None:
-        """Ask all that run to save and end."""
-        ...
 
 
 def run_study(
@@ -54,7 +41,7 @@ def run_study(
     """Run what is not finished yet; the outcome of each job by label. Killed at any time, it can be started again."""
     check_backend(on)
     path = path.resolve()
-    with open_folder(path, study, max(1, _cores() // parallel)) as threads:
+    with open_folder(path, study, max(1, cores() // parallel)) as threads:
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
@@ -84,10 +71,6 @@ def run_study(
     return outcomes
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _as_completed(futures: Iterable[Future[int]], progress: Progress) -> Iterator[Future[int]]:
     left = set(futures)
     while left:
@@ -97,18 +80,18 @@ def _as_completed(futures: Iterable[Future[int]], progress: Progress) -> Iterato
 
 
 def _make_warmstarts(
-    waiting: Sequence[Job], shared: Path, threads: int, pool: Pool, progress: Progress
+    waiting: Sequence[StudyRun], shared: Path, threads: int, pool: Pool, progress: Progress
 ) -> dict[str, str]:
     """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
     from keel.lab.studies.point import shared_warmstart
     from keel.run.warmstart import is_complete
     from keel.trainer.integrity import damages
 
-    by_folder: dict[Path, list[Job]] = {}
+    by_folder: dict[Path, list[StudyRun]] = {}
     for job in waiting:
         if job.config.warmstart is not None:
             by_folder.setdefault(shared_warmstart(shared, job.config), []).append(job)
-    pending: dict[Future[int], tuple[Path, Path, list[Job]]] = {}
+    pending: dict[Future[int], tuple[Path, Path, list[StudyRun]]] = {}
     for folder, sharers in by_folder.items():
         if not is_complete(folder) or damages(folder):
             command = (_config_json(sharers[0].config), "--shared", str(shared))
@@ -126,7 +109,7 @@ def _make_warmstarts(
     return failures
 
 
-def _job_process(job: Job, measure: Measure, shared: Path, threads: int) -> Process:
+def _job_process(job: StudyRun, measure: Measure, shared: Path, threads: int) -> Process:
     command = (_config_json(job.config), "--shared", str(shared), "--measure", json.dumps(asdict(measure)))
     return Process(command, job.folder / LOG, threads)
 
@@ -135,7 +118,7 @@ def _config_json(config: Config) -> str:
     return json.dumps(config.to_dict())
 
 
-def _job_outcome(job: Job, future: Future[int]) -> Outcome:
+def _job_outcome(job: StudyRun, future: Future[int]) -> Outcome:
     """What the run wrote; or, of one that died before it could, its exit status and its last line."""
     status = future.result()
     if status in (130, 143):
@@ -155,74 +138,6 @@ def last_line(log: Path) -> str:
         return "no log"
     last = next((line.strip() for line in reversed(lines) if line.strip()), "the log is empty")
     return last.removeprefix("keel: error: ")
-
-
-# ------------------------------------------------------------------------------------------------- pools
-
-
-class LocalPool:
-    """Threads that each wait for one process at a time."""
-
-    def __init__(self, parallel: int) -> None:
-        self._threads = ThreadPoolExecutor(parallel)
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()
-        self._signal: signal.Signals | None = None  # the last signal that was sent to all
-
-    def submit(self, process: Process) -> Future[int]:
-        return self._threads.submit(self._run, process)
-
-    def _run(self, process: Process) -> int:
-        return 130 if self._signal is not None else run_process(process, self._started)
-
-    def _started(self, running: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._running.append(running)
-            if self._signal is not None:
-                running.send_signal(self._signal)
-
-    def interrupt(self) -> None:
-        """Ask, ask again (training then ends at once), kill: no run outlives its study."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        try:
-            for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-                self._signal_all(signum)
-                deadline = time.monotonic() + GRACE_S
-                while self._alive() and time.monotonic() < deadline:
-                    time.sleep(0.05)
-        finally:  # a second Ctrl-C waits no longer
-            self._signal_all(signal.SIGKILL)
-            self._threads.shutdown(wait=True)
-
-    def _signal_all(self, signum: signal.Signals) -> None:
-        """Send a signal to all that run, and to those that are just being started as soon as they are known."""
-        with self._lock:
-            self._signal = signum
-            for process in self._alive():
-                process.send_signal(signum)
-
-    def _alive(self) -> list[subprocess.Popen[bytes]]:
-        return [process for process in list(self._running) if process.poll() is None]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True)
-
-
-@contextmanager
-def open_pool(on: str, parallel: int) -> Iterator[Pool]:
-    """`local`; `ray` for the cluster that RAY_ADDRESS names or one started here; `ray:ADDRESS` for that cluster."""
-    check_backend(on)
-    if on == "local":
-        pool = LocalPool(parallel)
-        try:
-            yield pool
-        finally:
-            pool.close()
-    else:
-        from keel.lab.studies.cluster import RayPool
-
-        with connected(on, max(_cores(), parallel)) as ray:
-            yield RayPool(ray)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.lab.judge import state
+from keel.lab.judge import standing, state
 from keel.lab.runs import Record, RunReader, RunRecord
 from keel.lab.watch.page import Section, Shown, sections, title
 
@@ -56,10 +56,11 @@ class FollowedRun:
 
     @property
     def standing(self) -> str:
-        """The same in words."""
+        """The same in words, after the worst finding."""
         if self.gone:
             return "deleted or moved while it was watched"
-        return "nothing has been written yet" if self.record is None else state(self.record)[1]
+        record = self.shown.record
+        return "nothing has been written yet" if record is None else standing(record)
 
     @property
     def shown(self) -> Shown:

@@ -10,11 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from keel.lab.judge import guard_stop
-from keel.lab.plots.charts import svg
 from keel.lab.report import samples
 from keel.lab.report import sections as tables
-from keel.lab.report.html import block, chart_data, curves, data_element, document, per_run, verdict
-from keel.lab.report.panels import panels
+from keel.lab.report.html import block, charts, data_element, document, per_run, verdict
 from keel.lab.runs import RunRecord
 from keel.loggers.console import duration
 
@@ -55,7 +53,7 @@ def sections(runs: Sequence[Shown]) -> Iterator[Section]:
     records = [run.record for run in runs if run.record is not None]
     makers: dict[str, Callable[[], str]] = {
         "state": lambda: states(runs),
-        "curves": lambda: charts(records),
+        "curves": lambda: curves(records),
         "findings": lambda: block("Findings", findings(records)),
         "rollouts": lambda: block("Latest rollouts", beside([samples.latest(record) for record in records])),
         "timeline": lambda: block("Timeline", per_run(records, tables.timeline, opened=False, folded=True)),
@@ -151,10 +149,10 @@ def findings(runs: Sequence[RunRecord]) -> str:
     return per_run(runs, articles, opened=True)
 
 
-def charts(runs: Sequence[RunRecord]) -> str:
+def curves(runs: Sequence[RunRecord]) -> str:
     """The report's curves, several runs over each other, and their numbers for the pointer."""
-    drawn = [(panel, picture) for panel in panels(runs) if (picture := svg(panel))] if runs else []
-    return block("Curves", curves(drawn, len(runs) > 1)) + data_element(chart_data([panel for panel, _ in drawn]))
+    shown, data = charts(runs)
+    return block("Curves", shown) + data_element(data)
 
 
 def options(runs: Sequence[RunRecord]) -> str:

@@ -99,7 +99,7 @@ def beside(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
     for line in addresses(listener.getsockname()[1]):
         echo(line)
     descriptor = listener.fileno()
-    command = [sys.executable, "-m", "keel.lab.watch.child", str(descriptor), str(run)]
+    command = [sys.executable, "-m", "keel.lab.watch.serve", str(descriptor), str(run)]
     with listener:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], start_new_session=True)
     assert child.stdin is not None
@@ -152,3 +152,7 @@ def _wait_for_end(ended: threading.Event) -> None:
     while os.read(0, 1):
         pass
     ended.set()
+
+
+if __name__ == "__main__":  # with a socket that listens already, and the run's folder
+    serve_beside(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -11,31 +10,15 @@ import torch
 from torch import Tensor
 
 from keel.rollout.native.scheduler import NOISE_AHEAD, Scheduler
-from keel.rollout.native.turn_cache import CachedPrompt, CachedRow, TurnCache
-from keel.rollout.request import Request
+from keel.rollout.native.turn_cache import CachedRow, TurnCache
+from keel.rollout.request import OpenRow
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-
-
-@dataclass(eq=False)
-class DecodeRow:
-    """One completion being sampled, at most `limit` tokens long."""
-
-    request: Request
-    sample: int
-    key: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    sample_logp: list[float] = field(default_factory=list)
-    filtered_logp: list[float] = field(default_factory=list)
-    text: str | None = None
-    stop_reason: str = ""
-    prompt: CachedPrompt | None = None  # set where the row goes into the turn cache
 
 
 class _Drawn:
     """The tokens drawn for these rows, with their log-probabilities `[3, B]`, on their way from the device."""
 
-    def __init__(self, rows: list[DecodeRow], numbers: Tensor) -> None:
+    def __init__(self, rows: list[OpenRow], numbers: Tensor) -> None:
         self.rows = rows
         self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         self._numbers.copy_(numbers, non_blocking=True)
@@ -64,24 +47,24 @@ class DecodeBatch:
         turn_cache: TurnCache,
         sampling: SamplingParams,
         scheduler: Scheduler,
-        record: Callable[[list[DecodeRow], list[list[float]], SamplingParams], None],
+        record: Callable[[list[OpenRow], list[list[float]], SamplingParams], None],
         stops: Sequence[int] = (),
     ) -> None:
         self._stops = stops
-        self.rows: list[DecodeRow] = []  # as the decoder has them; some may have ended
+        self.rows: list[OpenRow] = []  # as the decoder has them; some may have ended
         self.scheduler = scheduler
         self._new_decoder, self._turn_cache, self._sampling, self._record = decoder, turn_cache, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
         self._noise: _Noise | None = None
         self._pending: _Drawn | None = None  # drawn and not yet recorded
-        self._ended: list[DecodeRow] = []
+        self._ended: list[OpenRow] = []
 
     @property
     def live(self) -> int:
         return self.scheduler.live
 
-    def admit(self, waiting: list[DecodeRow]) -> list[DecodeRow]:
+    def admit(self, waiting: list[OpenRow]) -> list[OpenRow]:
         """Let in the first waiting rows, as many as the scheduler admits; returns the others."""
         self._settle_pending()
         groups = groupby(waiting, key=lambda row: id(row.request))
@@ -90,7 +73,7 @@ class DecodeBatch:
             self._join(waiting[:count])
         return waiting[count:]
 
-    def take_ended(self) -> list[DecodeRow]:
+    def take_ended(self) -> list[OpenRow]:
         """The rows that have ended since this was last asked."""
         ended, self._ended = self._ended, []
         return ended
@@ -149,7 +132,7 @@ class DecodeBatch:
             self._noise.keep_rows(order)
         return order
 
-    def _join(self, rows: Sequence[DecodeRow]) -> None:
+    def _join(self, rows: Sequence[OpenRow]) -> None:
         order = self._drop_ended() if any(row.stop_reason for row in self.rows) else None
         if self._decoder is not None and self._decoder.traits.graphed:
             self._logits = self._decoder.logits()
@@ -181,7 +164,7 @@ class DecodeBatch:
         self._decoder.begin(self._logits, keys, positions, left, self._stops)
         del self._logits
 
-    def _prefill(self, rows: list[DecodeRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
+    def _prefill(self, rows: list[OpenRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
         """Prefill rows that all have a cached past, or none of them; returns the logits of their first tokens."""
         contexts = [row.request.tokens for row in rows]
         # rows that join others are given columns there
@@ -201,7 +184,7 @@ class DecodeBatch:
                 row.prompt = prompts[index]
         return logits
 
-    def _cache_contexts(self, ended: list[DecodeRow]) -> None:
+    def _cache_contexts(self, ended: list[OpenRow]) -> None:
         """Put rows that have just ended into the turn cache, all but their last token, which was never forwarded."""
         ended_ids = set(map(id, ended))
         for index, row in enumerate(self.rows):
@@ -214,7 +197,7 @@ class DecodeBatch:
 class _Noise:
     """Noise for the rows of a batch, made for several positions at a time."""
 
-    def __init__(self, rows: list[DecodeRow], logits: Tensor, sampling: SamplingParams) -> None:
+    def __init__(self, rows: list[OpenRow], logits: Tensor, sampling: SamplingParams) -> None:
         device = logits.device
         self.width = 0 if sampling.greedy else sum(block_shape(logits.shape[-1]))
         self.keys = torch.tensor([row.key for row in rows], device=device)

@@ -54,7 +54,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """Which rows belong to which prompt, as a table of slots `[G, n]` so that a prompt meets all its rows at once.
 
     `slots` maps slots to rows and `rows` maps rows to slots; both are None while the rows stand in regular order, when
@@ -67,19 +67,19 @@ class Layout:
     rows: Tensor | None
 
     @staticmethod
-    def of(group_of: list[int], groups: int, device: torch.device) -> Layout:
+    def of(group_of: list[int], groups: int, device: torch.device) -> SlotLayout:
         rows_of: list[list[int]] = [[] for _ in range(groups)]
         for row, group in enumerate(group_of):
             rows_of[group].append(row)
         width = max(len(rows) for rows in rows_of)
         if [row for rows in rows_of for row in rows] == list(range(groups * width)):
-            return Layout(groups, width, None, None)
+            return SlotLayout(groups, width, None, None)
         slots = [rows[i] if i < len(rows) else 0 for rows in rows_of for i in range(width)]
         rows_to_slots = [0] * len(group_of)
         for group, rows in enumerate(rows_of):
             for i, row in enumerate(rows):
                 rows_to_slots[row] = group * width + i
-        return Layout(groups, width, torch.tensor(slots, device=device), torch.tensor(rows_to_slots, device=device))
+        return SlotLayout(groups, width, torch.tensor(slots, device=device), torch.tensor(rows_to_slots, device=device))
 
     def gather(self, x: Tensor) -> Tensor:
         """Rows `[B, K, R, D]` to groups `[G, K, n·R, D]`."""
@@ -136,7 +136,7 @@ class SharedPrefixCache(Cache):
     def _update_layout(self) -> None:
         lengths, device = self.prefix.lengths, self.prefix.lengths.device
         groups, width = len(lengths), self.prefix.keys[0].shape[2]
-        self.layout = Layout.of(self.group_of, groups, device)
+        self.layout = SlotLayout.of(self.group_of, groups, device)
         left_pad = torch.tensor(self.left_pad, device=device)
         self.positions = lengths[torch.tensor(self.group_of, device=device)] - left_pad + self.origin
         padding = torch.arange(width, device=device) >= lengths[:, None]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from keel.base.errors import KeelError, first_line
-from keel.models.checks import context_length
 from keel.models.head import causal_lm
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
+from keel.models.tokenizer import context_length
 from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
 from keel.rollout.native.fused import why_not_fused
 from keel.rollout.native.graph import DecodeGraphs, why_not_graphed
@@ -155,7 +155,7 @@ def _resumed(
 
 
 @dataclass(frozen=True)
-class Choice:
+class DecoderChoice:
     """The fastest decoder that is exact for a model; `reason` says why prompts are not shared where they are not.
 
     `verified_length` is the longest context that a probe vouches for, None where there is no limit. `ungraphed` says
@@ -168,7 +168,7 @@ class Choice:
     ungraphed: str | None = None
 
 
-def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> Choice:
+def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> DecoderChoice:
     """Probe the candidates, fastest first, across the lengths at which the model changes: the first that is exact.
 
     The cache's layer types tell of windows and recurrent states; the probe finds everything else, since a model that
@@ -195,12 +195,12 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> C
         fault = _fault(model, make_decoder, cases, limit, half=half)
         if fault is None:
             note = None if candidate in shared else f"{reason}{_REREAD_NOTES.get(candidate, '')}"
-            return Choice(make_decoder, note, None if plain else _verified_length(model), ungraphed)
+            return DecoderChoice(make_decoder, note, None if plain else _verified_length(model), ungraphed)
         if isinstance(candidate, partial) and "graphs" in candidate.keywords:
             ungraphed = fault
         reason = reason if reason and candidate in _UNSHARED else fault
     if (model_fault := _model_fault(model)) is not None:
-        return Choice(UnsharedPrefixDecoder, model_fault, ungraphed=ungraphed)
+        return DecoderChoice(UnsharedPrefixDecoder, model_fault, ungraphed=ungraphed)
     if (apart := _apart_in_company(model)) > 1e-3:  # the widest limit of a decoder in full precision
         raise KeelError(
             f"{type(inner).__name__} cannot be sampled from: what it gives a row depends on the rows beside it (logits "

@@ -12,17 +12,18 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
-from keel.models.load import context_length, eos_ids
+from keel.models.load import eos_ids
+from keel.models.tokenizer import context_length
 from keel.rollout.engine import Answer, Engine, Interrupted
-from keel.rollout.native.batch import DecodeBatch, DecodeRow
+from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
 from keel.rollout.native.graph import DecodeGraphs
 from keel.rollout.native.scheduler import Scheduler
 from keel.rollout.native.turn_cache import TurnCache, weights_version
 from keel.rollout.native.weights import WeightCopy
-from keel.rollout.request import Request, Turn, check_noise
-from keel.rollout.sampling import SamplingParams, row_key
+from keel.rollout.request import OpenRow, Request, open_rows
+from keel.rollout.sampling import SamplingParams
 from keel.rollout.stops import StopStrings
 
 
@@ -36,6 +37,8 @@ class NativeEngine(Engine):
     `graphs` lets decode steps run as CUDA graphs where they can; these are held from one rollout to the next, with
     little memory, and `captured_graphs` counts them.
     """
+
+    native = True
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class NativeEngine(Engine):
         """Completions of each request, in order; a bad request is refused before anything is computed."""
         rows = self._decode_rows(requests, sampling, (seed, attempt, step), set())
         self._run(rows, sampling, (seed, attempt, step))
-        completions = iter([self._completion(row) for row in rows])
+        completions = iter([row.turn(self._stops).completion for row in rows])
         return [[next(completions) for _ in request.drawn(sampling)] for request in requests]
 
     def converse(
@@ -144,8 +147,8 @@ class NativeEngine(Engine):
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
 
-        def next_rows(rows: list[DecodeRow]) -> list[DecodeRow]:
-            turns = [Turn(row.request, row.sample, self._completion(row)) for row in rows]
+        def next_rows(rows: list[OpenRow]) -> list[OpenRow]:
+            turns = [row.turn(self._stops) for row in rows]
             return self._decode_rows(answer(turns), sampling, noise, seen)
 
         self._run(self._decode_rows(requests, sampling, noise, seen), sampling, noise, next_rows)
@@ -156,19 +159,13 @@ class NativeEngine(Engine):
         sampling: SamplingParams,
         noise: tuple[int, int, int],
         seen: set[tuple[str, int, int]],
-    ) -> list[DecodeRow]:
-        """A row for each completion, once all requests are checked; `seen` is the noise drawn before."""
+    ) -> list[OpenRow]:
+        """`open_rows`, none longer than what is verified."""
         batch = list(requests)
+        rows = open_rows(batch, sampling, self.context, noise, seen)
         for request in batch:
-            request.check(sampling, self.context)
             self._check_verified_length(request, sampling)
-        if not sampling.greedy:
-            check_noise(batch, sampling, seen)
-        return [
-            DecodeRow(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
-            for request in batch
-            for sample in request.drawn(sampling)
-        ]
+        return rows
 
     def _check_verified_length(self, request: Request, sampling: SamplingParams) -> None:
         """Refuse contexts beyond a window that no probe could cross: nothing has verified how they are decoded."""
@@ -182,10 +179,10 @@ class NativeEngine(Engine):
 
     def _run(
         self,
-        rows: Sequence[DecodeRow],
+        rows: Sequence[OpenRow],
         sampling: SamplingParams,
         noise: tuple[int, int, int],
-        next_rows: Callable[[list[DecodeRow]], list[DecodeRow]] | None = None,
+        next_rows: Callable[[list[OpenRow]], list[OpenRow]] | None = None,
     ) -> None:
         """Sample rows to their ends, and the rows that `next_rows` returns for those that have ended."""
         waiting = _by_length(rows)
@@ -203,10 +200,10 @@ class NativeEngine(Engine):
             self._graphs.release()
 
     def _sample(
-        self, batch: DecodeBatch, waiting: list[DecodeRow], *, pausing: bool
-    ) -> tuple[list[DecodeRow], list[DecodeRow]]:
+        self, batch: DecodeBatch, waiting: list[OpenRow], *, pausing: bool
+    ) -> tuple[list[OpenRow], list[OpenRow]]:
         """Decode until nothing is left, or (`pausing`) until others could join; (waiting, ended)."""
-        ended: list[DecodeRow] = []
+        ended: list[OpenRow] = []
         with evaluating(self.model):
             while True:
                 if self._interrupted:
@@ -227,27 +224,14 @@ class NativeEngine(Engine):
     def _new_decoder(self) -> Decoder:
         return self._decoder(self.model)
 
-    def _record(self, rows: list[DecodeRow], numbers: list[list[float]], sampling: SamplingParams) -> None:
+    def _record(self, rows: list[OpenRow], numbers: list[list[float]], sampling: SamplingParams) -> None:
         """Append each row's token, and set the stop_reason of rows that are done."""
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
             if row.stop_reason:  # it has ended and is still computed
                 continue
-            row.tokens.append(int(drawn))
-            row.sample_logp.append(row_logp)
-            row.filtered_logp.append(row_filtered)
-            row.stop_reason, row.text = self._stops.ending(row.tokens, row.limit, sampling, self.eos_ids)
-
-    def _completion(self, row: DecodeRow) -> Completion:
-        return Completion(
-            tokens=tuple(row.tokens),
-            action=(True,) * len(row.tokens),
-            sample_logp=tuple(row.sample_logp),
-            filtered_logp=tuple(row.filtered_logp),
-            text=self._stops.decode(row.tokens) if row.text is None else row.text,
-            stop_reason=row.stop_reason,
-        )
+            row.append((int(drawn), row_logp, row_filtered), self._stops, sampling, self.eos_ids)
 
 
-def _by_length(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
+def _by_length(rows: Sequence[OpenRow]) -> list[OpenRow]:
     """Contexts of like length together: less padding, and the rows of a request stay neighbours."""
     return sorted(rows, key=lambda row: len(row.request.tokens))

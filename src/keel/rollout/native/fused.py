@@ -48,13 +48,15 @@ class FusedStep:
         residual = blocks.embed(state.tokens[:rows], positions)
         tables, x = blocks.rotations(residual, positions), None
         for index, layer in enumerate(blocks.layers):
-            qkv = layer.qkv(kernels.norm(x, residual, *layer.first_norm))
+            residual, normed = kernels.norm(x, residual, *layer.first_norm)
+            qkv = layer.qkv(normed)
             attended = kernels.attend(
                 qkv, tables, layer.head_norms, state, index, layer.scaling, blocks.heads, blocks.kv_heads, tile
             )
-            x = layer.out(attended)
-            x = layer.mlp(kernels.norm(x, residual, *layer.second_norm))
-        _project(blocks.lm_head, kernels.norm(x, residual, *blocks.last_norm), state.logits[:rows])
+            residual, normed = kernels.norm(layer.out(attended), residual, *layer.second_norm)
+            x = layer.mlp(normed)
+        _, normed = kernels.norm(x, residual, *blocks.last_norm)
+        _project(blocks.lm_head, normed, state.logits[:rows])
 
 
 def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:

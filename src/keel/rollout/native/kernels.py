@@ -28,6 +28,7 @@ def _norm_kernel(
     residual,
     weight,
     bias,
+    total,
     out,
     eps,
     offset,
@@ -44,7 +45,7 @@ def _norm_kernel(
     if ADD:
         value += tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         value = value.to(residual.dtype.element_ty).to(tl.float32)
-        tl.store(residual + row * width + columns, value, mask=inside)
+        tl.store(total + row * width + columns, value, mask=inside)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
@@ -62,15 +63,16 @@ def norm(
     eps: float,
     offset: float = 0.0,
     centred: bool = False,
-) -> Tensor:
-    """residual += x in place (where there is an x), then its RMS norm, or layer norm where `centred`."""
+) -> tuple[Tensor, Tensor]:
+    """residual + x (where there is an x), and its RMS norm, or layer norm where `centred`."""
     rows, width = residual.shape
-    out = torch.empty_like(residual)
+    total, out = residual if x is None else torch.empty_like(residual), torch.empty_like(residual)
     _norm_kernel[(rows,)](
         residual if x is None else x,
         residual,
         weight,
         weight if bias is None else bias,
+        total,
         out,
         eps,
         offset,
@@ -81,7 +83,7 @@ def norm(
         BLOCK=triton.next_power_of_2(width),
         num_warps=4 if width <= 2048 else 8,
     )
-    return out
+    return total, out
 
 
 @triton.jit
@@ -281,7 +283,11 @@ def _suffix_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Pieces of the rows' own keys; the newest is stored by the first, and is nobody's to load.
+    """Pieces of the rows' own keys.
+
+    The cache and the parts are loaded and stored here, at different cells. The first piece stores the newest key, and
+    no program loads it from the cache. With one piece a row, a program loads the parts of the prompt; with several, it
+    stores its own part and loads none.
 
     Where a row's keys are one piece, those of its prompt are added to it at once.
     """
@@ -546,6 +552,7 @@ def _draw_kernel(
     length, remaining = tl.load(lengths + row), tl.load(left + row)
     stop = tl.load(stops + tl.arange(0, STOPS))
     goes_on = (length >= 0) & (remaining > 1) & (tl.max((stop == drawn).to(tl.int32), 0) == 0)
+    tl.debug_barrier()  # the row's state is replaced only once every warp has loaded it
     tl.store(numbers + row, drawn.to(tl.float64))
     tl.store(numbers + capacity + row, logp.to(tl.float64))
     tl.store(numbers + 2 * capacity + row, logp.to(tl.float64))

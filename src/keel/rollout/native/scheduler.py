@@ -107,14 +107,14 @@ def resume_columns(rows: int, heads: int, columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class Passes:
+class RolloutPasses:
     """The passes of a rollout: (prompts, rows) of each prefill, rows of each decode step."""
 
     prefills: tuple[tuple[int, int], ...]
     steps: tuple[int, ...]
 
 
-def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> Passes:
+def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> RolloutPasses:
     """What the engine will do for requests of these many completions with these many tokens each."""
     waiting = deque((rows, length) for rows, length in requests if rows)
     scheduler = Scheduler(sum(rows for rows, _ in waiting), max_batch, traits)
@@ -136,4 +136,4 @@ def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits:
         if scheduler.live:
             steps.append(scheduler.rows)
             scheduler.step()
-    return Passes(tuple(prefills), tuple(steps))
+    return RolloutPasses(tuple(prefills), tuple(steps))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keel.models.fingerprint import adapter_layers
+from keel.models.adapters import adapter_layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.fingerprint import adapter_layers, adapter_state, idle_adapters, persistent_buffers
+from keel.models.adapters import adapter_layers, idle_adapters, is_lora
+from keel.models.fingerprint import adapter_state, persistent_buffers
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
-from keel.models.lora import adapter_is_zero, is_lora
-from keel.models.sharding import through
-from keel.models.whole import whole
+from keel.models.lora import adapter_is_zero
+from keel.models.sharding import through, whole
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"

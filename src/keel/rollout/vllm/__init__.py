@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError
 from keel.base.options import Options
-from keel.base.world import ALONE, World
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.engine import VllmEngine
-from keel.rollout.vllm.transfer import check_buffers
 
-__all__ = ["TO_BE_PLACED", "VllmEngine", "check_vllm", "vllm"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from keel.base.world import World
+    from keel.rollout.vllm.engine import VllmEngine
+
+__all__ = ["TO_BE_PLACED", "check_vllm", "vllm"]
 
 
 TO_BE_PLACED = "http://ray"  # stands for servers that are still to be started
@@ -53,11 +54,14 @@ def _changed(options: Options, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(options, name) != type(options).model_fields[name].default]
 
 
-def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World = ALONE) -> VllmEngine:
+def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World | None = None) -> VllmEngine:
     """The engine that `rollout.vllm` describes."""
+    from keel.base.world import ALONE
     from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
+    from keel.rollout.vllm.engine import VllmEngine
+    from keel.rollout.vllm.transfer import check_buffers
 
     check_buffers(model)
     make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
-    return VllmEngine(make(model, tokenizer, rollout, world), model, tokenizer)
+    return VllmEngine(make(model, tokenizer, rollout, world or ALONE), model, tokenizer)

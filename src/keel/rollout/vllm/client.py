@@ -28,15 +28,14 @@ from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
 from keel.base.redact import NoVariable, fill
 from keel.base.world import World
+from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
-from keel.models.lora import is_lora
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import Interrupted, OtherModel, StaleWeights
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import (
     NOT_RUN,
     Broken,
-    IpcSender,
     NcclSender,
     check_transfer,
     loopback_only,
@@ -180,9 +179,9 @@ class ServerSampler(Sampler):
         self.servers = [Server(url, headers) for url in own]
         self._leads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
-        self._transfer, self._device = options.direct, next(model.parameters()).device
-        self._senders: dict[str, tuple[str, NcclSender | IpcSender | None]] = {}  # by server: of which start of it
-        self.notes = () if options.direct is None else (NOT_RUN.format(options.direct),)
+        self._nccl, self._device = options.transfer == "nccl", next(model.parameters()).device
+        self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: of which start of it
+        self.notes = (NOT_RUN,) if self._nccl else ()
         self._folder = own_folder("sync")
         self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
@@ -228,8 +227,8 @@ class ServerSampler(Sampler):
                 f"{server} takes adapters up to rank {status['max_lora_rank']} and the policy's has {rank}: "
                 f"start keel serve with --max-lora-rank {rank}"
             )
-        if self._transfer is not None:
-            check_transfer(self._transfer, status, self._device, str(server))
+        if self._nccl:
+            check_transfer(status, self._device, str(server))
             loopback_only(server.url)
         first = self.servers[0].status or status
         for name in ("dtype", "parts"):
@@ -449,7 +448,7 @@ class ServerSampler(Sampler):
 
         A first transfer that fails is an error: it would never have worked.
         """
-        if self._transfer is None:
+        if not self._nccl:
             return False
         boot, channel = self._senders.get(server.url, ("", None))
 
@@ -459,7 +458,7 @@ class ServerSampler(Sampler):
         try:
             if boot != server.status["boot"]:
                 workers = len(server.status["devices"])
-                channel = sender(self._transfer, call, self._device, workers, self._wait_s)
+                channel = sender(call, self._device, workers, self._wait_s)
             if channel is not None:
                 channel.send(folder)
         except Exception as error:
@@ -470,11 +469,11 @@ class ServerSampler(Sampler):
                 raise
             if not boot:
                 raise KeelError(
-                    f"weights do not go to {server} by {self._transfer} ({first_line(error)}): see its log, or use "
+                    f"weights do not go to {server} by nccl ({first_line(error)}): see its log, or use "
                     "rollout.vllm.transfer=http"
                 ) from error
             channel = None
-            lost = f"weights no longer go to {server} by {self._transfer} ({first_line(error)}); they go as files"
+            lost = f"weights no longer go to {server} by nccl ({first_line(error)}); they go as files"
             self._events.append(("sampler/transfer", lost))
         self._senders[server.url] = server.status["boot"], channel
         return channel is not None

@@ -16,9 +16,10 @@ from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.world import World
+from keel.models.adapters import is_lora
+from keel.models.dtypes import DTYPES
 from keel.models.head import causal_lm, module_dtype
-from keel.models.load import DTYPES, context_length
-from keel.models.lora import is_lora
+from keel.models.tokenizer import context_length
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo

@@ -1,9 +1,8 @@
-"""Full weights from GPU to GPU: by NCCL to a server's own devices, by CUDA IPC to one on the trainer's device.
+"""Full weights from GPU to GPU by NCCL, to a server on other devices. Experimental: it has not run on a GPU yet.
 
 What is sent are the files of a sync, which a server that comes back needs anyway: one process sends alone, whenever it
 has to, and a transfer that breaks goes on as files. vLLM's own calls receive (`weight_transfer_config`). Between the
-two sides goes JSON: NCCL's id is handed over under the secret (vLLM's meeting point for it would unpickle), and of a
-shared tensor plain numbers.
+two sides goes JSON: NCCL's id is handed over under the secret (vLLM's meeting point for it would unpickle).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from keel.base.errors import KeelError
 from keel.rollout.vllm.transfer import read_weights
 
-NOT_RUN = "rollout.vllm.transfer={}: written to vLLM's calls and tested without a GPU, but not run on one yet"
+NOT_RUN = "rollout.vllm.transfer=nccl is experimental: tested without a GPU, but not run on one yet"
 Call = Callable[[str, dict[str, Any]], None]  # a step of the transfer (init, start, update, finish) at a server
 
 
@@ -115,50 +114,24 @@ class NcclSender:
         self._group.destroy()
 
 
-class IpcSender:
-    """Memory of this process that a server on the same device opens, a file of weights at a time."""
-
-    def __init__(self, call: Call, device: torch.device) -> None:
-        self._client, self._device = Client(call), device
-        self._client.init_weight_transfer_engine({"packed": False})
-
-    def send(self, folder: Path) -> None:
-        self._client.start_weight_update()
-        for path in sorted(folder.glob("*.safetensors")):
-            tensors = {name: tensor.to(self._device).contiguous() for name, tensor in read_weights(str(path))}
-            handles = [shared_handle(name, tensor) for name, tensor in tensors.items()]
-            self._client.update_weights({"tensors": handles})  # the server has copies when it answers
-            del tensors
-            torch.cuda.ipc_collect()
-        self._client.finish_weight_update()
-
-    def close(self) -> None:
-        """Nothing lasts."""
-
-
-def sender(kind: str, call: Call, device: torch.device, workers: int, timeout_s: float) -> NcclSender | IpcSender:
+def sender(call: Call, device: torch.device, workers: int, timeout_s: float) -> NcclSender:
     """What sends full weights to a server: `call` does a step of the transfer there."""
     try:
-        return NcclSender(call, device, workers, timeout_s) if kind == "nccl" else IpcSender(call, device)
+        return NcclSender(call, device, workers, timeout_s)
     except ImportError as error:
         raise KeelError(
-            f"rollout.vllm.transfer={kind} needs vLLM beside the training too ({error}): install it, or use http"
+            f"rollout.vllm.transfer=nccl needs vLLM beside the training too ({error}): install it, or use http"
         ) from error
 
 
-def check_transfer(kind: str, status: dict[str, Any], device: torch.device, server: str) -> None:
+def check_transfer(status: dict[str, Any], device: torch.device, server: str) -> None:
     """Refuse a server that was not started for this transfer, or whose devices it cannot reach."""
     if device.type != "cuda":
-        raise KeelError(f"rollout.vllm.transfer={kind} sends from a GPU and the policy is on the {device}: use http")
-    if status.get("transfer") != kind:
-        raise KeelError(
-            f"{server} does not take weights by {kind}: start keel serve with --transfer {kind}, or use http"
-        )
-    own, theirs = device_id(device), status.get("devices", [])
-    if kind == "ipc" and theirs != [own]:
-        raise KeelError(f"{server} is on another GPU than the policy, where ipc does not reach: use nccl or http")
-    if kind == "nccl" and own in theirs:
-        raise KeelError(f"{server} is on the policy's own GPU, where nccl does not work: use ipc or http")
+        raise KeelError(f"rollout.vllm.transfer=nccl sends from a GPU and the policy is on the {device}: use http")
+    if status.get("transfer") != "nccl":
+        raise KeelError(f"{server} does not take weights by nccl: start keel serve with --transfer nccl, or use http")
+    if device_id(device) in status.get("devices", []):
+        raise KeelError(f"{server} is on the policy's own GPU, where nccl does not work: use http")
 
 
 def device_id(device: torch.device) -> str:
@@ -170,50 +143,6 @@ def loopback_only(url: str) -> None:
     """Keep NCCL's own sockets on this machine where the server is, unless the environment names a network."""
     if any(name in url for name in ("127.0.0.1", "localhost", "[::1]")):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def shared_handle(name: str, tensor: Tensor) -> dict[str, Any]:
-    """What opens a CUDA tensor in another process, as JSON's data: torch's own arguments, bytes as hexadecimal."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, size, stride, offset, _, dtype, *shared = reduce_tensor(tensor)[1]
-    plain = [value.hex() if isinstance(value, bytes) else value for value in shared[1:]]  # without the device's number
-    return {
-        "name": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "size": list(size),
-        "stride": list(stride),
-        "offset": offset,
-        "shared": plain,
-    }
-
-
-def open_handle(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The tensor of another process on this one's device, as a copy."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    dtype = getattr(torch, str(handle["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no type of tensors: {handle['dtype']}")
-    storage, size_bytes, offset_bytes, gradient, counter, counter_offset, event, wait = handle["shared"]
-    tensor: Tensor = rebuild_cuda_tensor(
-        torch.Tensor,
-        torch.Size(handle["size"]),
-        tuple(handle["stride"]),
-        int(handle["offset"]),
-        torch.UntypedStorage,
-        dtype,
-        device.index or 0,
-        bytes.fromhex(storage),
-        int(size_bytes),
-        int(offset_bytes),
-        bool(gradient),
-        bytes.fromhex(counter),
-        int(counter_offset),
-        bytes.fromhex(event),
-        bool(wait),
-    )
-    return tensor.clone()  # vLLM may keep it until its layer is complete, and the sender does not
 
 
 def together(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -14,32 +13,11 @@ from keel.base.types import Completion
 from keel.models.head import causal_lm
 from keel.models.load import eos_ids
 from keel.rollout.engine import Answer, Engine
-from keel.rollout.request import Request, Turn, check_noise
-from keel.rollout.sampling import SamplingParams, row_key
+from keel.rollout.request import OpenRow, Request, Turn, open_rows
+from keel.rollout.sampling import SamplingParams
 from keel.rollout.stops import StopStrings
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 from keel.rollout.vllm.samplers import Sampler
-
-
-@dataclass
-class _Pending:
-    """A completion on its way: it may take several rows of vLLM's where that stops too early."""
-
-    request: Request
-    sample: int
-    key: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    sample_logp: list[float] = field(default_factory=list)
-    filtered_logp: list[float] = field(default_factory=list)
-    stop_reason: str = ""
-    text: str | None = None
-
-    def row(self, number: int) -> Row:
-        """What is left to sample."""
-        tokens = (*self.request.tokens, *self.tokens)
-        start = self.request.start + len(self.tokens)
-        return Row(str(number), tokens, self.limit - len(self.tokens), self.key, start)
 
 
 class VllmEngine(Engine):
@@ -108,69 +86,42 @@ class VllmEngine(Engine):
         noise, seen = (seed, attempt, step), set[tuple[str, int, int]]()
         special, vocabulary = self._stops.special_in(sampling.stop), self.sampler.info.vocabulary
         drawing = Drawing.of(sampling, sorted(self.eos_ids), stop_is_special=special, vocabulary=vocabulary)
-        waiting = self._pending(requests, sampling, noise, seen)
-        running: dict[str, _Pending] = {}
+        waiting = open_rows(requests, sampling, self.context, noise, seen)
+        running: dict[str, OpenRow] = {}
         width = sampling.max_batch
         try:
             while waiting or running:
                 room = len(waiting) if width is None else width - len(running)
                 admitted, waiting = waiting[:room], waiting[room:]
-                rows = [pending.row(next(self._numbers)) for pending in admitted]
+                rows = [_rest(pending, next(self._numbers)) for pending in admitted]
                 running |= {row.id: pending for row, pending in zip(rows, admitted, strict=True)}
                 if rows:
                     self.sampler.start(rows, drawing)
-                ended: list[_Pending] = []
+                ended: list[OpenRow] = []
                 for sampled in self.sampler.finished():
                     pending = running.pop(sampled.id)
                     self._append(pending, sampled, sampling)
                     (ended if pending.stop_reason else waiting).append(pending)
                 if ended and self.on_finished is not None:
                     self.on_finished(len(ended))
-                turns = [Turn(pending.request, pending.sample, self._completion(pending)) for pending in ended]
+                turns = [pending.turn(self._stops) for pending in ended]
                 if turns:
-                    waiting = [*self._pending(answer(turns), sampling, noise, seen), *waiting]
+                    waiting = [*open_rows(answer(turns), sampling, self.context, noise, seen), *waiting]
         finally:
             if running:
                 self.sampler.cancel()
 
-    def _pending(
-        self,
-        requests: Iterable[Request],
-        sampling: SamplingParams,
-        noise: tuple[int, int, int],
-        seen: set[tuple[str, int, int]],
-    ) -> list[_Pending]:
-        batch = list(requests)
-        for request in batch:
-            request.check(sampling, self.context)
-        if not sampling.greedy:
-            check_noise(batch, sampling, seen)
-        return [
-            _Pending(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
-            for request in batch
-            for sample in request.drawn(sampling)
-        ]
-
-    def _append(self, pending: _Pending, sampled: Sampled, sampling: SamplingParams) -> None:
+    def _append(self, row: OpenRow, sampled: Sampled, sampling: SamplingParams) -> None:
         """Append what was sampled up to where Keel's own rules end it; vLLM's stops are only a first guess."""
         if not sampled.tokens:
-            raise KeelError(f"the sampler returned no token for problem {pending.request.key!r}")
-        for token, before, after in zip(sampled.tokens, sampled.sample_logp, sampled.filtered_logp, strict=True):
-            pending.tokens.append(token)
-            pending.sample_logp.append(before)
-            pending.filtered_logp.append(after)
-            pending.stop_reason, pending.text = self._stops.ending(
-                pending.tokens, pending.limit, sampling, self.eos_ids
-            )
-            if pending.stop_reason:
+            raise KeelError(f"the sampler returned no token for problem {row.request.key!r}")
+        for drawn in zip(sampled.tokens, sampled.sample_logp, sampled.filtered_logp, strict=True):
+            row.append(drawn, self._stops, sampling, self.eos_ids)
+            if row.stop_reason:
                 return
 
-    def _completion(self, pending: _Pending) -> Completion:
-        return Completion(
-            tokens=tuple(pending.tokens),
-            action=(True,) * len(pending.tokens),
-            sample_logp=tuple(pending.sample_logp),
-            filtered_logp=tuple(pending.filtered_logp),
-            text=self._stops.decode(pending.tokens) if pending.text is None else pending.text,
-            stop_reason=pending.stop_reason,
-        )
+
+def _rest(row: OpenRow, number: int) -> Row:
+    """What is left to sample: a completion takes several rows of vLLM's where that stops too early."""
+    tokens, start = (*row.request.tokens, *row.tokens), row.request.start + len(row.tokens)
+    return Row(str(number), tokens, row.limit - len(row.tokens), row.key, start)

@@ -54,7 +54,7 @@ class VllmBackend(Backend):
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
             "model": model_facts(AutoConfig.from_pretrained(folder)),  # vLLM changes its own
-            "transfer": options.direct or "http",
+            "transfer": options.transfer,
             "devices": await engine.collective_rpc("keel_device"),
         }
         await engine.collective_rpc("keel_watch", args=(os.getpid(),))
@@ -100,8 +100,6 @@ class VllmBackend(Backend):
             self.salt, self.adapter = secrets.token_hex(8), None
             await self.engine.start_weight_update()
             self.receiving = True
-        elif step == "update" and "tensors" in info:
-            await self.engine.collective_rpc("keel_open", args=(info["tensors"],))
         elif step == "update":
             await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
         else:
@@ -136,7 +134,7 @@ def serve(
     """Serve until a signal; `ready` is told the address once requests are taken."""
     import asyncio
 
-    if options.direct == "nccl":
+    if options.transfer == "nccl":
         loopback_only(host)
     import_vllm(in_process=False, cuda=torch.cuda.is_available())
     asyncio.run(_serve(folder, tokenizer, options, host, port, secret, dtype, max_lora_rank, ready))

@@ -36,7 +36,7 @@ STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that 
     "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
     | {"packed_num_buffers"},
     "start": set(),
-    "update": {"names", "dtype_names", "shapes", "tensors"},
+    "update": {"names", "dtype_names", "shapes"},
     "finish": set(),
 }
 

@@ -53,7 +53,7 @@ def engine_arguments(
             f"{options.tensor_parallel_size}): leave one of the two out"
         )
     lora = {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1} if max_lora_rank else {}
-    transfer = {} if options.direct is None else {"weight_transfer_config": {"backend": options.direct}}
+    transfer = {"weight_transfer_config": {"backend": "nccl"}} if options.transfer == "nccl" else {}
     return {
         "model": model,
         "dtype": str(dtype).removeprefix("torch."),

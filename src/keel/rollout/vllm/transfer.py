@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
+from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
-from keel.models.lora import is_lora
-from keel.models.whole import whole
+from keel.models.sharding import whole
 from keel.rollout.engine import OtherModel, StaleWeights
 
 SHARD_BYTES = 2**30  # of one file on its way

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.rollout.vllm.direct import device_id, open_handle
+from keel.rollout.vllm.direct import device_id
 from keel.rollout.vllm.transfer import Part, adapter_digest, read_weights
 
 _CHUNK = 1024  # rows of the identity at a time
@@ -38,12 +38,6 @@ class KeelWorker:
             if _has_packed(module) and module.weight.numel():  # a tied head's kernels still hold the old weights
                 module.quant_method.process_weights_after_loading(module)
 
-    def keel_open(self, handles: list[dict[str, Any]]) -> None:
-        """Load tensors of another process on the same device, within vLLM's own update of weights."""
-        weights = [(handle["name"], open_handle(handle, self.device)) for handle in handles]
-        self.model_runner.get_model().load_weights(weights)
-        torch.accelerator.synchronize()  # the sender takes its memory back
-
     def keel_device(self) -> str:
         """Which device this worker is on."""
         return device_id(self.device) if self.device.type == "cuda" else str(self.device)
@@ -58,6 +52,10 @@ class KeelWorker:
     def keel_parts(self) -> list[str]:
         """Which weights this worker holds, as parts of a checkpoint's tensors."""
         return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
+
+    def keel_dtype(self) -> str:
+        """The type of its weights, such as `bfloat16`."""
+        return str(next(self.model_runner.get_model().parameters()).dtype).removeprefix("torch.")
 
     def keel_digests(self) -> dict[str, str]:
         """The digest of each of them, as it is in effect now."""
@@ -140,10 +138,11 @@ def _parts(module: nn.Module, leaf: str, parameter: Tensor, names: list[str]) ->
 
 def _has_packed(module: nn.Module) -> bool:
     """Whether the kernels hold the weight in a form of their own; an embedding is looked up in the weight itself."""
+    if not hasattr(module, "cpu_linear"):
+        return False
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-    return hasattr(module, "cpu_linear") and not looked_up
+    return isinstance(module, ParallelLMHead) or not isinstance(module, VocabParallelEmbedding)
 
 
 def _splits_input(module: nn.Module) -> bool:

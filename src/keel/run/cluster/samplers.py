@@ -29,7 +29,7 @@ def serving(placement: Placement, config: Config, options: RayOptions, secret: s
     command = [f"--{name}={value}" for name, value in serve_options(config).items()]
     command += [] if config.rollout.vllm.cuda_graphs else ["--no-cuda-graphs"]
     samplers = [
-        Sampler(placement, number, options, yaml.safe_dump(model), command, secret)
+        ClusterSampler(placement, number, options, yaml.safe_dump(model), command, secret)
         for number in range(options.samplers)
     ]
     try:
@@ -56,7 +56,7 @@ def serve_options(config: Config) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in own.items() if value is not None}
 
 
-class Sampler:
+class ClusterSampler:
     """A server on the cluster and the thread that starts it again."""
 
     def __init__(

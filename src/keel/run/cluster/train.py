@@ -1,20 +1,34 @@
-"""`keel train --on ray`: trainer ranks and vLLM servers from one configuration."""
+"""`keel train --on ray`: trainer ranks and vLLM servers from one configuration.
+
+Ranks are started as torchrun would start them; their output is passed on, and they end together.
+"""
 
 from __future__ import annotations
 
 import os
+import queue
 import secrets
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from keel.base.alive import LAUNCH_FLAGS
 from keel.config.schema import Config
 from keel.rollout.vllm.client import SECRET, shared_secret
+from keel.run.cluster.actor import Output
 from keel.run.cluster.connect import connected
-from keel.run.cluster.placement import bundles_of, place
-from keel.run.cluster.ranks import run_ranks
+from keel.run.cluster.placement import ActorLost, Placement, bundles_of, place
 from keel.run.cluster.samplers import serving
 from keel.trainer.options import RayOptions
+
+GRACE_S = 20.0  # for ranks to end by themselves after one has failed; they take some seconds
+LOOK_S = 0.2
+STREAMS = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
 
 
 def by_servers(*urls: str) -> list[str]:
@@ -36,3 +50,90 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
                 overrides += by_servers(*urls)
             environment = {SECRET: secret, LAUNCH_FLAGS: f"--on {on}"}
             return run_ranks(placement, options.trainers, [*arguments, *overrides], environment)
+
+
+def run_ranks(
+    placement: Placement, size: int, arguments: Sequence[str], environment: Mapping[str, str]
+) -> dict[int, int]:
+    """Run `keel ARGUMENTS` in `size` ranks; their exit statuses (-9 of kill -9) in the order in which they ended."""
+    actors = dict(enumerate(_start(placement, size, arguments, environment)))
+    events: queue.Queue[tuple[int, Output | int]] = queue.Queue()
+    for rank, actor in actors.items():
+        threading.Thread(target=_follow, args=(placement, rank, actor, events), daemon=True).start()
+    exits: dict[int, int] = {}
+    patience: Iterator[int] | None = None
+    with _signals() as received:
+        while len(exits) < size:
+            running = [actor for rank, actor in actors.items() if rank not in exits]
+            while received:
+                _send(placement, running, received.pop(0))
+            if any(exits.values()):
+                patience = patience or _patience()
+                if number := next(patience, 0):
+                    _send(placement, running, number)
+            with suppress(queue.Empty):
+                rank, event = events.get(timeout=LOOK_S)
+                if isinstance(event, Output):
+                    stream = STREAMS[event.stream]()
+                    stream.write(event.text)
+                    stream.flush()
+                else:
+                    exits[rank] = event
+    return exits
+
+
+def _start(placement: Placement, size: int, arguments: Sequence[str], environment: Mapping[str, str]) -> list[Any]:
+    """Actors by rank, with the variables that torchrun sets: ranks of a node follow each other and see its devices."""
+    order = sorted(range(size), key=lambda index: placement.addresses[index])
+    nodes = [placement.addresses[index] for index in order]
+    actors = [placement.actor(index) for index in order]
+    devices = [placement.call(actor.devices) for actor in actors]
+    host = placement.hosts[order[0]]
+    master = {"MASTER_ADDR": host, "MASTER_PORT": str(placement.call(actors[0].free_port, host))}
+    local = Counter[str]()
+    for rank, (node, actor) in enumerate(zip(nodes, actors, strict=True)):
+        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local[node], "LOCAL_WORLD_SIZE": nodes.count(node)}
+        world = {**{name: str(value) for name, value in variables.items()}, **master} if size > 1 else {}
+        if visible := [own for own, other in zip(devices, nodes, strict=True) if other == node and own]:
+            world["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        local[node] += 1
+        placement.call(actor.start, None, list(arguments), {**environment, **world})
+    return actors
+
+
+def _follow(placement: Placement, rank: int, actor: Any, events: queue.Queue[tuple[int, Output | int]]) -> None:
+    event: Output | int | None = None
+    while not isinstance(event, int):
+        try:
+            event = placement.call(actor.follow)
+        except ActorLost:
+            event = -signal.SIGKILL
+        events.put((rank, event))
+
+
+def _send(placement: Placement, actors: Sequence[Any], number: int) -> None:
+    for actor in actors:
+        with suppress(ActorLost):
+            placement.call(actor.signal, number)
+
+
+def _patience() -> Iterator[int]:
+    """What is sent to ranks that outlive a failure: nothing at first, then SIGTERM, then SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            yield 0
+        yield number
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM as they come: they are for the ranks, which save and end."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

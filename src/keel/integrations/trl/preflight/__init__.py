@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keel.base.thresholds import Thresholds, load_thresholds
 from keel.integrations.trl.preflight.accumulation import probe_accumulation
 from keel.integrations.trl.preflight.batch import Subject, first_batch
 from keel.integrations.trl.preflight.kl_term import probe_kl
@@ -24,6 +23,7 @@ from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.hypotheses import UNTESTED, judge_hypotheses, preflight_figures
 from keel.lab.doctor.probes.result import ProbeResult, failed_probe
+from keel.lab.thresholds import Thresholds, load_thresholds
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 

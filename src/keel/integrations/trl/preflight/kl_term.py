@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject, signs
 from keel.integrations.trl.scoring import action_mask
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import GradientNorms
+from keel.lab.thresholds import Thresholds
 
 FAR = 1e-3  # nats between policy and reference from which the term must pull
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from keel.base.thresholds import Thresholds, load_thresholds
 from keel.lab.doctor.causes import explain
 from keel.lab.doctor.checks import (
     clip,
     course,
+    depth,
     episodes,
     evaluation,
     exploration,
@@ -29,6 +29,8 @@ from keel.lab.doctor.findings import Finding, ranked
 from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History
 from keel.lab.doctor.hypotheses import history_figures, judge_hypotheses
+from keel.lab.doctor.scope import figures_in_scope, in_scope
+from keel.lab.thresholds import Thresholds, load_thresholds
 
 CHECKS: tuple[Check, ...] = (
     *reward.CHECKS,
@@ -39,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     *penalty.CHECKS,
     *reference.CHECKS,
     *sampler.CHECKS,
+    *depth.CHECKS,
     *optim.CHECKS,
     *gradients.CHECKS,
     *guards.CHECKS,
@@ -54,13 +57,18 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
     by_check = [(check.__module__.rpartition(".")[2], [*check(history, limits)]) for check in CHECKS]
     results = [result for _, row in by_check for result in row]
     unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
-    merged = merge_by_code(result for result in results if isinstance(result, Finding))
+    found = in_scope((result for result in results if isinstance(result, Finding)), history.config)
+    merged = merge_by_code(found)
     first = _first_step(history)
     from_start = {r.code for check in CHECKS for r in check(first, limits) if isinstance(r, Finding)}
     diagnosis = Diagnosis(
         explain(merged, log=True, from_start=from_start),
         hypotheses=judge_hypotheses(
-            merged, history_figures(history), limits, unchecked, formula_of(history.config, history.source)
+            merged,
+            figures_in_scope(history_figures(history), history.config),
+            limits,
+            unchecked,
+            formula_of(history.config, history.source),
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),

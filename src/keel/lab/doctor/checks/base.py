@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.names import option_name
 from keel.lab.doctor.shapes import LEAST, Change, course, frozen_since, median, noise, trend
+from keel.lab.thresholds import Thresholds
 
 KL = "KL(policy‖reference)"
 RECENT = 10  # steps that "now" is the mean of

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import KL, RECENT, CheckResults, movement, not_recorded, opt
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
 from keel.lab.doctor.shapes import LEAST, median
+from keel.lab.thresholds import Thresholds
 
 CLIPPED = ("ratio/clip_fraction", "ratio/clip_low_fraction", "ratio/clip_high_fraction")
 WITHIN = ("kl/old_policy/k1/mean", "kl/old_policy/k3/mean")

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, saturated
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import LEAST, Change, around, jumps, noise
+from keel.lab.thresholds import Thresholds
 
 # What jumps for the same reason counts once: one name a family is looked at, the first that was recorded.
 FAMILIES = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, not_recorded
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import fall
+from keel.lab.thresholds import Thresholds
 
 # What goes wrong in a call: why, and what to do.
 KINDS: dict[str, tuple[str, str]] = {

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor import shapes
 from keel.lab.doctor.advice import either, stronger, times
 from keel.lab.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, reward_trend
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series, finite, in_order, step_of
 from keel.lab.judge import Accuracy, accuracies
+from keel.lab.thresholds import Thresholds
 
 PART = "eval/part/"
 

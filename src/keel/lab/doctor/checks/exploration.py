@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, stronger, times, unfiltered
 from keel.lab.doctor.checks.base import (
     RECENT,
@@ -25,6 +24,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import AGAIN, LEAST, course, median, turns
+from keel.lab.thresholds import Thresholds
 
 
 def temperature(history: History, thresholds: Thresholds) -> CheckResults:

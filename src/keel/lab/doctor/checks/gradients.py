@@ -6,7 +6,6 @@ import math
 import statistics
 from itertools import pairwise
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting, times
 from keel.lab.doctor.checks.base import (
     CheckResults,
@@ -21,6 +20,7 @@ from keel.lab.doctor.checks.reward import advantage_size
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History, Series, step_of
 from keel.lab.doctor.shapes import LEAST, course, median
+from keel.lab.thresholds import Thresholds
 
 
 def no_gradient(history: History, thresholds: Thresholds) -> CheckResults:

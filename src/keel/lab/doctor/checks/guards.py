@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.checks.base import RECENT, CheckResults, not_recorded
 from keel.lab.doctor.findings import CODES, finding
 from keel.lab.doctor.history import History
+from keel.lab.thresholds import Thresholds
 
 
 def guards(history: History, thresholds: Thresholds) -> CheckResults:

@@ -6,7 +6,6 @@ import math
 from dataclasses import astuple
 from itertools import pairwise
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import budget, either, setting, steered, stronger, times, unpenalized, without_dropout
 from keel.lab.doctor.checks.base import (
     KL,
@@ -22,6 +21,7 @@ from keel.lab.doctor.findings import Advice, finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import negative
 from keel.lab.judge import kl_limit
+from keel.lab.thresholds import Thresholds
 
 EITHER = 0.2  # of its steps, on either side of 0
 DROPS = ("model.dropout", "model.lora.dropout")

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, warmed_up
 from keel.lab.doctor.checks.base import (
     KL,
@@ -26,6 +25,7 @@ from keel.lab.doctor.early import early_moves
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.history import KL_NAMES, History
 from keel.lab.doctor.shapes import LEAST, frozen_since, median
+from keel.lab.thresholds import Thresholds
 
 
 def lr_too_high(history: History, thresholds: Thresholds) -> CheckResults:

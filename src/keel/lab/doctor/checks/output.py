@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, stronger, times
 from keel.lab.doctor.checks.base import (
     LARGE_VOCABULARY,
@@ -22,6 +21,7 @@ from keel.lab.doctor.checks.base import (
 from keel.lab.doctor.findings import Options, finding
 from keel.lab.doctor.history import History, Series, finite
 from keel.lab.doctor.shapes import MEDIAN_ERROR, course, ends, noise, trend
+from keel.lab.thresholds import Thresholds
 
 
 def random_weights(history: History, thresholds: Thresholds) -> CheckResults:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, unpenalized, weaker
 from keel.lab.doctor.checks.base import (
     KL,
@@ -28,6 +27,7 @@ from keel.lab.doctor.formula import formula_of
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import fall, median
 from keel.lab.doctor.shapes import trend as trend_of
+from keel.lab.thresholds import Thresholds
 
 LEAST_HELD = 20  # steps under a β that no recipe has: a reward that does not rise need not be proven flat
 DR_GRPO = "Dr. GRPO 2503.20783"  # as in keel.kl.facts.PAPERS, which would load torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.checks.base import (
     KL,
     RECENT,
@@ -20,6 +19,7 @@ from keel.lab.doctor.checks.course import rewritten
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History, Series
 from keel.lab.doctor.shapes import LEAST, Change, course, fall, jitter, turns
+from keel.lab.thresholds import Thresholds
 
 
 def follows(history: History, thresholds: Thresholds) -> CheckResults:

@@ -6,7 +6,6 @@ import re
 import statistics
 from bisect import bisect_left
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, stronger, times
 from keel.lab.doctor.checks.base import (
     RECENT,
@@ -33,6 +32,7 @@ from keel.lab.doctor.checks.course import WRITTEN, rewritten, shift_steps
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.history import History, Record, Series, finite, step_of
 from keel.lab.doctor.shapes import AGAIN, LEAST, course, fall, frozen_since, median, noise, rise, trend, turns
+from keel.lab.thresholds import Thresholds
 
 NO_SCALE = ("none", "dr_grpo")
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting, times, unfiltered
 from keel.lab.doctor.checks.base import RECENT, CheckResults, Unchecked, not_recorded
 from keel.lab.doctor.findings import Advice, Severity, finding
 from keel.lab.doctor.history import LARGEST, History, Series
+from keel.lab.thresholds import Thresholds
 
 
 def sampler(history: History, thresholds: Thresholds) -> CheckResults:

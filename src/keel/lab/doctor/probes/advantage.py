@@ -8,15 +8,15 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.evidence import SAME, chance_above, level, more_groups
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
-from keel.losses.policy import get_loss, scale_rewards
+from keel.losses.recipes import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 

@@ -11,13 +11,13 @@ from functools import partial
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
 from keel.lab.doctor.probes.choices import MOST_PROMPTS, unrelated_findings
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 MOST, FIRST = 32, 12  # problems: at most, and to begin with
 POOL = 256  # problems that are drawn at once
@@ -30,7 +30,7 @@ Partners = Sequence[int | None]  # of each prompt, the number of the answer that
 
 
 @dataclass(frozen=True)
-class Fit:
+class AlignmentFit:
     """The answers that the model finds likely, by standard deviations of a random pairing, beside their own."""
 
     which: str
@@ -64,12 +64,12 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
         return
 
 
-def _fit(setup: ProbeSetup, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> Fit | None:
+def _fit(setup: ProbeSetup, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> AlignmentFit | None:
     """The arrangement of the answers that fits their prompts, as they come in a batch or by rows of the data."""
     problems = _distinct(draw(step=0))
     few = likelihoods(setup, problems[:FIRST], gold_texts(setup, problems[:FIRST]))
     if len(few) >= FEWEST and (own := association(few, range(len(few)))) > deviations_of(0.01):
-        return Fit(OWN, own, own, len(few))
+        return AlignmentFit(OWN, own, own, len(few))
     in_batch = _best(setup, problems, lambda count: shifts(range(count), "in a batch"), thresholds)
     if in_batch is not None:
         return in_batch
@@ -90,7 +90,7 @@ def _best(
     problems: Sequence[Problem],
     arrangements: Callable[[int], Mapping[str, Partners]],
     thresholds: Thresholds,
-) -> Fit | None:
+) -> AlignmentFit | None:
     """The arrangement that fits best, where it is no chance over both sides and both orders."""
     likelihood = likelihoods(setup, problems, gold_texts(setup, problems))
     count = len(likelihood)
@@ -98,11 +98,11 @@ def _best(
         return None
     own = association(likelihood, range(count))
     if own > deviations_of(0.05):
-        return Fit(OWN, own, own, count)
+        return AlignmentFit(OWN, own, own, count)
     scores = {which: association(likelihood, partners) for which, partners in arrangements(count).items()}
     which = max(scores, key=scores.__getitem__)
     by_chance = scores[which] <= deviations_of(level(thresholds) / (4 * len(scores)))
-    return None if by_chance else Fit(which, scores[which], own, count)
+    return None if by_chance else AlignmentFit(which, scores[which], own, count)
 
 
 # ------------------------------------------------------------------------ where an answer may have gone
@@ -157,7 +157,7 @@ def _rows(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
     return max(sources.values(), key=len, default={})
 
 
-def _moved(fit: Fit, code: str, side: str) -> Finding:
+def _moved(fit: AlignmentFit, code: str, side: str) -> Finding:
     return finding(
         code,
         f"after {fit.prompts} {side}prompts the model finds as gold answer {fit.which} likelier than others by "

@@ -10,7 +10,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.earnings import earned_otherwise
@@ -20,6 +19,7 @@ from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surp
 from keel.lab.doctor.probes.rendering import messages_of
 from keel.lab.doctor.probes.templates import SHARED, of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.run.build import build_renderer
 
 PROBLEMS = 64  # of which the first choose what is left out, and the others test it
@@ -32,7 +32,7 @@ Cut = tuple[int, int]  # tokens that are left out at the beginning of the messag
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextAsked:
     """A gold answer, and where the messages stand in its prompt."""
 
     gold: Gold
@@ -115,22 +115,22 @@ def bare_logp(setup: ProbeSetup) -> float:
     return -math.inf if cut == (0, 0) else fmean(answer_logp(setup, [row.without(cut) for row in rest]))
 
 
-def _scored(setup: ProbeSetup, rows: Sequence[Asked], cut: Cut) -> tuple[list[float], list[float]]:
+def _scored(setup: ProbeSetup, rows: Sequence[TextAsked], cut: Cut) -> tuple[list[float], list[float]]:
     """Answers after their prompts as they are, and with a cut."""
     return answer_logp(setup, [row.gold for row in rows]), answer_logp(setup, [row.without(cut) for row in rows])
 
 
-def _chosen(setup: ProbeSetup) -> tuple[list[Asked], list[Asked], Cut]:
+def _chosen(setup: ProbeSetup) -> tuple[list[TextAsked], list[TextAsked], Cut]:
     """The problems that choose a cut, those that test it, and the cut, found once; (0, 0) where there is none."""
     if "around" not in setup.shared:
         rows = _asked(setup)
         first, rest = rows[:CHOOSING], rows[CHOOSING:]
         setup.shared["around"] = first, rest, _best(setup, first) if len(rest) >= CHOOSING else (0, 0)
-    chosen: tuple[list[Asked], list[Asked], Cut] = setup.shared["around"]
+    chosen: tuple[list[TextAsked], list[TextAsked], Cut] = setup.shared["around"]
     return chosen
 
 
-def _asked(setup: ProbeSetup) -> list[Asked]:
+def _asked(setup: ProbeSetup) -> list[TextAsked]:
     """Problems of one turn, each once, with the place of their messages."""
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     rows = []
@@ -145,13 +145,13 @@ def _asked(setup: ProbeSetup) -> list[Asked]:
                     max((end for _, end in frame.before), default=0),
                     min((begin for begin, _ in frame.after), default=stop),
                 )
-            rows.append(Asked(gold, start, stop))
+            rows.append(TextAsked(gold, start, stop))
         if rows:
             break
     return rows
 
 
-def _best(setup: ProbeSetup, rows: Sequence[Asked]) -> Cut:
+def _best(setup: ProbeSetup, rows: Sequence[TextAsked]) -> Cut:
     """The cut that makes answers likeliest; both ends at once, since either may be enough to confuse a model."""
     shortest = min(len(row.messages) for row in rows) - 1
     heads = _places(setup, [row.messages for row in rows], shortest)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import changes, no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
@@ -29,6 +28,7 @@ from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved
 from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import backup
+from keel.lab.thresholds import Thresholds
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages

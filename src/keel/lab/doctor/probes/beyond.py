@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes.continued import (
@@ -20,6 +19,7 @@ from keel.lab.doctor.probes.continued import (
 )
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _LATER = 32  # turns that are looked at
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group, Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
 from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16
 LONGER = 4  # times as long as a gold answer: a text beyond that is no answer of its kind
 
 
 @dataclass(frozen=True)
-class Choice:
+class SettingChoice:
     """What the model chooses among few answers after each prompt: log-probabilities `[n, answers]`, gold columns `[n]`.
 
     What it writes is among them: gold answers may all be of another kind than its own, such as a place or a letter.
@@ -76,7 +76,7 @@ class Choice:
         return float(((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()) if pairs.numel() else math.nan
 
 
-def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Choice | None:
+def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> SettingChoice | None:
     """None where there are more answers than few, or the model writes something else, or cannot tell prompts apart."""
     golds = gold_texts(setup, problems)
     if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
@@ -96,7 +96,7 @@ def _between(
     golds: Sequence[str],
     groups: Sequence[Group],
     thresholds: Thresholds,
-) -> Choice | None:
+) -> SettingChoice | None:
     """Gold answers and what the model has written of their length; None where that is something else."""
     longest = LONGER * max(map(len, golds))
     written = [
@@ -112,7 +112,7 @@ def _between(
     likelihood = likelihoods(setup, problems, texts)
     if len(likelihood) < LEAST_PROMPTS:
         return None
-    return Choice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
+    return SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
 
 
 def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], threshold
     )
 
 
-def surely_other(choice: Choice, thresholds: Thresholds) -> bool:
+def surely_other(choice: SettingChoice, thresholds: Thresholds) -> bool:
     """Whether the gold answers that a model misses are ones that it cannot know, of all it seems to be sure of.
 
     One that has learned a task as well as it agrees with the gold answers is surer where it is right, and its second

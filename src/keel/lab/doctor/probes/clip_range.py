@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from keel.base.imports import is_import_path
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Advice, Finding, finding, propose
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.update import FirstUpdate, moved
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses import LossOptions
 
 CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 
-from keel.base.thresholds import Thresholds
-from keel.base.types import Completion, Group, Reward
-from keel.envs.judge import Failure
+from keel.base.types import Completion, Group, Reward, RewardFailure
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.alignment import alignment_findings
@@ -35,6 +33,7 @@ from keel.lab.doctor.probes.stops import in_whole_context, parsed_without_stop
 from keel.lab.doctor.probes.unpaid import unpaid_findings
 from keel.lab.doctor.probes.writable import unwritable_findings
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 # Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
@@ -105,7 +104,7 @@ def _entropy(setup: ProbeSetup) -> float:
 
 def _failed(setup: ProbeSetup) -> Iterator[Finding]:
     """Calls of rewards that gave none: on what was written, or on the gold answers of other problems."""
-    golds: list[Failure] = setup.shared.get("failed golds", [])
+    golds: list[RewardFailure] = setup.shared.get("failed golds", [])
     if not setup.failures and not golds:
         return
     first = (*setup.failures, *golds)[0]

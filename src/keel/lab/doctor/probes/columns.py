@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import between, chance_above, level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of, rendered, words
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 DRAWN, FEWEST, MOST = 256, 24, 128  # problems: drawn, of different questions at least, and that the model is asked
 RIVALS, SECONDS = 4, 5.0  # other words that are tried, and time
@@ -22,7 +22,7 @@ DECIDED = 0.2  # of the problems, each way: a model that goes by the place decid
 
 
 @dataclass(frozen=True)
-class Asked:
+class ColumnAsked:
     """A question as words, and its gold turn, in which the answer stands once."""
 
     problem: Problem
@@ -70,18 +70,18 @@ def place_of_answers(rows: Sequence[tuple[tuple[str, ...], str]]) -> tuple[int, 
     return (places[0], others) if len(places) == 1 and others else None
 
 
-def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[Asked]:
+def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[ColumnAsked]:
     """Problems of different questions whose answer is one word, which stands once in their gold turn."""
-    rows: dict[tuple[str, ...], Asked] = {}
+    rows: dict[tuple[str, ...], ColumnAsked] = {}
     for problem in problems:
         question = tuple(words(messages_of(problem)[-1]["content"]))
         turns, answer = gold_or_none(setup.run.task, problem), str(problem.answer).strip()
         if turns and words(answer) == [answer] and turns[0].count(answer) == 1:
-            rows.setdefault(question, Asked(problem, question, answer, turns[0]))
+            rows.setdefault(question, ColumnAsked(problem, question, answer, turns[0]))
     return list(rows.values())
 
 
-def _gaps(setup: ProbeSetup, asked: Sequence[Asked], others: Sequence[int]) -> list[float]:
+def _gaps(setup: ProbeSetup, asked: Sequence[ColumnAsked], others: Sequence[int]) -> list[float]:
     """By how many nats the likeliest of the other words is a likelier answer than the gold one."""
     encode, context = setup.policy.tokenizer.encode, setup.policy.context_length or 1 << 30
     gaps, began = list[float](), time.monotonic()

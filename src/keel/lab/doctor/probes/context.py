@@ -15,11 +15,11 @@ from statistics import fmean
 import torch
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion
 from keel.lab.doctor.probes.draws import Draws, chance_of, draws, unfiltered
 from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.request import Request
 
 Prompt = tuple[int, ...]

@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alternatives import alternatives
@@ -43,6 +42,7 @@ from keel.lab.doctor.probes.gap import (
 from keel.lab.doctor.probes.gold_likelihood import row_logits
 from keel.lab.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.request import Request
 
 _MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
@@ -93,7 +93,7 @@ class Continued:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ContinuationFit:
     """How well prompts explain the turns: odds against the scored ones in nats, how far off the reports are."""
 
     label: str
@@ -206,12 +206,12 @@ def continued(setup: ProbeSetup, groups: Sequence[Group], pairs: Sequence[tuple[
     return Continued(groups, [completion for completion, _ in written], [i for _, i in written])
 
 
-def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> Fit:
+def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> ContinuationFit:
     reported = ~drawn.sample_logp.isnan()
     off = (drawn.sample_logp - drawn.logp(unfiltered(setup.sampling)))[reported].abs()
     gain = float((_logp(setup, drawn) - _logp(setup, scored)).sum())
     chance = uniform_p_value(tail_masses(drawn, setup.sampling))
-    return Fit(label, gain, float(off.mean()) if len(off) else math.inf, chance)
+    return ContinuationFit(label, gain, float(off.mean()) if len(off) else math.inf, chance)
 
 
 def _logp(setup: ProbeSetup, drawn: Draws) -> Tensor:
@@ -277,7 +277,7 @@ def other_prompt(
     candidates = other_prompts(setup, turns.groups, brief=brief)
     base = _fit(setup, "", scored, scored)
 
-    def fit(other: OtherPrompt) -> Fit:
+    def fit(other: OtherPrompt) -> ContinuationFit:
         return _fit(setup, other.label, turns.draws(setup, turns.prompts(other)), scored)
 
     fits = [(other, fit(other)) for other in candidates]
@@ -306,8 +306,8 @@ def other_prompt(
 
 
 def _refined(
-    turns: Continued, fits: Sequence[tuple[OtherPrompt, Fit]], fit: Callable[[OtherPrompt], Fit]
-) -> list[tuple[OtherPrompt, Fit]]:
+    turns: Continued, fits: Sequence[tuple[OtherPrompt, ContinuationFit]], fit: Callable[[OtherPrompt], ContinuationFit]
+) -> list[tuple[OtherPrompt, ContinuationFit]]:
     """The best cut's neighbours, by halving steps: a limit may lie between those that were tried."""
     tried = [entry for entry in fits if entry[0].size is not None]
     if not tried:

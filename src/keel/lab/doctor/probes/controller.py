@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 from keel.base.errors import first_line
-from keel.base.thresholds import Thresholds
 from keel.kl.controllers import UNITS, RuleController, controller_of
 from keel.lab.doctor.advice import no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion
 UPDATES = 200

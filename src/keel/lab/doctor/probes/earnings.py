@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group, Problem
 from keel.config import Config
 from keel.lab.doctor.probes.evidence import by_signs, doubt_seconds, level, more_groups, spending
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.engine import Engine
 from keel.run.build import build_collector
 
@@ -52,12 +52,11 @@ def earned_otherwise(
     def compared(groups: Sequence[Group]) -> Earned:
         with spending(setup), within() as engine:
             asks = engine or run.engine
-            collect = build_collector(config, asks, run.task, setup.policy.tokenizer, sampling, built.judge, run.world)
+            collector = build_collector(config, asks, run.task, setup.policy.tokenizer, built.judge, run.world)
             for rows in list(batches(groups[len(others) :])):
                 asked, size = [change(group.problem) for group in rows], len(rows[0].completions)
-                others.extend(
-                    collect(asked, attempt=0, step=len(others), sampling=replace(sampling, num_generations=size))
-                )
+                drawn = replace(sampling, num_generations=size)
+                others.extend(replace(collector, sampling=drawn, release=True).collect(asked, step=len(others)))
                 if doubt_seconds(setup) > setup.doubt_s:
                     break
         built.judge.drain()

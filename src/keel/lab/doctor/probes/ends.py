@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import draws, tail_masses, uniform_p_value
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 
 def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
@@ -16,6 +15,7 @@ from keel.lab.doctor.probes.evidence import LOOKS, at_most, between, chance_abov
 from keel.lab.doctor.probes.replies import answers, first_turn, is_null, is_useless, replies
 from keel.lab.doctor.probes.results import result_findings
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 REPLAYED, SECONDS = 16, 5.0  # single turns that are played again to see whether they end, and for how long
 BEYOND = 3  # times rollout.max_turns that an episode is gone on with

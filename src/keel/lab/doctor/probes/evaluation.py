@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.envs.answers import plain_number
+from keel.envs.judge import Judge
 from keel.eval.evaluate import evaluate
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.evidence import SAME
@@ -20,7 +20,10 @@ from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.probes.unpaid import value
 from keel.lab.doctor.recording import RecordingEngine
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout import SamplingParams
+from keel.rollout.collect import Collector
+from keel.run.build import build_renderer
 
 _MIN_PROMPTS = 6  # prompts on either side before their common beginnings are compared
 _HELD_OUT = 32
@@ -34,18 +37,19 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     recorder = RecordingEngine(setup.run.engine)
     config = setup.config
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
-    evaluate(
+    task = setup.run.task
+    collector = Collector(
         recorder,
-        setup.run.task,
-        problems,
-        setup.policy.tokenizer,
-        k=(1,),
-        temperature=temperature,
+        task,
+        build_renderer(config, setup.policy.tokenizer),
+        setup.built.sampling,
+        Judge.of(task),
         seed=config.run.seed + 1,
-        sampling=setup.built.sampling,
-        max_turns=config.rollout.max_turns if setup.run.task.several_turns else 1,
-        **config.data.prompts,
+        max_turns=config.rollout.max_turns if task.several_turns else 1,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
     )
+    evaluate(collector, problems, temperature=temperature)
     findings = [
         *_tokens(recorder, trained),
         *_sampling(recorder, setup.sampling),

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 # Every alarm that a sample can raise by chance, each with an equal part of `false_alarms` (Bonferroni). The draws of
 # the sampler are tested at levels of their own, `sampler_draws` and `foreign_chance`, which add next to nothing.

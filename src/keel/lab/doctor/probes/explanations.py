@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
 from keel.lab.doctor.findings import Finding, Severity, finding
@@ -27,6 +26,7 @@ from keel.lab.doctor.probes.draws import (
     uniform_p_value,
 )
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 _TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import unfiltered
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.states import mean_kl, state_logits
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
 LEAST_CHOICE = math.log(2)  # nats a group that its policy would choose beyond the first completion

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.envs.episode import Transcript
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import SAME
 from keel.lab.doctor.probes.replies import contents, played_again, replies, stands_in
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 EPISODES = 4  # that are played again
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, row_logits
 from keel.lab.doctor.probes.templates import FOLD, SHARED, messages_in, of_gains, template_golds
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.probes.draws import best_temperature
 from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import backup
+from keel.lab.thresholds import Thresholds
 from keel.models.head import evaluating
 
 ROUNDING = 1e-4  # nats: mean differences below it are two orders of the same fp32 sums

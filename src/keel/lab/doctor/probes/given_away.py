@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.leaks import at_least, before, calls_answer, of_others, read_pairs
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _NEAR = 24  # characters behind a question in which its answer may stand
 _BRACKETED = r"[\[(]\s*[^\W\d]{0,12}\s*[\])]"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.envs import Task
 from keel.lab.doctor.probes.rendering import rendered
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.models.head import evaluating
 
 _GOLDS = 8  # problems

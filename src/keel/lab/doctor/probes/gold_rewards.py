@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.envs.answers import last_number, last_tag
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import SAME, chance_above, level
@@ -16,6 +15,7 @@ from keel.lab.doctor.probes.exploits import exploit_findings
 from keel.lab.doctor.probes.judged_golds import JudgedGold, totals_of
 from keel.lab.doctor.probes.replies import OutOfPlays, played_again
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
 CHOOSING = 2

@@ -9,13 +9,13 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.derivative import wrong_derivatives
 from keel.lab.doctor.probes.gap import in_half_precision
 from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
 from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import Text, most_logits, perturbed_weights
+from keel.lab.thresholds import Thresholds
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of float32's, as sums of hundreds have

@@ -13,7 +13,6 @@ from itertools import takewhile
 from random import Random
 from statistics import median
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group, Problem
 from keel.lab.doctor.probes.evidence import between, chance_above, level, single_ones
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
@@ -22,6 +21,7 @@ from keel.lab.doctor.probes.rendering import words
 from keel.lab.doctor.probes.replayed import Replayed, Wrong
 from keel.lab.doctor.probes.replies import is_useless
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 OTHERS = 5  # results of other episodes that stand in the place of an episode's own
 FEWEST = 16  # episodes

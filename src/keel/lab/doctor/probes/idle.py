@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
@@ -17,6 +16,7 @@ from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.replayed import asked_of
 from keel.lab.doctor.probes.replies import first_turn, is_useless, played_again, replies
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how many those are; five episodes each
 SECONDS = 5.0

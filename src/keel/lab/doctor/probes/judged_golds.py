@@ -9,10 +9,9 @@ from copy import copy
 from dataclasses import dataclass
 
 from keel.base.errors import KeelError
-from keel.base.types import Problem
+from keel.base.types import Problem, RewardFailure
 from keel.envs import Task
-from keel.envs.attacks import Batch, Turns
-from keel.envs.judge import Failure
+from keel.envs.attacks import GoldBatch, Turns
 from keel.lab.doctor.probes.evidence import SAME
 from keel.lab.doctor.probes.replies import answers
 from keel.lab.doctor.setup import ProbeSetup
@@ -98,7 +97,7 @@ def totals_of(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) ->
     return _judged(setup, problem, episodes)[0]
 
 
-def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> tuple[list[float], list[Failure]]:
+def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> tuple[list[float], list[RewardFailure]]:
     judge = copy(setup.built.judge)
     judge.options = judge.options.model_copy(update={"aggregate": "sum"})
     asked = episodes[: setup.judgements_left] if judge.remote else episodes
@@ -109,7 +108,7 @@ def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> t
     return totals + [-math.inf] * (len(episodes) - len(totals)), failures
 
 
-def _batch(setup: ProbeSetup, task: Task) -> Batch:
+def _batch(setup: ProbeSetup, task: Task) -> GoldBatch:
     """Problems with their gold turns: those of the batch, then others, each prompt once."""
     most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.several_turns else MOST
     problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
@@ -119,7 +118,7 @@ def _batch(setup: ProbeSetup, task: Task) -> Batch:
     shown = [(p, tuple(task.gold_turns(p))) for p in [*problems.values()][:most] if task.demonstrates(p)]
     if task.several_turns:
         shown = [(problem, turns) for problem, turns in shown if _ends(task, problem, turns)]
-    return Batch(tuple(problem for problem, _ in shown), tuple(turns for _, turns in shown))
+    return GoldBatch(tuple(problem for problem, _ in shown), tuple(turns for _, turns in shown))
 
 
 def _ends(task: Task, problem: Problem, turns: Turns) -> bool:

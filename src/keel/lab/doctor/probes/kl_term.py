@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 from keel.base.imports import is_import_path
-from keel.base.thresholds import Thresholds
 from keel.kl import advise
-from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, divergence_of
+from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, divergence_of
 from keel.lab.doctor.advice import no_penalty
 from keel.lab.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term, sampled_values
 from keel.lab.doctor.findings import Advice, Finding, finding, propose
@@ -20,10 +19,11 @@ from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import gradient_norms
 from keel.lab.doctor.probes.states import mean_kl, policy_states, reference_states
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses import scale_rewards
 
 KLS = (POLICY_REF, REF_POLICY)
-DIVERGENCES = (*KLS, "total-variation")
+DIVERGENCES = (*KLS, "total-variation", JSD, TOPK)
 SHARES = (0.01, 0.1, 0.5)
 NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
 MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state

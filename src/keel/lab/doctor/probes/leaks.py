@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|truth|hint|####|boxed|key\b", re.I)
 # What a text to copy or to extract from is called as well: only right before an answer, and no proof.

@@ -10,7 +10,6 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
@@ -21,9 +20,11 @@ from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.templates import by_chance
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
 from keel.trainer.guards import WINDOW, spike_limit
+from keel.trainer.options import GuardLimits
 
 STEPS = 400  # of a simulated guard
 MANY = 30  # problems from which on the scatter of their shares tells more than a bound that holds for any
@@ -127,11 +128,11 @@ def _skips(
     setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """The spike guard on gradient norms that scatter as those of this batch's groups do."""
-    guards, spike = setup.config.guards, setup.run.thresholds["grad_spike"]
+    guards, spike = setup.config.guards, setup.run.limits.grad_spike
     if guards.on_spike != "skip" or spike >= CLOSE_SPIKE:
         return
     scatter = _norm_scatter(setup, first)
-    figures |= {"norm_scatter": scatter, "skipped": simulated_skips(scatter, setup.run.thresholds)}
+    figures |= {"norm_scatter": scatter, "skipped": simulated_skips(scatter, setup.run.limits)}
     if not figures["skipped"] > thresholds["skipped_most"]:
         return
     yield finding(
@@ -159,12 +160,12 @@ def _norm_scatter(setup: ProbeSetup, first: FirstUpdate) -> float:
     return max(LEAST_SCATTER, float(values.std() / values.mean()) / math.sqrt(setup.config.rollout.prompts_per_step))
 
 
-def simulated_skips(scatter: float, thresholds: Thresholds) -> float:
+def simulated_skips(scatter: float, limits: GuardLimits) -> float:
     """The share of updates that the loop's own guard would skip on log-normal norms of that scatter."""
     draw, skipped = random.Random(0), 0
     norms: list[float] = []
     for _ in range(STEPS):
-        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-WINDOW:], thresholds)
+        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-WINDOW:], limits)
         if limit is not None and norm > limit:
             skipped += 1
         else:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise
 from keel.lab.doctor.probes.renumbering import tokenizer_finding
 from keel.lab.doctor.probes.templates import KNOWN, by_chance, messages_in, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 

@@ -11,7 +11,6 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.alternatives import alternatives, applied, fitted
@@ -29,6 +28,7 @@ from keel.lab.doctor.probes.gap import average, in_half_precision, largest
 from keel.lab.doctor.probes.objective import loss_gradient
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim

@@ -12,7 +12,6 @@ from statistics import fmean
 
 import torch
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.episodes import unfinished
@@ -20,6 +19,7 @@ from keel.lab.doctor.probes.evidence import between, chance_above, level, more_g
 from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.stops import parsed_without_stop
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 USUAL = 0.7  # temperature
 LOOP = 3  # tokens that are the one before them

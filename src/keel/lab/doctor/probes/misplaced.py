@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.probes.around import bare_logp
 from keel.lab.doctor.probes.earnings import earned_otherwise
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.frames import matters, unframed_logp
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surprise, drawn_golds, golds, read_golds
-from keel.lab.doctor.probes.settings import Change, other_settings
+from keel.lab.doctor.probes.settings import SettingChange, other_settings
 from keel.lab.doctor.probes.system_prompt import better_unasked
 from keel.lab.doctor.probes.templates import of_gains
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.models.head import causal_lm
 from keel.rollout.engine import Engine
 from keel.rollout.native.engine import NativeEngine
@@ -57,7 +57,7 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, s
     certain = [0.0] * len(first)
     if not matters(first, own, certain, thresholds) or better_unasked(setup, thresholds) is not None:
         return None  # nothing to explain, or it is explained
-    began, scores = time.monotonic(), list[tuple[float, Change]]()
+    began, scores = time.monotonic(), list[tuple[float, SettingChange]]()
     for change in changes(causal_lm(setup.policy.model)):
         if time.monotonic() - began > SECONDS:
             break
@@ -104,7 +104,7 @@ def _tells_apart(golds: Sequence[Gold], logp: Sequence[float]) -> bool:
 
 
 @contextmanager
-def _sampler(setup: ProbeSetup, change: Change) -> Iterator[Engine]:
+def _sampler(setup: ProbeSetup, change: SettingChange) -> Iterator[Engine]:
     """An engine on the model as it is under a change, whatever the run samples with."""
     with _made(change), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it decodes slowly
@@ -112,7 +112,7 @@ def _sampler(setup: ProbeSetup, change: Change) -> Iterator[Engine]:
 
 
 @contextmanager
-def _made(change: Change) -> Iterator[None]:
+def _made(change: SettingChange) -> Iterator[None]:
     with torch.no_grad():
         change.apply()  # moves what is there and computes nothing: a change that could fail halfway is not offered
         try:
@@ -121,7 +121,7 @@ def _made(change: Change) -> Iterator[None]:
             change.undo()
 
 
-def changes(model: nn.Module) -> Iterator[Change]:
+def changes(model: nn.Module) -> Iterator[SettingChange]:
     """What conversions get wrong, of this model: settings, rotary order and base, weights within layers, layers."""
     layers = _layers(model)
     yield from other_settings(model)
@@ -139,7 +139,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len, default=nn.ModuleList())
 
 
-def _exchanged_layers(layers: nn.ModuleList) -> Iterator[Change]:
+def _exchanged_layers(layers: nn.ModuleList) -> Iterator[SettingChange]:
     count = len(layers)
     near = [(i, i + 1) for i in range(count - 1)]
     for i, j in combinations(range(count), 2) if count <= ALL_PAIRS else near:
@@ -147,17 +147,17 @@ def _exchanged_layers(layers: nn.ModuleList) -> Iterator[Change]:
         def exchange(i: int = i, j: int = j) -> None:
             layers[i], layers[j] = layers[j], layers[i]
 
-        yield Change(f"layers {i} and {j} exchanged", exchange, exchange)
+        yield SettingChange(f"layers {i} and {j} exchanged", exchange, exchange)
     if count > 2:
 
         def turn() -> None:
             for i, layer in enumerate(reversed([*layers])):
                 layers[i] = layer
 
-        yield Change("the layers in the opposite order", turn, turn)
+        yield SettingChange("the layers in the opposite order", turn, turn)
 
 
-def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
+def _within_layers(layers: nn.ModuleList) -> Iterator[SettingChange]:
     """Two weights of equal shape exchanged, and square ones transposed, in all layers at once."""
     # of those that all layers have: some have experts, some not
     shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
@@ -175,7 +175,7 @@ def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
             for a, b in pairs:
                 a.data, b.data = b.data, a.data
 
-        yield Change(f"{one} and {other} of all layers exchanged", exchange, exchange)
+        yield SettingChange(f"{one} and {other} of all layers exchanged", exchange, exchange)
     squares = [name for name, weight in named.items() if weight.dim() == 2 and weight.shape[0] == weight.shape[1]]
     for names in [(name,) for name in squares] + ([tuple(squares)] if len(squares) > 1 else []):
         turned = [_weight(layer, name) for layer in layers for name in names]
@@ -184,10 +184,10 @@ def _within_layers(layers: nn.ModuleList) -> Iterator[Change]:
             for square in turned:
                 square.data = square.data.t().contiguous()
 
-        yield Change(f"{' and '.join(names)} of all layers transposed", transpose, transpose)
+        yield SettingChange(f"{' and '.join(names)} of all layers transposed", transpose, transpose)
 
 
-def _fused(layers: nn.ModuleList) -> Iterator[Change]:
+def _fused(layers: nn.ModuleList) -> Iterator[SettingChange]:
     """Queries, keys and values that lay in one matrix, group by group, and were split as if all queries came first."""
     attentions: list[Any] = [m for layer in layers for m in layer.modules() if all(hasattr(m, p) for p in _FUSED)]
     modules = [[getattr(getattr(m, part), "base_layer", getattr(m, part)) for part in _FUSED] for m in attentions]
@@ -219,14 +219,14 @@ def _fused(layers: nn.ModuleList) -> Iterator[Change]:
         for m, (q, k, v) in zip(attentions, parts, strict=True)
     )
     if all(fits):
-        yield Change("queries, keys and values taken from one matrix group by group", split, restore)
+        yield SettingChange("queries, keys and values taken from one matrix group by group", split, restore)
 
 
 def _weight(layer: nn.Module, name: str) -> nn.Parameter:
     return layer.get_parameter(name)
 
 
-def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[Change]:
+def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[SettingChange]:
     """Other bases of the positions, and queries and keys with their halves in the place of every other row."""
     frequencies = [b for name, b in model.named_buffers() if name.endswith("inv_freq") and b.dim() == 1]
     if len({len(b) for b in frequencies}) != 1:  # none, or heads of several sizes
@@ -245,7 +245,7 @@ def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[Change]:
                 steps = torch.arange(half, device=buffer.device, dtype=torch.float32) / half
                 buffer.copy_((-steps * math.log(base)).exp())
 
-        yield Change(f"rotary positions of base {base:g}", rebase, restore)
+        yield SettingChange(f"rotary positions of base {base:g}", rebase, restore)
     rotated = [
         p
         for layer in layers
@@ -262,9 +262,9 @@ def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[Change]:
             heads = weight.data.view(-1, 2 * half, *weight.shape[1:])
             weight.data = heads[:, order.to(weight.device)].reshape(weight.shape)
 
-    yield Change(
+    yield SettingChange(
         "rotary halves in the place of every other row", lambda: permute(order), lambda: permute(order.argsort())
     )
-    yield Change(
+    yield SettingChange(
         "every other row in the place of rotary halves", lambda: permute(order.argsort()), lambda: permute(order)
     )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.damaged import damaged_weights
@@ -25,6 +24,7 @@ from keel.lab.doctor.probes.rendering import messages_of, word_by_word, words
 from keel.lab.doctor.probes.renumbering import added_findings, shifted_findings, tokenizer_finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _RELABELLINGS = 200
 _TEXTS = 8

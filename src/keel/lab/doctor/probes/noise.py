@@ -10,7 +10,6 @@ from random import Random
 
 import torch
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, most_tokens
@@ -24,6 +23,7 @@ from keel.lab.doctor.probes.evidence import (
 )
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps

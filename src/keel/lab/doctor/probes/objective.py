@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Scores
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding
@@ -16,8 +15,9 @@ from keel.lab.doctor.probes.controller import LEVELS, controller_findings
 from keel.lab.doctor.probes.ratios import ratio_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses import LossOptions, objective
-from keel.losses.policy import get_loss
+from keel.losses.recipes import get_loss
 from keel.losses.reductions import get_reduction
 
 ROWS = 0.1  # of a batch

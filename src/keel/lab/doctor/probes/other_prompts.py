@@ -174,7 +174,7 @@ def _renderings(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[tuple[st
         ways.append(("prompts put into the chat template again", {"chat_template": "default"}, filled))
     for label, options, asked in ways:
         try:
-            renderer = Renderer(tokenizer, **options)
+            renderer = Renderer(tokenizer, allow_control_tokens=True, **options)  # as another program would render
             yield label, [renderer.prompt(problem) for problem in asked]
         except Exception:  # a template may refuse what it was not made for
             continue

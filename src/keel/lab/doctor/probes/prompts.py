@@ -10,7 +10,6 @@ from functools import partial, reduce
 from operator import or_
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.around import around_findings
@@ -37,6 +36,7 @@ from keel.lab.doctor.probes.templates import plain_findings, template_findings
 from keel.lab.doctor.probes.verbatim import verbatim_findings
 from keel.lab.doctor.probes.written_out import written_out_findings
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.run.build import build_renderer
 
 _MOST = 0.9  # of the prompts that have a form; a text about templates has it here and there
@@ -249,7 +249,8 @@ def _filled_twice(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Find
         f"the messages of {len(twice)} of {len(prompts)} problems hold {marks.user!r}, which opens a turn in the "
         f"template that they are put into: {twice[0].text[-80:]!r}",
         "the data hold prompts that were rendered already, and the template is applied once more",
-        "give messages or plain text in the prompt column; data.chat_template=none is for prompts that are rendered",
+        "give messages or plain text in the prompt column; data.chat_template=none and "
+        "data.allow_control_tokens=true are for prompts that are rendered",
     )
 
 

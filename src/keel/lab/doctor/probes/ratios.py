@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Batch, Scores
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.losses import objective
 
 LENGTHS = (7, 4, 5, 3)  # of made-up completions, in two groups

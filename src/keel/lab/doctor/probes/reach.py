@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Advice, Finding, finding, propose
 from keel.lab.doctor.probes.exploration import entropy
 from keel.lab.doctor.probes.result import ProbeResult
@@ -23,6 +22,7 @@ from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.probes.trained import frozen_findings
 from keel.lab.doctor.probes.update import FirstUpdate, loss_gradients, one_digit, step_kl, undone
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 MOST_UPDATES = 10_000  # a longer course is looked at in as many places
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0

@@ -11,15 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from keel.base.imports import import_object, is_import_path
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import reference as as_kind
 from keel.lab.doctor.findings import Advice, Finding, finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.models.fingerprint import effective_weights, fingerprint
-from keel.reference import KINDS, Reference, build_reference
+from keel.reference import Reference
+from keel.reference.kinds import KINDS, build_reference
 
 STILL_KINDS = ("frozen", "adapter_off")
 MAX_UPDATES = 512

@@ -8,7 +8,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level
 from keel.lab.doctor.probes.frames import unframed_logp
@@ -23,6 +22,7 @@ from keel.lab.doctor.probes.gold_likelihood import (
 )
 from keel.lab.doctor.probes.templates import of_gains
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 CHOOSING = 8  # problems that choose a shift
 TESTING = 128  # that are drawn to test it, where it promises something

@@ -8,7 +8,6 @@ from itertools import pairwise
 from statistics import fmean
 
 from keel.base.errors import KeelError, first_line
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
@@ -17,6 +16,7 @@ from keel.lab.doctor.probes.gold_likelihood import gold_or_none
 from keel.lab.doctor.probes.rendering import messages_of, rendered
 from keel.lab.doctor.probes.replies import answers_again, contents, first_turn, is_useless, played_again
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _DRAWN = 1024  # training problems that are looked at
 _HELD_OUT = 64

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.advice import either, setting
 from keel.lab.doctor.advice import unfiltered as whole_distribution
@@ -29,6 +28,7 @@ from keel.lab.doctor.probes.gap import (
     without_first,
 )
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from keel.base.errors import first_line
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.trainer.memory import is_out_of_memory
 
 

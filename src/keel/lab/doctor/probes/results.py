@@ -14,7 +14,6 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group, Problem
 from keel.envs.calls import HungCalls, call_now
 from keel.envs.tool_calls import parse_calls
@@ -37,6 +36,7 @@ from keel.lab.doctor.probes.replies import (
     stands_in,
 )
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 DIRECT = 4  # episodes whose tools are called directly, too
 GOLDS = 2  # gold turns that are played

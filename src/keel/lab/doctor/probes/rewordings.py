@@ -10,7 +10,6 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.earnings import earned_otherwise
@@ -20,6 +19,7 @@ from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surp
 from keel.lab.doctor.probes.rendering import messages_of
 from keel.lab.doctor.probes.templates import SHARED, of_gains, prompt_golds
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.run.build import build_renderer
 
 Messages = list[dict[str, str]]

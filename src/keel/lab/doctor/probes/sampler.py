@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes.alternatives import Alternative, alternatives, filter_odds
@@ -36,6 +35,7 @@ from keel.lab.doctor.probes.reported import Reports, filtered_findings, later_tu
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 _TARGET_TOKENS = 1500  # tokens

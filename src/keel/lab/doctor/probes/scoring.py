@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import first_line
-from keel.base.thresholds import Thresholds
 from keel.base.types import Completion, Group
 from keel.lab.doctor.advice import changes, either, setting
 from keel.lab.doctor.findings import Finding, finding
@@ -42,6 +41,7 @@ from keel.lab.doctor.probes.modes import eval_mode, is_active_dropout, no_dropou
 from keel.lab.doctor.probes.result import ProbeResult, no_memory_for
 from keel.lab.doctor.probes.strange import ordinary_tokens
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.trainer.memory import is_out_of_memory
 
 _MISSED = 0.5  # of a change that scores miss which do not follow the weights, at least

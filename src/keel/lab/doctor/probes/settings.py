@@ -18,7 +18,7 @@ _STRANGE = "the adapter was not trained on this base, or is read in another way 
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A way to mend a model, in words, and how: applied twice the second time undoes it, or `undo` does."""
 
     what: str
@@ -28,7 +28,7 @@ class Change:
     has_to_earn: bool = False  # gold answers may be likelier by it in a model that is as it should be
 
 
-def other_settings(model: nn.Module) -> Iterator[Change]:
+def other_settings(model: nn.Module) -> Iterator[SettingChange]:
     """Other activations, heads of another width, no window, and the base without its adapter."""
     yield from _activations(model)
     yield from _heads(model)
@@ -43,10 +43,10 @@ def other_settings(model: nn.Module) -> Iterator[Change]:
             for parameter, own in trained:  # peft makes trainable what it switches on
                 parameter.requires_grad_(own)
 
-        yield Change("the adapter switched off", lambda: switch(False), lambda: switch(True), _STRANGE, True)
+        yield SettingChange("the adapter switched off", lambda: switch(False), lambda: switch(True), _STRANGE, True)
 
 
-def _activations(model: nn.Module) -> Iterator[Change]:
+def _activations(model: nn.Module) -> Iterator[SettingChange]:
     from transformers.activations import ACT2FN
 
     found = [(m, name, getattr(m, name)) for m in model.modules() for name in _FUNCTIONS if hasattr(m, name)]
@@ -64,10 +64,10 @@ def _activations(model: nn.Module) -> Iterator[Change]:
             for module, name, own in found:
                 setattr(module, name, own)
 
-        yield Change(f"{other} for the activation", exchange, restore, _OTHER)
+        yield SettingChange(f"{other} for the activation", exchange, restore, _OTHER)
 
 
-def _heads(model: nn.Module) -> Iterator[Change]:
+def _heads(model: nn.Module) -> Iterator[SettingChange]:
     """Half or twice the width of a head, where nothing else has it: the same matrices are cut into more or fewer."""
     attentions: list[Any] = [m for m in model.modules() if hasattr(m, "head_dim") and hasattr(m, "k_proj")]
     rotary: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
@@ -95,10 +95,10 @@ def _heads(model: nn.Module) -> Iterator[Change]:
             for module, scaling in zip(attentions, scalings, strict=True):
                 module.head_dim, module.scaling = width, scaling
 
-        yield Change(f"heads of {other} in place of {width} dimensions", regroup, restore, _OTHER)
+        yield SettingChange(f"heads of {other} in place of {width} dimensions", regroup, restore, _OTHER)
 
 
-def _no_window(model: nn.Module) -> Iterator[Change]:
+def _no_window(model: nn.Module) -> Iterator[SettingChange]:
     """Attention to all tokens before, where a window leaves most of them out."""
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     windows = [(config, own) for config in configs.values() if (own := getattr(config, "sliding_window", None))]
@@ -112,4 +112,4 @@ def _no_window(model: nn.Module) -> Iterator[Change]:
             config.sliding_window = config.max_position_embeddings
 
     if windows and all(hasattr(config, "max_position_embeddings") for config, _ in windows):
-        yield Change(f"no window of {windows[0][1]} tokens", widen, restore, _OTHER)
+        yield SettingChange(f"no window of {windows[0][1]} tokens", widen, restore, _OTHER)

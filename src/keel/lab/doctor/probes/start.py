@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.config import Config
 from keel.kl import k3
 from keel.lab.doctor.advice import changes, either, setting
@@ -17,6 +16,7 @@ from keel.lab.doctor.findings import Advice, Finding, finding
 from keel.lab.doctor.probes.modes import eval_mode, no_dropout
 from keel.lab.doctor.probes.states import policy_states, reference_states
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.models.fingerprint import effective_weights
 from keel.models.lora import adapter_is_zero
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.rollout import SamplingParams
 
 SAMPLES, MOST_TOKENS = 16, 1 << 16  # that are tried with the whole context

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.draws import Draws, batch_draws, draws, unfiltered
 from keel.lab.doctor.probes.gap import ROUNDING, average
@@ -15,6 +14,7 @@ from keel.lab.doctor.probes.reported import Reports
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.strange import STRANGE_STEPS, strange_turns
 from keel.lab.doctor.setup import STRONG_NOISE, ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 _SMALL = 0.01  # of a weight's RMS: what an update changes
 _MISSED = 0.3  # of such a change that an engine which has the new weights does not miss

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.lab.doctor.findings import Finding, Options, finding, propose
 from keel.lab.doctor.probes.earnings import Earned, earned_otherwise
@@ -16,6 +15,7 @@ from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, blind_surp
 from keel.lab.doctor.probes.rendering import template_name
 from keel.lab.doctor.probes.templates import PROBLEMS, SHARED, of_gains, template_golds, with_data
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.run.build import build_renderer
 
 SHOWN = 60

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from keel.base.thresholds import Thresholds
 from keel.base.types import Problem
 from keel.config import Config
 from keel.lab.doctor.findings import Finding, Options, finding, propose
@@ -16,6 +15,7 @@ from keel.lab.doctor.probes.evidence import by_signs, level
 from keel.lab.doctor.probes.gold_likelihood import Gold, answer_logp, answer_tokens, blind_surprise, gold_or_none
 from keel.lab.doctor.probes.rendering import in_template, messages_of, own_template, template_name, turn_marks
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.rollout.render import TEMPLATES, Renderer
 from keel.run.build import build_renderer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.probes.beyond import beyond_findings
 from keel.lab.doctor.probes.continued import continued_findings
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.texts import text_findings
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 
 def probe_travel(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:

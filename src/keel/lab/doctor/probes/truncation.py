@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either, times
 from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 
 def probe_truncation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:

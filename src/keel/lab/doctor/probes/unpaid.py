@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from keel.base.errors import KeelError
-from keel.base.thresholds import Thresholds
 from keel.base.types import Group
 from keel.envs.answers import last_tag, plain_number
 from keel.eval.statistics import estimate
@@ -16,6 +15,7 @@ from keel.lab.doctor.findings import Finding, finding
 from keel.lab.doctor.probes.evidence import level, more_groups
 from keel.lab.doctor.probes.judged_golds import JudgedGold
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 FEWEST, FEWEST_PROBLEMS = 8, 16  # right answers that are not paid; problems
 _DOUBT = 0.05  # chance below which more is sampled

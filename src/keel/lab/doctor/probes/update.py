@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Sum
-from keel.base.thresholds import Thresholds
 from keel.config import Config
 from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
+from keel.lab.doctor.probes.start import token_kl
 from keel.lab.doctor.probes.states import mean_kl, policy_states
 from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import backup
+from keel.lab.thresholds import Thresholds
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
@@ -78,9 +79,10 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         "kl_after_half": results[0.5].kl,
         "kl_after_double": results[2.0].kl,
         "real_rewards": float(real_rewards),
+        "room": _room(setup),
     }
     if _too_far(figures, thresholds):
-        kl_target = thresholds["kl_per_update"] / thresholds["update_margin"]
+        kl_target = max(thresholds["kl_per_update"], figures["room"]) / thresholds["update_margin"]
         figures["fitting_rate"] = figures["peak_rate"] * next(
             (f for f in LOWER if step_kl(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
         )
@@ -193,13 +195,20 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 parameter.copy_(before)
 
 
+def _room(setup: ProbeSetup) -> float:
+    """How far an update may take the policy towards a teacher: half of the way, in nats per token."""
+    ref = setup.ref_logp() if setup.config.reference.params.get("model") is not None else None
+    return 0.0 if ref is None else token_kl(setup.logp(), ref, setup.mask) / 2
+
+
 def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
-    first, peak = thresholds["kl_per_update"], thresholds["kl_per_update_peak"]
+    first, peak = (max(thresholds[name], figures["room"]) for name in ("kl_per_update", "kl_per_update_peak"))
     return not (figures["kl_after"] <= first and figures["kl_after_peak"] <= peak)
 
 
 def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config) -> Iterator[Finding]:
-    rate, limit, kl = figures["learning_rate"], thresholds["kl_per_update"], figures["kl_after"]
+    rate, kl = figures["learning_rate"], figures["kl_after"]
+    limit = max(thresholds["kl_per_update"], figures["room"])
     if not (math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])):
         yield finding(
             "optim/non-finite",

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from keel.base.thresholds import Thresholds
 from keel.lab.doctor.advice import either
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.evidence import SAME, chance_above, level
 from keel.lab.doctor.probes.judged_golds import JudgedGold, totals_of
 from keel.lab.doctor.setup import ProbeSetup
+from keel.lab.thresholds import Thresholds
 
 LEAST = 4  # gold answers below which nothing is said
 

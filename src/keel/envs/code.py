@@ -1,0 +1,181 @@
+"""`code`: write a program that passes hidden tests; problems are made here, or read from a benchmark's files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.types import Message, Problem, Reward
+from keel.envs.attacks import Attack
+from keel.envs.base import Task
+from keel.envs.code_attacks import program_attacks
+from keel.envs.code_layouts import INSTRUCTION, CodeGrader, read_code
+from keel.envs.dataset import Dataset, split
+from keel.envs.layouts import source_of
+from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, stream, training_problems
+from keel.envs.programs import need_sandbox
+from keel.envs.sandbox import Limits
+
+FORMATS = ("chat", "plain")
+TESTS = 6
+_QUESTION = "Write a Python function f(x). x is a list of integers. It must do this, step by step: {steps}."
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step: its words, its code around an expression, and the same as a function. `{k}` is a digit."""
+
+    words: str
+    code: str
+    apply: Callable[[Any, int], Any]
+    of: type = list
+    gives: type = list
+    sums: bool = False  # its code is a sum, which is bracketed below a product
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("sort", "sorted({})", lambda x, k: sorted(x)),
+    Operation("reverse", "{}[::-1]", lambda x, k: x[::-1]),
+    Operation("drop first", "{}[1:]", lambda x, k: x[1:]),
+    Operation("repeat", "{}*2", lambda x, k: x * 2),
+    Operation("sum", "sum({})", lambda x, k: sum(x), gives=int),
+    Operation("max", "max({})", lambda x, k: max(x), gives=int),
+    Operation("min", "min({})", lambda x, k: min(x), gives=int),
+    Operation("length", "len({})", lambda x, k: len(x), gives=int),
+    Operation("add {k}", "{}+{k}", lambda x, k: x + k, of=int, gives=int, sums=True),
+    Operation("times {k}", "{}*{k}", lambda x, k: x * k, of=int, gives=int),
+)
+Step = tuple[Operation, int]
+
+
+def compose(steps: Sequence[Step]) -> str:
+    """The steps as one expression over x."""
+    text, is_product, is_sum = "x", False, False
+    for operation, k in steps:
+        is_operator = operation.code.startswith("{}")
+        bracket = (is_sum and is_operator and not operation.sums) or (is_product and "[" in operation.code)
+        text = operation.code.replace("{}", f"({text})" if bracket else text, 1).replace("{k}", str(k))
+        is_product, is_sum = "{}*" in operation.code, operation.sums
+    return text
+
+
+@dataclass(frozen=True)
+class Code(Task):
+    """Made problems: `steps` operations on a list of integers, asked for in words, with hidden tests.
+
+    The numbers that are added and multiplied with go from 2 to `largest`.
+    """
+
+    steps: tuple[int, ...]
+    largest: int
+    format: str
+    grader: CodeGrader
+    name: str = "code"
+
+    @property
+    def judged_at_once(self) -> int:
+        return self.grader.limits.at_once
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step."""
+        return training_problems(self._draw, count, stream("code", "train", seed, step))
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """A fixed set that no training stream ever draws from."""
+        return held_out_problems(self._draw, count, stream("code", "held-out", seed))
+
+    def gold(self, problem: Problem) -> str:
+        """The reference solution."""
+        return self.grader.gold(problem)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        """1 if every hidden test passes, else `partial` × the share that does."""
+        return self.grader.reward(problem, turns[-1] if turns else "")
+
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        """Programs that try to pass without solving."""
+        return program_attacks(problem)
+
+    def _draw(self, rng: random.Random) -> tuple[str, Problem]:
+        kind: type = list
+        steps: list[Step] = []
+        for _ in range(rng.choice(self.steps)):
+            operation = rng.choice([each for each in OPERATIONS if each.of is kind])
+            steps.append((operation, rng.randint(2, self.largest)))
+            kind = operation.gives
+        words = ", ".join(operation.words.format(k=k) for operation, k in steps)
+        inputs = stream("code", "tests", words)
+        tests = []
+        for _ in range(TESTS):
+            x: Any = [inputs.randint(-9, 9) for _ in range(inputs.randint(5, 8))]
+            value = x
+            for operation, k in steps:
+                value = operation.apply(value, k)
+            tests.append({"call": "f", "args": [x], "returns": value})
+        prompt: str | list[Message] = f"# {words}\n"
+        if self.format == "chat":
+            prompt = [{"role": "user", "content": f"{_QUESTION.format(steps=words)} {INSTRUCTION}"}]
+        program = f"def f(x): return {compose(steps)}"
+        return f"code:{words}", Problem(f"code:{words}", prompt, program, {"tests": tests})
+
+
+@dataclass(frozen=True)
+class CodeDataset(Dataset):
+    """A benchmark's problems with their tests."""
+
+    grader: CodeGrader
+
+    @property
+    def judged_at_once(self) -> int:
+        return self.grader.limits.at_once
+
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        """Programs that try to pass without solving."""
+        return program_attacks(problem)
+
+
+def code(
+    steps: int | Sequence[int] = (2, 3),
+    largest: int = 9,
+    format: str = "chat",
+    partial: float = 0.0,
+    sandbox: str = "auto",
+    timeout_s: float = 4.0,
+    memory_mb: int = 256,
+    disk_mb: int = 16,
+    output_kb: int = 256,
+    workers: int = 0,
+    data: Mapping[str, Any] | None = None,
+    held_out: int | float = HELD_OUT_FRACTION,
+    eval_path: str | Sequence[str] | None = None,
+    eval_split: str | None = None,
+) -> Task:
+    """The task `code`: programs of `steps` operations on a list, or with `data.path` a benchmark's problems.
+
+    A smaller `largest`, the largest number in a made problem, makes it easier.
+
+    Files laid out as MBPP, HumanEval, APPS or LiveCodeBench are recognised by their columns. `format: plain` asks in a
+    few words for a model of characters. `partial` pays that much of the share of tests that pass. The other parameters
+    are the sandbox's: `sandbox: none` runs programs with your own rights.
+    """
+    counts = (steps,) if isinstance(steps, int) else tuple(steps)
+    if not counts or not all(isinstance(n, int) and 1 <= n <= 4 for n in counts):
+        raise KeelError(f"code steps is {steps!r}: it must be a count, or a list of counts, from 1 to 4")
+    if not 2 <= largest <= 9:
+        raise KeelError(f"code largest is {largest}: it must be from 2 to 9")
+    if format not in FORMATS:
+        raise unknown("code format", format, FORMATS)
+    if not 0 <= partial < 1:
+        raise KeelError(f"code partial is {partial}: it must be at least 0 and below 1")
+    limits = Limits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers)
+    need_sandbox(limits)
+    source = source_of(data)
+    if source.path is None:
+        if (held_out, eval_path, eval_split) != (HELD_OUT_FRACTION, None, None):
+            raise KeelError("code makes its problems and holds a tenth out: held_out and eval_* go with data.path")
+        return Code(counts, largest, format, CodeGrader(limits, partial, format == "chat"))
+    train, held, notes = split(source, held_out, eval_path, eval_split, read=read_code)
+    return CodeDataset("code", train, held, CodeGrader(limits, partial, True), notes)

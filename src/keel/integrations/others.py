@@ -1,0 +1,127 @@
+"""KL terms of trainers that Keel has no bridge to: OpenRLHF, AReaL and tinker-cookbook, one function each.
+
+What is a penalty in the reward or the advantage is put under the plain policy term −ρ·A, since the trainers' own run on
+workers or servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.verify.shipped import Losses, Shipped
+
+
+def in_loss(formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Losses:
+    """A formula of (logp, ref, old), each `[V, 1]`, as a loss."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
+        value = formula(logp, ref_logp, old)[:, 0].double()
+        return value.detach(), value
+
+    return losses
+
+
+def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
+    """A penalty of (old, ref), each `[V, 1]`, taken off the advantage."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
+        value = penalty(old.detach(), ref_logp)[:, 0].double()
+        return value, (logp - old.detach()).exp()[:, 0] * value
+
+    return losses
+
+
+def openrlhf() -> Sequence[Shipped]:
+    from openrlhf.models.utils import compute_approx_kl
+
+    def term(kind: str, unbiased: bool) -> Shipped:
+        losses = in_loss(lambda logp, ref, old: compute_approx_kl(logp, ref, old, kind, unbiased))
+        options = f"algo.kl.use_loss, algo.kl.estimator={kind}, algo.kl.unbiased_gradient={unbiased}"
+        return Shipped("KL in the loss", options, compute_approx_kl, losses, default=False)
+
+    reward = in_advantage(lambda old, ref: compute_approx_kl(old, ref))
+    return [
+        Shipped("KL in the reward", "algo.kl.estimator=k1", compute_approx_kl, reward),
+        *(term(kind, unbiased) for unbiased in (False, True) for kind in ("k1", "k2", "k3")),
+    ]
+
+
+def areal() -> Sequence[Shipped]:
+    from areal.trainer.ppo.actor import grpo_loss_fn
+    from areal.utils.data import KLEstimator
+
+    kinds = ("k1", "k2", "k3")
+    rewards = [
+        Shipped(
+            "KL in the reward",
+            f"kl_estimator={kind}",
+            KLEstimator._compute_approx_kl,
+            in_advantage(KLEstimator(kind)),
+            default=kind == KLEstimator().kl_estimator,
+        )
+        for kind in kinds
+    ]
+
+    def distilled(weight: float) -> Losses:
+        def one(logp: Tensor, teacher: Tensor, old: Tensor) -> Tensor:
+            data = {
+                "logprobs": old,
+                "prox_logp": old,
+                "advantages": torch.zeros_like(old),
+                "loss_mask": torch.ones_like(old),
+                "teacher_logp": teacher,
+                "rl_loss_weight": weight,
+                "distill_loss_weight": 1.0,
+            }
+            return grpo_loss_fn(logp, torch.zeros_like(old), data, 0.2, None, None)
+
+        def each(*double: Tensor) -> Tensor:  # it takes fp32 alone
+            logp, teacher, old = (x.float() for x in double)
+            return torch.stack([one(logp[i], teacher[i], old[i]) for i in range(len(logp))])[:, None]
+
+        return in_loss(each)
+
+    return rewards + [
+        Shipped("distillation", f"rl_loss_weight={weight}", grpo_loss_fn, distilled(weight), default=weight != 0)
+        for weight in (1.0, 0.0)
+    ]
+
+
+def tinker_cookbook() -> Sequence[Shipped]:
+    import tinker
+    from tinker_cookbook.rl.metrics import incorporate_kl_penalty
+
+    def penalty(old: Tensor, ref: Tensor) -> Tensor:
+        """Of all tokens as one batch: each is a prompt of one token and the token itself."""
+        base = iter(ref[:, 0].tolist())
+
+        def sample(**_: Any) -> Any:
+            async def answer() -> Any:
+                return SimpleNamespace(prompt_logprobs=[None, next(base)], prompt_cache_hit_tokens=0, sequences=[])
+
+            return SimpleNamespace(coroutine=answer)
+
+        def datum(token: int) -> Any:
+            inputs = {
+                "target_tokens": torch.tensor([token]),
+                "logprobs": old[token].float(),
+                "mask": torch.ones(1),
+                "advantages": torch.zeros(1),
+            }
+            tensors = {name: tinker.TensorData.from_torch(value) for name, value in inputs.items()}
+            return tinker.Datum(model_input=tinker.ModelInput.from_ints([0]), loss_fn_inputs=tensors)
+
+        data = [datum(token) for token in range(len(old))]
+        asyncio.run(incorporate_kl_penalty(data, SimpleNamespace(sample=sample), 1.0, 0.0))
+        return -torch.stack([row.loss_fn_inputs["advantages"].to_torch() for row in data])
+
+    options = "kl_penalty_coef > 0, kl_discount_factor=0.0"
+    return [Shipped("KL in the advantage", options, incorporate_kl_penalty, in_advantage(penalty))]

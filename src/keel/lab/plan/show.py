@@ -1,0 +1,146 @@
+"""`keel train --plan`: what a step holds, what would make it fit, and how long it takes here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from keel.config import Config
+from keel.lab.plan.hardware import find_hardware
+from keel.lab.plan.measure import StepTime, measure, obstacle
+from keel.lab.plan.plan import Plan, make_it_fit
+from keel.lab.plan.plan import plan as planned
+from keel.lab.plan.ranks import RankPlan, fewest
+
+
+def show_plan(
+    config: Config, hardware: str | None, *, prompt_tokens: int | None = None, nproc: int = 1, as_json: bool = False
+) -> int:
+    """Print the plan of a step, of one device or of `nproc`; times are measured where no hardware is named.
+
+    Returns the exit status: 0 if the step fits.
+    """
+    device = find_hardware(hardware or "auto")
+    if nproc > 1:
+        estimate = planned(config, device, prompt_tokens, devices=(nproc,))
+        if as_json:
+            _print_json(estimate.as_dict())
+        else:
+            _show_ranks(estimate.ranks, estimate.hardware.name)
+        return 0 if next(rank for rank in estimate.ranks if rank.chosen).fits else 1
+    estimate = planned(config, device, prompt_tokens)
+    remedies = [] if estimate.fits else make_it_fit(config, device, prompt_tokens)
+    if not as_json:
+        _show(estimate, remedies)
+    timed, timing = None, "not measured: the hardware is named"
+    if hardware is None:
+        timed, timing = _time(config, estimate)
+    if as_json:
+        rows = [{"overrides": overrides, "peak": after.peak, "fits": after.fits} for overrides, after in remedies]
+        seconds = {} if timed is None else timed.seconds
+        _print_json({**estimate.as_dict(), "remedies": rows, "seconds": seconds, "timing": timing})
+    elif timed is not None:
+        parts = ", ".join(f"{name} {_duration(value)}" for name, value in timed.seconds.items() if value)
+        Console().print(f"a step: {parts}\n({timing})")
+    elif hardware is None:
+        Console().print(f"a step's time is {timing}")
+    return 0 if estimate.fits else 1
+
+
+def _time(config: Config, estimate: Plan) -> tuple[StepTime | None, str]:
+    """A step's time on this machine, and what was run for it or why nothing was."""
+    if (why := obstacle(config, kind=estimate.hardware.kind, fits=estimate.fits)) is not None:
+        return None, f"not measured: {why}"
+    timed = measure(config, lambda text: print(f"{text} …", file=sys.stderr))
+    if timed is None:
+        return None, "not measured: memory ran out when a step was tried"
+    extent = "all groups" if timed.groups == timed.of else f"{timed.groups} of {timed.of} groups"
+    return timed, f"measured here on random weights, {extent}, completions of full length"
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
+
+
+def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
+    console = Console()
+    table = Table(title="Memory", title_justify="left")
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    for name, size in plan.parts.items():
+        table.add_row(name, _size(size))
+    table.add_section()
+    for name, size in plan.phases.items():
+        table.add_row(f"peak of the {name}", _size(size))
+    if plan.host:
+        table.add_row("in main memory", _size(plan.host))
+    console.print(table)
+    console.print(f"{plan.parameters:,} parameters, {plan.trainable:,} trained; prompts of {plan.prompt_tokens} tokens")
+    _show_devices(plan.ranks)
+    total = plan.hardware.memory_bytes
+    if plan.fits:
+        console.print(f"fits: {_size(plan.peak)} of {_size(total)} on {plan.hardware.name}")
+        return
+    console.print(f"does not fit: {_size(plan.peak)} of {_size(total)} on {plan.hardware.name}", style="bold red")
+    for overrides, after in remedies:
+        verdict = "fits" if after.fits else "does not fit yet"
+        console.print(f"  {' '.join(overrides)}: {_size(after.peak)}, {verdict}", markup=False)
+    if not remedies or not remedies[-1][1].fits:
+        console.print("  nothing of this is enough: take a smaller model, a larger device or more of them")
+    if (several := fewest(plan.ranks)) is not None:
+        devices, sharding = several.layout.devices, several.layout.sharding
+        console.print(f"  --nproc {devices} parallel.sharding={sharding}: {_size(several.peak)}, fits", markup=False)
+
+
+def _show_devices(ranks: Sequence[RankPlan]) -> None:
+    """Each layout on each number of devices, a line each."""
+    table = Table(title="On several devices (a run takes the starred layout)", title_justify="left")
+    for name in ("devices", "sharding", "peak of a device", "", "sent by it in a step"):
+        table.add_column(name, justify="left" if name in ("sharding", "") else "right")
+    for rank in ranks:
+        verdict, star = "fits" if rank.fits else "does not fit", " *" if rank.chosen else ""
+        devices, sharding = str(rank.layout.devices), f"{rank.layout.sharding}{star}"
+        table.add_row(devices, sharding, _size(rank.peak), verdict, _size(sum(rank.sent.values())))
+    Console().print(table)
+
+
+def _show_ranks(ranks: Sequence[RankPlan], hardware: str) -> None:
+    """The layouts of one number of devices beside each other, by part."""
+    console, chosen = Console(), next(rank for rank in ranks if rank.chosen)
+    table = Table(title=f"One of {chosen.layout.devices} devices, by parallel.sharding", title_justify="left")
+    table.add_column("part")
+    for rank in ranks:
+        table.add_column(rank.layout.sharding, justify="right")
+    for name in chosen.parts:
+        table.add_row(name, *(_size(rank.parts[name]) for rank in ranks))
+    table.add_section()
+    for name in chosen.phases:
+        table.add_row(f"peak of the {name}", *(_size(rank.phases[name]) for rank in ranks))
+    table.add_section()
+    for name in chosen.sent:
+        table.add_row(f"sent, {name}", *(_size(rank.sent[name]) for rank in ranks))
+    table.add_row("sent in a step", *(_size(sum(rank.sent.values())) for rank in ranks))
+    console.print(table)
+    verdict = "fits" if chosen.fits else "does not fit"
+    console.print(
+        f"parallel.sharding={chosen.layout.sharding} is what this run takes, and {verdict}: {_size(chosen.peak)} of "
+        f"{_size(chosen.limit)} on {hardware}"
+    )
+    others = [rank.layout.sharding for rank in ranks if rank.fits]
+    if not chosen.fits:
+        console.print(f"fits: parallel.sharding={others[0]}" if others else "no layout fits: take more devices")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,194 @@
+"""Where text that is encoded again differs from the sampled tokens: at which turn, why, and what to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.lab.doctor.findings import Finding, finding
+from keel.lab.traces.records import Trace
+
+MERGED, TEMPLATE = "merged", "template"
+CAUSES = {
+    MERGED: "the sampled tokens of a turn are not those that its text encodes to",
+    TEMPLATE: "the chat template writes earlier turns otherwise than they were sampled",
+}
+ADVICE = {
+    MERGED: "keep token ids between turns and append to them, never text that is encoded again (TRL: its own tool loop "
+    "or a rollout_func that returns ids; verl: an agent loop that carries response ids)",
+    TEMPLATE: "use a template under which a conversation's beginning never changes, such as one that keeps reasoning "
+    "and blanks of earlier turns (TRL: trl.chat_template_utils.get_training_chat_template), or append token ids",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which encoding a completion's text again gives another one."""
+
+    trace: int
+    turn: int  # 1 is the first turn of the model in the completion
+    position: int  # in the completion
+    cause: str
+    sampled: str
+    encoded: str
+
+
+@dataclass(frozen=True)
+class TokenReport:
+    """What `check_tokens` found: the differences, and how much of the batch stands behind one."""
+
+    traces: int
+    tokens: int
+    behind: int  # sampled tokens at or after a first difference
+    differences: tuple[Difference, ...]
+    template: str
+
+    @property
+    def exact(self) -> bool:
+        return not self.differences
+
+    def findings(self) -> list[Finding]:
+        """One for each cause."""
+        found = []
+        for cause, count in Counter(difference.cause for difference in self.differences).most_common():
+            first = next(difference for difference in self.differences if difference.cause == cause)
+            turns = Counter(d.turn for d in self.differences if d.cause == cause)
+            by_turn = ", ".join(f"turn {turn}: {number}" for turn, number in sorted(turns.items()))
+            found.append(
+                finding(
+                    "tokens/encoded-again",
+                    f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); with "
+                    f"all causes {100 * self.behind / max(1, self.tokens):.3g} % of the sampled tokens stand behind a "
+                    f"change; the first is completion {first.trace}, turn {first.turn}, token {first.position}: "
+                    f"sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
+                    f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than were drawn",
+                    ADVICE[cause],
+                    share=count / self.traces,
+                )
+            )
+        return found
+
+    def __str__(self) -> str:
+        if self.exact:
+            return f"{self.traces} completions, {self.tokens} sampled tokens: exact ({self.template})"
+        return "\n".join(f"{f.code}: {f.evidence}. {f.cause}. Change: {f.advice}" for f in self.findings())
+
+
+def check_tokens(traces: Sequence[Trace], tokenizer: Any, **template: Any) -> TokenReport:
+    """Encode each completion's text again, as a trainer does that keeps text between turns, and compare the tokens.
+
+    Each turn's own text is decoded and encoded. Where a trace has `messages`, the prompt of each later turn is rendered
+    by the tokenizer's chat template too. `template` are arguments of apply_chat_template, such as `chat_template` and
+    `tools`.
+    """
+    differences, behind = [], 0
+    for index, trace in enumerate(traces):
+        found = _first_difference(index, trace, tokenizer, template)
+        if found is not None:
+            differences.append(found)
+            behind += sum(trace.action[max(0, found.position) :])
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    chosen = template.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    how = f"chat template of {name}, {len(str(chosen))} characters" if chosen else f"tokenizer {name}, no chat template"
+    tokens = sum(sum(trace.action) for trace in traces)
+    return TokenReport(len(traces), tokens, behind, tuple(differences), how)
+
+
+def _first_difference(index: int, trace: Trace, tokenizer: Any, template: dict[str, Any]) -> Difference | None:
+    turns = list(trace.turns())
+    for number, (start, end) in enumerate(turns, 1):
+        if trace.messages is not None and (number > 1):
+            found = _against_template(index, trace, number, start, tokenizer, template)
+            if found is not None:
+                return found
+        own = trace.completion_ids[start:end]
+        encoded = _encode(tokenizer, own)
+        if encoded != own:
+            return _difference(index, number, own, encoded, start, MERGED, tokenizer)
+    return None
+
+
+def _encode(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _against_template(
+    index: int, trace: Trace, number: int, start: int, tokenizer: Any, template: dict[str, Any]
+) -> Difference | None:
+    """The prompt of a later turn as the template writes it, against the tokens that stand before that turn."""
+    messages = _before(trace, number)
+    sampled = (*trace.prompt_ids, *trace.completion_ids[:start])
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+            **template,
+        )
+    except Exception as error:  # templates raise what they like
+        raise KeelError(
+            f"the chat template refuses the messages of completion {index}: {next(iter(str(error).splitlines()), '')}"
+        ) from None
+    encoded = tuple(rendered)
+    if encoded == sampled:
+        return None
+    at = _first(sampled, encoded)
+    if at < len(
+        trace.prompt_ids
+    ):  # a prompt that was rendered otherwise, such as with tools, is no change between turns
+        raise KeelError(
+            f"the prompt of completion {index} is not what the chat template makes of its first messages (token {at}): "
+            "give the template that was used, check_tokens(…, chat_template=…, tools=…)"
+        )
+    same_text = _text(tokenizer, sampled) == _text(tokenizer, encoded)
+    position = at - len(trace.prompt_ids)
+    turn = sum(1 for begin, _ in trace.turns() if begin <= position)
+    return Difference(
+        index,
+        max(1, turn),
+        position,
+        MERGED if same_text else TEMPLATE,
+        _text(tokenizer, sampled[at : at + 4]),
+        _text(tokenizer, encoded[at : at + 4]),
+    )
+
+
+def _before(trace: Trace, number: int) -> Sequence[Any]:
+    """The messages before the model's turn of that number in the completion."""
+    assert trace.messages is not None
+    own = [index for index, message in enumerate(trace.messages) if message.get("role") == "assistant"]
+    turns = sum(1 for _ in trace.turns())
+    if len(own) < turns:
+        raise KeelError(
+            f"a completion has {turns} turns of the model by its mask and {len(own)} by its messages: messages must "
+            "hold the whole conversation"
+        )
+    return trace.messages[: own[len(own) - turns + number - 1]]
+
+
+def _difference(
+    index: int,
+    number: int,
+    own: Sequence[int],
+    encoded: Sequence[int],
+    start: int,
+    cause: str,
+    tokenizer: Any,
+) -> Difference:
+    at = _first(own, encoded)
+    show: Callable[[Sequence[int]], str] = lambda ids: "|".join(_text(tokenizer, [x]) for x in ids[at : at + 4])  # noqa: E731
+    return Difference(index, number, start + at, cause, show(own), show(encoded))
+
+
+def _first(sampled: Sequence[int], encoded: Sequence[int]) -> int:
+    pairs = zip(sampled, encoded, strict=False)
+    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(sampled), len(encoded)))
+
+
+def _text(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,53 @@
+"""The adapters on a model, read off its layers without importing peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether peft wrapped this model."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def idle_adapters(model: nn.Module) -> set[str]:
+    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not the active ones, whether these are on or off."""
+    prefixes = set()
+    for prefix, layer in adapter_layers(model):
+        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
+            holder = getattr(layer, kind, None)
+            names = holder if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ()
+            prefixes |= {f"{prefix}.{kind}.{name}" for name in names if name not in layer.active_adapters}
+    return prefixes
+
+
+def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
+    idle: set[str] = set()
+    active: set[str] = set()
+    for prefix, layer in adapter_layers(model):
+        effective = set(effective_adapters(layer))
+        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
+            holder = getattr(layer, kind, None)
+            if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
+                for adapter in holder:
+                    (active if adapter in effective else idle).add(f"{prefix}.{kind}.{adapter}")
+    return idle, active
+
+
+def effective_adapters(layer: Any) -> list[str]:
+    """The adapters that a layer's forward adds; merged ones act through the base, and switching off unmerges them."""
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if layer.disable_adapters:
+        return merged
+    return [] if merged else list(layer.active_adapters)
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that carry adapters, without importing peft: they are the ones that name their adapter tensors."""
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
+            yield name, module

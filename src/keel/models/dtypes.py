@@ -1,0 +1,43 @@
+"""Floating-point types: their names, which devices have them, and how they round."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from keel.base.errors import KeelError
+from keel.models.head import module_dtype
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16 itself: GPUs before Ampere do not."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
+    """Refuse bfloat16 where a GPU would only emulate it."""
+    if dtype == torch.bfloat16 and not has_bfloat16(device):
+        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (those before Ampere have none): use {instead}")
+
+
+def matmul_eps(model: nn.Module) -> float:
+    """The relative rounding of the model's matrix products; TF32 has ten bits behind the point."""
+    dtype = module_dtype(model)
+    if dtype == torch.float32 and next(model.parameters()).is_cuda and _tf32():
+        return 2.0**-10
+    return torch.finfo(dtype).eps
+
+
+def _tf32() -> bool:
+    """Whether fp32 products are rounded to TF32; the older flag cannot be read once the newer one was set."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    return precision == "tf32" if precision != "none" else torch.backends.cuda.matmul.allow_tf32

@@ -1,0 +1,316 @@
+"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are cached on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import shutil
+import sqlite3
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import chess
+import chess.engine
+
+from keel.base.errors import KeelError, unknown
+from keel.recipes.chess.cache import AnalysisCache, Lines, default_path
+from keel.recipes.chess.format import LINES
+from keel.recipes.chess.notation import is_real
+from keel.recipes.chess.rules import board_of, legal_moves
+
+USUAL_PATHS = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
+INSTALL = "apt-get install stockfish"
+ATTEMPTS = 3  # at a position, each after a failure with a new process
+START_S = 10.0  # in which a program must have answered 'uci'
+PAWN_CAP = 50.0  # the highest evaluation that is no mate
+MATE = 100.0  # mate in n moves is worth 100 - n pawns, and at least 51
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class StockfishOptions:
+    """`task.engine`: which engine, how long it thinks and where its answers are cached.
+
+    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes` a position, `hash_mb` a
+    process, `workers` processes (default: one a core), `timeout_s` a position, `cache` a file.
+    """
+
+    path: str | None = None
+    nodes: int = 20_000
+    hash_mb: int = 16
+    workers: int | None = None
+    timeout_s: float = 30.0
+    cache: str | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """A position to analyse, and the only moves to look at (none: all of them)."""
+
+    fen: str
+    moves: tuple[str, ...] = ()
+
+
+def engine_options(options: Mapping[str, Any] | StockfishOptions | None) -> StockfishOptions:
+    """`task.engine`, checked."""
+    if isinstance(options, StockfishOptions):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise KeelError(f"task.engine is {options!r}: give a section such as {{nodes: 20000}}")
+    names = [f.name for f in fields(StockfishOptions)]
+    for name in options or {}:
+        if name not in names:
+            raise unknown("task.engine option", name, names)
+    parsed = StockfishOptions(**(options or {}))
+    for name, low in (("nodes", 100), ("hash_mb", 1), ("workers", 1)):
+        value = getattr(parsed, name)
+        if value is not None and (type(value) is not int or value < low):
+            raise KeelError(f"task.engine.{name} is {value!r}: it must be a whole number of at least {low}")
+    if not (is_real(parsed.timeout_s) and parsed.timeout_s > 0):
+        raise KeelError(f"task.engine.timeout_s is {parsed.timeout_s!r}: it must be a number of seconds above 0")
+    for name in ("path", "cache"):
+        if not isinstance(getattr(parsed, name), str | Path | None):
+            raise KeelError(f"task.engine.{name} is {getattr(parsed, name)!r}: it must be a file's name")
+    return parsed
+
+
+def find_engine(path: str | None = None) -> str:
+    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual path."""
+    configured = path or os.environ.get("KEEL_STOCKFISH")
+    if configured:
+        program = shutil.which(os.path.expanduser(configured))
+        if program is None:
+            where = "task.engine.path" if path else "KEEL_STOCKFISH"
+            raise KeelError(
+                f"{where} is {configured}, which is no program here: install it with {INSTALL}, or name another"
+            )
+        return program
+    program = shutil.which("stockfish") or next(
+        (candidate for candidate in USUAL_PATHS if shutil.which(candidate)), None
+    )
+    if program is None:
+        raise KeelError(
+            f"the task chess_policy needs Stockfish, which is not on PATH: {INSTALL}, or name it in task.engine.path"
+        )
+    return program
+
+
+def pawns_of(score: chess.engine.Score) -> float:
+    """A score in pawns: centipawns / 100 within ±50, mate in n moves as ±(100 − min(n, 49)).
+
+    A shorter mate is worth more, any mate more than any other score, and being mated the reverse.
+    """
+    mate = score.mate()
+    if mate is None:
+        return max(-PAWN_CAP, min(PAWN_CAP, (score.score() or 0) / 100))
+    distance = MATE - min(abs(mate), MATE - PAWN_CAP - 1)
+    return distance if mate > 0 or isinstance(score, chess.engine.MateGivenType) else -distance
+
+
+class EnginePool:
+    """Engines that are started when they are needed, one position at a time each, over one cache.
+
+    Every search starts from nothing (one thread, a new game before each position) and is limited by nodes, so that an
+    answer depends neither on the order of questions nor on the machine's load. A process that ends or hangs is
+    replaced and the position asked again; after `ATTEMPTS` it is `unavailable`: None, never a score. `counts` has
+    analysed, cached, started, crashed, timed_out, unavailable and unkept (answers that the disk would not take).
+    """
+
+    def __init__(self, options: StockfishOptions = StockfishOptions()) -> None:
+        self.options = options
+        self.path = find_engine(options.path)
+        self.cache = AnalysisCache(options.cache or default_path())
+        self.counts: Counter[str] = Counter()
+        self.workers = options.workers or os.cpu_count() or 1
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.Queue[Any] | None = None
+        self._engines: set[Any] = set()
+        self.name = self._identify()
+
+    def analyse(self, queries: Sequence[Query]) -> list[Lines | None]:
+        """The lines of each position, best first by score for the side to move; None where no engine answered."""
+        for query in queries:
+            legal = legal_moves(query.fen)
+            wrong = next((move for move in query.moves if move not in legal), None)
+            if wrong is not None or not legal:
+                raise KeelError(f"{query.fen!r} has no legal move{f' {wrong}' if wrong else ''}: nothing to analyse")
+        keys = [self._key(query) for query in queries]
+        known = self.cache.lines(set(keys))
+        with self._lock:
+            self.counts["cached"] += sum(key in known for key in keys)
+        missing = {key: query for key, query in zip(keys, queries, strict=True) if key not in known}
+        if missing:
+            answers = self._run(self._analyse_all(list(missing.items())))
+            known |= {key: lines for key, lines in answers.items() if lines is not None}
+        return [known.get(key) for key in keys]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        return [transport.get_pid() for transport, _ in list(self._engines)]
+
+    def close(self) -> None:
+        """End every process; a later question starts new ones."""
+        for transport, _ in list(self._engines):
+            with suppress(ProcessLookupError, OSError):
+                transport.kill()
+
+    # ------------------------------------------------------------------------------------ inside the event loop
+
+    async def _analyse_all(self, missing: Sequence[tuple[str, Query]]) -> dict[str, Lines | None]:
+        if self._free is None:
+            self._free = asyncio.Queue()
+            for _ in range(self.workers):
+                self._free.put_nowait(None)
+        answers = await asyncio.gather(*(self._analyse_one(key, query) for key, query in missing))
+        return dict(zip((key for key, _ in missing), answers, strict=True))
+
+    async def _analyse_one(self, key: str, query: Query) -> Lines | None:
+        assert self._free is not None
+        for _ in range(ATTEMPTS):
+            engine = await self._free.get()
+            try:
+                if engine is None:
+                    engine = await self._start()
+                lines = await self._answer(engine[1], query)
+            except KeelError:  # what the user asked of it: no new process would do it
+                raise
+            except Exception as error:  # an engine that breaks may break anything between it and here
+                timed_out = isinstance(error, TimeoutError)
+                self.counts["timed_out" if timed_out else "crashed"] += 1
+                self._drop(engine)
+                engine = None
+                continue
+            finally:
+                self._free.put_nowait(engine)
+            self.counts["analysed"] += 1
+            with suppress(sqlite3.Error):
+                self.cache.put_lines(key, lines)
+                return lines
+            self.counts["unkept"] += 1
+            return lines
+        self.counts["unavailable"] += 1
+        return None
+
+    async def _start(self) -> Any:
+        command = chess.engine.popen_uci(self.path, stderr=subprocess.DEVNULL)
+        engine = await asyncio.wait_for(command, START_S)
+        self._engines.add(engine)
+        self.counts["started"] += 1
+        settings = {"Threads": 1, "Hash": self.options.hash_mb}
+        known = {name: value for name, value in settings.items() if name in engine[1].options}
+        most = engine[1].options["Hash"].max if "Hash" in known else None
+        if most is not None and self.options.hash_mb > most:
+            self._drop(engine)
+            raise KeelError(f"task.engine.hash_mb is {self.options.hash_mb}: {self.path} takes at most {most}")
+        try:
+            await asyncio.wait_for(engine[1].configure(known), START_S)
+        except BaseException:
+            self._drop(engine)
+            raise
+        return engine
+
+    def _drop(self, engine: Any) -> None:
+        if engine is not None:
+            self._engines.discard(engine)
+            with suppress(ProcessLookupError, OSError):
+                engine[0].kill()
+            engine[0].close()
+
+    async def _answer(self, protocol: Any, query: Query) -> Lines:
+        """The search, unless time is over or the process ends first, which python-chess does not always notice."""
+        search = asyncio.ensure_future(self._search(protocol, query))
+        limit = self.options.timeout_s
+        done, _ = await asyncio.wait({search, protocol.returncode}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if search in done:
+            return search.result()
+        search.cancel()
+        if done:
+            raise chess.engine.EngineTerminatedError("the process ended")
+        raise TimeoutError
+
+    async def _search(self, protocol: Any, query: Query) -> Lines:
+        """The deepest iteration that is complete: lines of one depth compare, those of a cut-off one do not.
+
+        Where so few nodes complete none, the one that came furthest: its lines are fewer, and of one depth.
+        """
+        board = board_of(query.fen)
+        roots = [chess.Move.from_uci(move) for move in query.moves] or None
+        line_count = min(LINES, len(roots) if roots else len(legal_moves(query.fen)))
+        iterations: dict[int, dict[str, float]] = {}
+        limit = chess.engine.Limit(nodes=self.options.nodes)
+        kind = chess.engine.INFO_SCORE | chess.engine.INFO_PV | chess.engine.INFO_BASIC
+        search = await protocol.analysis(board, limit, multipv=line_count, game=object(), info=kind, root_moves=roots)
+        with search:
+            async for info in search:
+                if info.get("pv") and "score" in info and not (info.get("lowerbound") or info.get("upperbound")):
+                    at_depth = iterations.setdefault(info.get("depth", 0), {})
+                    at_depth[info["pv"][0].uci()] = pawns_of(info["score"].relative)
+        if not iterations:
+            raise chess.engine.EngineError(f"no line within {self.options.nodes} nodes")
+        deepest = iterations[max(iterations, key=lambda depth: (min(len(iterations[depth]), line_count), depth))]
+        return tuple(sorted(deepest.items(), key=lambda line: -line[1])[:line_count])
+
+    # --------------------------------------------------------------------------------------------------- outside
+
+    def _identify(self) -> str:
+        """The engine's name and version, asked of the program once and remembered with the file's size and time."""
+        real = Path(self.path).resolve()
+        stat = real.stat()
+        file = f"{real}|{stat.st_size}|{stat.st_mtime_ns}"
+        name = self.cache.engine(file)
+        if name is None:
+            name = self._run(self._ask_name())
+            self.cache.put_engine(file, name)
+        return name
+
+    async def _ask_name(self) -> str:
+        engine = await self._first_start()
+        name = str(engine[1].id.get("name", Path(self.path).name))
+        self._free = asyncio.Queue()
+        for held in [engine, *[None] * (self.workers - 1)]:
+            self._free.put_nowait(held)
+        return name
+
+    async def _first_start(self) -> Any:
+        """The first process, started again where one ends at once; what is never an engine is named."""
+        while True:
+            try:
+                return await self._start()
+            except (chess.engine.EngineError, OSError) as error:
+                if isinstance(error, chess.engine.EngineTerminatedError) and self.counts["crashed"] < ATTEMPTS - 1:
+                    self.counts["crashed"] += 1
+                    continue
+                why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
+                if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                    why = str(error.strerror or error)
+                raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
+
+    def _key(self, query: Query) -> str:
+        options = self.options
+        settings = f"{self.name}|nodes={options.nodes}|hash={options.hash_mb}|multipv={LINES}"
+        return f"{settings}|{query.fen}|{' '.join(sorted(query.moves))}"
+
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        with self._lock:  # several threads may ask at the same time
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop.set_exception_handler(lambda loop, context: None)  # what fails is counted where it is asked
+                threading.Thread(target=self._loop.run_forever, name="keel-stockfish", daemon=True).start()
+                atexit.register(self.close)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+@lru_cache(maxsize=8)
+def pool_of(options: StockfishOptions) -> EnginePool:
+    """The pool of these options, shared by all tasks of this process."""
+    return EnginePool(options)

@@ -1,0 +1,6 @@
+"""`multihop`: questions whose answer takes several documents, found with a retrieval tool."""
+
+from keel.recipes.multihop.options import multihop
+from keel.recipes.multihop.task import Multihop
+
+__all__ = ["Multihop", "multihop"]

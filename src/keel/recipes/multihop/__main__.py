@@ -1,0 +1,97 @@
+"""Rows of one's own, proven: `python -m keel.recipes.multihop FILE [OPTION=VALUE]...` plays an oracle on each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+import typer
+
+from keel.base.errors import KeelError
+from keel.cli import main
+from keel.envs.layouts import source_of
+from keel.envs.tool_calls import FORMATS
+from keel.recipes.multihop.options import ANSWER_STYLES, multihop
+from keel.recipes.multihop.question import read_questions
+
+MOST_NAMED = 5
+HELP = """Play an oracle on every row of FILE.
+
+Every row must load, and in each form of calls and answers a demonstration, which asks only with what it has read,
+must retrieve all support and earn the maximum. Options are those of the task; the retriever is golden unless one is
+named. Exit status 0: all do; 1: some do not, by name; 2: not readable.
+"""
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@dataclass(frozen=True)
+class OracleResult:
+    """What the oracle's episodes earned in one form: the number of rows, how many episodes retrieved all support, how
+    many were shown their answer and so demonstrate it, and why some fall short of the maximum."""
+
+    tool_format: str
+    answer_style: str
+    rows: int
+    complete: int
+    demonstrations: int
+    short: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shortfalls = "; ".join(self.short[:MOST_NAMED])
+        return (
+            f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
+            f"earn the maximum, {self.complete} retrieve all support, {self.demonstrations} are shown their answer"
+            f"{f' ({shortfalls})' if shortfalls else ''}"
+        )
+
+
+def play_oracle(path: str, **options: Any) -> list[OracleResult]:
+    """The oracle on every row, once for each form; the golden retriever, since others return distractors too."""
+    results = []
+    questions = read_questions(source_of({"path": path}), 1.0).questions
+    for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
+        form = {"tool_format": tool_format, "answer_style": answer_style}
+        task = multihop(data={"path": path}, **{"retriever": "golden", **options, **form})
+        complete, demonstrations, short = 0, 0, []
+        for question in questions:
+            problem = task.problem(question)
+            earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
+            demonstrations += task.demonstrates(problem)
+            complete += earned.parts["retrieval_recall"] == 1.0
+            if abs(earned.total - maximum) > 1e-9:
+                lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)
+                short.append(f"{question.key} earns {earned.total:.4g} of {maximum:.4g}: {lacking}")
+        results.append(OracleResult(tool_format, answer_style, len(questions), complete, demonstrations, tuple(short)))
+    return results
+
+
+@app.command(name="python -m keel.recipes.multihop", help=HELP)
+def oracle(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Rows in MuSiQue's form.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="The task's.")] = None,
+) -> int:
+    results = play_oracle(path, **dict(map(_option, options or ())))
+    typer.echo(f"{results[0].rows} rows load")
+    typer.echo("\n".join(map(str, results)))
+    return int(any(result.short for result in results))
+
+
+def _option(argument: str) -> tuple[str, Any]:
+    name, equals, value = argument.partition("=")
+    if not equals:
+        raise KeelError(f"{argument!r} is not OPTION=VALUE, such as top_n=1")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main(app=app))

@@ -1,0 +1,129 @@
+"""The task `multihop` from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.envs.dataset import data_name
+from keel.envs.layouts import source_of
+from keel.envs.problems import HELD_OUT_FRACTION
+from keel.envs.tool_calls import FORMATS
+from keel.envs.tool_list import tools_of
+from keel.envs.tools import MAX_CHARACTERS, check_distinct
+from keel.recipes.multihop.retrieve import build_retriever
+from keel.recipes.multihop.score import checked_weights
+from keel.recipes.multihop.source import QuestionSource, Worlds, rows_of
+from keel.recipes.multihop.task import Multihop
+from keel.recipes.multihop.world import check_size
+
+ANSWER_STYLES = ("tags", "complete")
+INSTRUCTIONS = {
+    ("tags", "tags"): (
+        "Look up documents with <retrieve> query </retrieve> , as often as you need . "
+        "Then answer : {think}<cite> document ids </cite> <answer> answer </answer>"
+    ),
+    ("tags", "complete"): (
+        "Look up documents with <retrieve> query </retrieve> , as often as you need . Then answer : "
+        '<complete> {{"reasoning": "…", "final_answer": "…", "cited_doc_ids": ["…"]}} </complete>'
+    ),
+    ("json", "tags"): (
+        "Look up documents with the tool retrieve_documents, as often as you need. "
+        "Then answer: {think}<cite>document ids</cite> <answer>answer</answer>"
+    ),
+    ("json", "complete"): (
+        "Look up documents with the tool retrieve_documents, as often as you need. "
+        "Then give your answer with the tool complete, citing the documents that support it."
+    ),
+}
+_THINK = {"tags": "<think> reasoning </think> ", "json": "<think>reasoning</think> "}
+
+
+def multihop(
+    data: Mapping[str, Any] | None = None,
+    retriever: str = "lexical",
+    top_n: int = 2,
+    max_characters: int = MAX_CHARACTERS,
+    embedding: str | Callable[[list[str]], Any] | None = None,
+    tool_format: str = "tags",
+    answer_style: str = "tags",
+    think: bool = True,
+    hops: int | Sequence[int] | None = None,
+    noise_rate: float = 1.0,
+    curriculum_steps: int = 0,
+    documents: int | None = None,
+    weights: Mapping[str, float] | None = None,
+    hop_factor: bool = True,
+    tools: Sequence[Any] = (),
+    instruction: str | None = "auto",
+    held_out: int | float = HELD_OUT_FRACTION,
+) -> Multihop:
+    """The task `multihop`: rows of `data.path` in MuSiQue's form, or without one made-up worlds of `documents` each.
+
+    `retriever` is golden, lexical or hybrid (with `embedding`); a call returns `top_n` documents, cut at
+    `max_characters`. `hops` keeps questions with those numbers of supporting documents, `noise_rate` each other
+    document with that probability, and over `curriculum_steps` the longer chains come in. `tools` adds a user's own.
+    `instruction: null` asks the question alone.
+    """
+    for option, value, choices in (
+        ("tool_format", tool_format, FORMATS),
+        ("answer_style", answer_style, ANSWER_STYLES),
+    ):
+        if value not in choices:
+            raise unknown(f"multihop {option}", value, choices)
+    _check_numbers(top_n, max_characters, noise_rate, curriculum_steps)
+    lengths = _hops(hops)
+    extra = tools_of(tools)
+    check_distinct(["retrieve_documents", "complete", *(extra_tool.name for extra_tool in extra)])
+    source, where = source_of(data), "worlds"
+    questions: QuestionSource
+    if source.path is None:
+        if noise_rate != 1.0 and documents is not None:
+            raise KeelError("multihop takes documents or noise_rate for its built-in worlds, not both")
+        size = 8 if documents is None else documents
+        lengths = lengths or (2, 3, 4)
+        check_size(lengths, size)
+        questions = Worlds(size, noise_rate)
+    elif documents is not None:
+        raise KeelError("multihop documents is the size of built-in worlds: leave it out where data.path is given")
+    else:
+        rows = rows_of(source, noise_rate, lengths, held_out)
+        questions, lengths, where = rows, rows.lengths, data_name(source)
+    think_mark = _THINK[tool_format] if think else ""
+    text = INSTRUCTIONS[tool_format, answer_style].format(think=think_mark) if instruction == "auto" else instruction
+    return Multihop(
+        name=f"multihop/{where}",
+        source=questions,
+        retriever=build_retriever(retriever, embedding),
+        top_n=top_n,
+        max_characters=max_characters,
+        tool_format=tool_format,
+        answer_style=answer_style,
+        think=think,
+        weights=checked_weights(weights),
+        hop_factor=hop_factor,
+        hops=lengths,
+        curriculum_steps=curriculum_steps,
+        instruction=text,
+        extra_tools=extra,
+        notes=questions.notes,
+        runs_user_code=bool(extra) or embedding is not None,
+    )
+
+
+def _check_numbers(top_n: int, max_characters: int, noise_rate: float, curriculum_steps: int) -> None:
+    for option, value, what in (("top_n", top_n, "documents"), ("max_characters", max_characters, "characters")):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise KeelError(f"multihop {option} is {value!r}: give a whole number of {what}, 1 or more")
+    if isinstance(noise_rate, bool) or not isinstance(noise_rate, int | float) or not 0 <= noise_rate <= 1:
+        raise KeelError(f"multihop noise_rate is {noise_rate!r}: give a probability from 0 to 1")
+    if isinstance(curriculum_steps, bool) or not isinstance(curriculum_steps, int) or curriculum_steps < 0:
+        raise KeelError(f"multihop curriculum_steps is {curriculum_steps!r}: give a number of steps, or 0 for none")
+
+
+def _hops(hops: Any) -> tuple[int, ...]:
+    several = [] if hops is None else [hops] if isinstance(hops, int) else list(hops)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in several):
+        raise KeelError(f"multihop hops is {hops!r}: give numbers of supporting documents, such as [2, 3]")
+    return tuple(sorted(set(several)))

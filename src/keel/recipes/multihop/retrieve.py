@@ -1,0 +1,128 @@
+"""Retrievers: the supporting documents only, BM25, or BM25 fused with a user's embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from keel.base.errors import KeelError, unknown
+from keel.base.imports import import_object
+from keel.recipes.multihop.question import Document, Question
+from keel.recipes.multihop.score import normalise
+
+RETRIEVERS = ("golden", "lexical", "hybrid")
+RRF = 60  # the constant of reciprocal rank fusion, Cormack et al. 2009
+
+
+Retriever = Callable[[Question, str], list[Document]]  # documents of a question by their fit to a query, best first
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What a retrieval returned: written as text for the model, read by id for the reward."""
+
+    documents: tuple[Document, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.documents)) or "No document matches."
+
+
+def golden(question: Question, query: str) -> list[Document]:
+    """The supporting documents and no other: an upper bound.
+
+    First come those that share most words with the query in their title, then in their text, then in the chain's order.
+    """
+    query_words = set(normalise(query).split())
+
+    def shared(document: Document) -> tuple[int, int]:
+        title, text = (len(query_words & set(normalise(part).split())) for part in (document.title, document.text))
+        return -title, -text
+
+    return sorted((document for id in question.chain if (document := question.document(id)) is not None), key=shared)
+
+
+def lexical(question: Question, query: str) -> list[Document]:
+    """The documents that BM25 gives a score above 0."""
+    scores = _bm25(question)(query)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    return [question.documents[i] for i in order if scores[i] > 0]
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """BM25 and the cosine of embeddings, fused by their ranks: Σ 1 / (60 + rank)."""
+
+    embed: Callable[[list[str]], Any]
+    _vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, question: Question, query: str) -> list[Document]:
+        by_words = [document.id for document in lexical(question, query)]
+        similar = self._similarities(question, query)
+        by_meaning = [question.documents[i].id for i in sorted(range(len(similar)), key=lambda i: -similar[i])]
+        scores = {
+            document.id: sum(
+                1.0 / (RRF + ranks.index(document.id) + 1) for ranks in (by_words, by_meaning) if document.id in ranks
+            )
+            for document in question.documents
+        }
+        return sorted(question.documents, key=lambda document: -scores[document.id])
+
+    def _similarities(self, question: Question, query: str) -> list[float]:
+        if question.key not in self._vectors:
+            if len(self._vectors) >= 1024:
+                self._vectors.pop(next(iter(self._vectors)))
+            self._vectors[question.key] = self._unit(
+                [f"{document.title}\n{document.text}" for document in question.documents]
+            )
+        documents, (query_vector,) = self._vectors[question.key], self._unit([query])
+        return [float(sum(a * b for a, b in zip(query_vector, document, strict=True))) for document in documents]
+
+    def _unit(self, texts: list[str]) -> list[list[float]]:
+        rows = [[float(x) for x in row] for row in self.embed(texts)]
+        if len(rows) != len(texts):
+            raise ValueError(f"the embedding gave {len(rows)} vectors for {len(texts)} texts")
+        norms = [max(sum(x * x for x in row) ** 0.5, 1e-12) for row in rows]
+        return [[x / norm for x in row] for row, norm in zip(rows, norms, strict=True)]
+
+
+def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | None) -> Retriever:
+    """The retriever called `name`; `hybrid` needs the user's `embedding`, `module:attr` of texts to vectors."""
+    if name not in RETRIEVERS:
+        raise unknown("multihop retriever", name, RETRIEVERS)
+    if name != "hybrid" and embedding is not None:
+        raise KeelError(f"multihop embedding is given, but retriever is {name}: set retriever=hybrid, or leave it out")
+    if name == "golden":
+        return golden
+    need_bm25()
+    if name == "lexical":
+        return lexical
+    if embedding is None:
+        raise KeelError("multihop retriever=hybrid needs embedding: module:attr of a function from texts to vectors")
+    return Hybrid(import_object(embedding, "embedding") if isinstance(embedding, str) else embedding)
+
+
+def need_bm25() -> Any:
+    """bm25s, or one line that says how to get it."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise KeelError("the retrievers lexical and hybrid need bm25s: pip install bm25s") from error
+    return bm25s
+
+
+@lru_cache(maxsize=1024)
+def _bm25(question: Question) -> Callable[[str], list[float]]:
+    """Scores of a question's documents by query; the index is made once."""
+    bm25s = need_bm25()
+    index = bm25s.BM25()
+    texts = [normalise(f"{document.title} {document.text}").split() or [""] for document in question.documents]
+    index.index(texts, show_progress=False)
+    known = {term for text in texts for term in text}
+
+    def scores(query: str) -> list[float]:
+        terms = [term for term in normalise(query).split() if term in known]
+        return [float(x) for x in index.get_scores(terms)] if terms else [0.0] * len(texts)
+
+    return scores

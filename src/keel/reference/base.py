@@ -1,0 +1,133 @@
+"""What a reference is, and the built-in one: weights with a rule for when they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from keel.base.errors import KeelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from keel.reference.weights import ReferenceWeights, Shard
+
+
+@runtime_checkable
+class Reference(Protocol):
+    """The policy that the KL is measured against.
+
+    `reset_optimizer` asks the caller to forget the optimizer's moments whenever `update` returned true.
+    """
+
+    kind: str
+    reset_optimizer: bool
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        """The model to score with, in eval mode and without gradients; the policy is restored after the context."""
+
+    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
+        """Move if it is time, after `step` finished steps, with the KL measured in nats per token; did it move?"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, how often they moved, and their fingerprint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; a fingerprint that does not match afterwards is an error."""
+
+    def fingerprint(self) -> str:
+        """A digest of the reference's effective weights."""
+
+
+Move = Callable[["ReferenceWeights", "nn.Module"], None]
+When = Callable[[int, float | None], bool]
+
+
+class RuleReference:
+    """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
+
+    `teacher` names the model that they are of, where that is not the policy's; `shared_prefix` says whether it may be
+    given several completions in a row, `context_length` how many tokens it reads at most.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        weights: ReferenceWeights,
+        *,
+        when: When,
+        move: Move,
+        reset_optimizer: bool = False,
+        teacher: str | None = None,
+        shared_prefix: bool = True,
+        context_length: int | None = None,
+    ) -> None:
+        self.kind, self.teacher, self.shared_prefix, self.context_length = kind, teacher, shared_prefix, context_length
+        self.reset_optimizer = reset_optimizer
+        self.moves = 0
+        self.moved_at: int | None = None
+        self._weights, self._when, self._move = weights, when, move
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        return self._weights.model()
+
+    def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
+        if not self._when(step, measured_kl):
+            return False
+        self._move(self._weights, policy)
+        self.moves += 1
+        self.moved_at = step
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "moves": self.moves,
+            "moved_at": self.moved_at,
+            "weights": self._weights.tensors(),
+            "fingerprint": self.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["kind"] != self.kind:
+            raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
+        restore = self._weights.backup()
+        try:
+            self._weights.load(state["weights"])
+            self._check_restored(str(state["fingerprint"]))
+        except Exception:
+            restore()  # a refused checkpoint leaves the reference as it was
+            raise
+        self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
+
+    def _check_restored(self, expected: str) -> None:
+        restored = self.fingerprint()
+        if restored != expected:
+            raise KeelError(
+                f"the restored reference has fingerprint {restored[:12]} but the checkpoint says {expected[:12]}: "
+                "its base model or its file has changed; resume with the model the run began with"
+            )
+
+    def fingerprint(self) -> str:
+        return self._weights.fingerprint()
+
+    def spread(self, shard: Shard) -> None:
+        """Spread the weights over the processes, where they are not the policy's own."""
+        self._weights.spread(shard)
+
+
+def starts_at_policy(reference: Reference | None) -> bool:
+    """True for the built-in kinds without a teacher, whose weights are the policy's before the first update."""
+    return isinstance(reference, RuleReference) and reference.teacher is None
+
+
+def shortest_context(policy: int | None, reference: Reference | None) -> int | None:
+    """The context that policy and reference both have; None without a limit."""
+    own = reference.context_length if isinstance(reference, RuleReference) else None
+    return min((length for length in (policy, own) if length is not None), default=None)
+
+
+def packs_rows(reference: Reference | None) -> bool:
+    """Whether the reference may be given several completions in a row, where the policy may."""
+    return reference.shared_prefix if isinstance(reference, RuleReference) else True

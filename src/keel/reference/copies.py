@@ -1,0 +1,33 @@
+"""Weights to score with, made of a policy as it is now: a full copy, or its adapters alone."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from keel.models.adapters import is_lora
+from keel.models.loaded import LoadedModel
+from keel.reference.adapter import AdapterWeights, DeltaAverage
+from keel.reference.full import FullCopy
+from keel.reference.weights import ReferenceWeights, unwrap
+
+
+def has_adapter(policy: nn.Module) -> bool:
+    """Whether LoRA is on the policy."""
+    return is_lora(unwrap(policy))
+
+
+def copied(policy: nn.Module, offload: bool) -> ReferenceWeights:
+    """The policy's weights as they are."""
+    return AdapterWeights(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)
+
+
+def base_of(loaded: LoadedModel, model: str) -> ReferenceWeights | None:
+    """The policy's base without its adapters, if the model of that name is it; else None."""
+    if model != loaded.name or not has_adapter(loaded.model):
+        return None
+    return AdapterWeights(loaded.model, base=True)
+
+
+def averaged(policy: nn.Module, offload: bool) -> ReferenceWeights:
+    """The same, to be averaged with the policy's: adapters by their products BA."""
+    return DeltaAverage(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)

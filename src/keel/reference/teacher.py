@@ -1,0 +1,119 @@
+"""A teacher: a reference of another model, which the policy is distilled towards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keel.base.errors import KeelError
+from keel.models.fingerprint import fingerprint
+from keel.models.head import causal_lm, evaluating
+from keel.models.load import load_model
+from keel.models.loaded import LoadedModel
+from keel.reference.full import movable
+from keel.reference.weights import OffloadedTensors, Shard
+
+
+class TeacherWeights:
+    """Another model's weights, frozen. A checkpoint holds their fingerprint only: a resume loads the model again."""
+
+    def __init__(self, teacher: LoadedModel, *, offload: bool = False) -> None:
+        self._model = teacher.model.eval().requires_grad_(False)
+        self._offloaded = OffloadedTensors(movable(self._model)) if offload else None
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with self._offloaded.on_device() if self._offloaded else nullcontext(), evaluating(self._model):
+            yield self._model
+
+    def assign(self, policy: nn.Module) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing to restore; the fingerprint check detects another model."""
+
+    def backup(self) -> Callable[[], None]:
+        return lambda: None
+
+    def fingerprint(self) -> str:
+        return fingerprint(self._model)
+
+    def spread(self, shard: Shard) -> None:
+        offloaded, self._offloaded = self._offloaded, None
+        if offloaded is not None:
+            offloaded.restore()
+        shard(self._model, offload=offloaded is not None)
+
+
+def load_teacher(
+    policy: LoadedModel, name: str, *, dtype: str = "auto", chat_template: str = "same", trust_remote_code: bool = False
+) -> LoadedModel:
+    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined."""
+    own = next(policy.model.parameters()).dtype
+    wanted = str(own).removeprefix("torch.") if dtype == "auto" else dtype
+    attention = getattr(causal_lm(policy.model).config, "_attn_implementation", None) or "sdpa"
+    teacher = load_model(
+        name,
+        dtype=wanted,
+        device=policy.device,
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+    )
+    check_tokens(policy, teacher)
+    if chat_template == "same" and template_of(teacher) != template_of(policy):
+        raise KeelError(
+            f"reference.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
+            "reference.chat_template=student if the teacher was trained on that template, or take another teacher"
+        )
+    return teacher
+
+
+def template_of(loaded: LoadedModel) -> Any:
+    """The chat template that prompts are rendered with, None where there is none."""
+    return getattr(loaded.tokenizer, "chat_template", None)
+
+
+def check_tokens(policy: LoadedModel, teacher: LoadedModel) -> None:
+    """Refuse other tokens than the policy's; padding of the teacher's head beyond the policy's is cut off."""
+    mine, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
+    if mine != theirs:
+        differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
+        raise KeelError(
+            f"reference.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
+            f"{theirs.get(differ)} there and {mine.get(differ)} here; take a teacher with the policy's tokenizer"
+        )
+    rows, own = (causal_lm(each.model).get_output_embeddings().weight.shape[0] for each in (teacher, policy))
+    if rows < own:
+        raise KeelError(
+            f"reference.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
+            f"policy's last {own - rows}; take a teacher whose head is at least as large"
+        )
+    if rows > own:
+        _cut_head(teacher, own)
+
+
+def _cut_head(teacher: LoadedModel, rows: int) -> None:
+    """Drop the head's rows from `rows` on, which stand for no token."""
+    model = causal_lm(teacher.model)
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise KeelError(
+            f"reference.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
+            f"and it is a {type(head).__name__}, which cannot be cut: take a teacher with as many"
+        )
+    with torch.no_grad():
+        cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
+        cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
+        if head.bias is not None:
+            cut.bias = nn.Parameter(head.bias[:rows], requires_grad=False)
+    model.set_output_embeddings(cut)
