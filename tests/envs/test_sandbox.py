@@ -162,7 +162,7 @@ ENDLESS = {
 def test_endless_program_is_ended(sandbox: Sandbox, name: str) -> None:
     warm, begun = sandbox._process.pid, time.monotonic()
     with sandbox.program() as program:
-        answer = program.ask({"exec": ENDLESS[name]}, time.monotonic() + 0.3)
+        answer = program.ask({"exec": ENDLESS[name], "stdin": ""}, time.monotonic() + 0.3)
     assert answer.fault == "timeout"
     assert time.monotonic() - begun < LIMITS.timeout_s
     held(sandbox, warm)
