@@ -25,7 +25,7 @@ RESUME = "keel train --resume runs/x"
 def meet_twice() -> None:
     for _ in range(2):
         with open_world("cpu") as world:
-            assert world.gather(world.rank) == [0, 1, 2]
+            assert world.all_gather(world.rank) == [0, 1, 2]
     assert threading.active_count() == 1
 
 
@@ -36,14 +36,14 @@ def test_a_world_can_be_opened_and_left_again() -> None:
 def fail_on(rank: int, how: str, hang: bool) -> None:
     """The others wait in a collective, or in something that no broken connection ends."""
     with open_world("cpu", resume=RESUME) as world:
-        world.wait()
+        world.barrier()
         if world.rank == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeelError("the sandbox is gone: start it") if how == "refused" else ZeroDivisionError("oops")
         if hang:
             time.sleep(60)
-        world.wait()
+        world.barrier()
 
 
 @pytest.mark.parametrize(("rank", "hang"), [(0, False), (0, True), (1, True), (2, False)])
@@ -97,7 +97,7 @@ def test_ranks_with_other_settings_are_refused(name: str) -> None:
 
 def meet() -> None:
     with open_world("cpu") as world:
-        world.wait()
+        world.barrier()
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -191,7 +191,7 @@ class Telling(NativeEngine):
         self.world = world
 
     def sync(self, policy: Any, version: int | None = None) -> None:
-        assert self.world.gather(("sync", version)) == [("sync", version)] * self.world.size
+        assert self.world.all_gather(("sync", version)) == [("sync", version)] * self.world.size
         super().sync(policy, version)
 
 

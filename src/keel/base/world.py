@@ -26,8 +26,8 @@ from keel.base.metrics import Metric, Metrics, merge, to_host
 from keel.base.redact import masked
 
 T = TypeVar("T")
-BUCKET = 2**24  # numbers that one sum carries
-COLLECTIVE = timedelta(minutes=30)  # the longest wait for a rank that is there, such as for rank 0's report
+BUCKET_ELEMENTS = 2**24  # numbers that one sum carries
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest wait for a rank that is there, such as for rank 0's report
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,26 @@ class World:
     group: Any = field(default=None, compare=False)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         """The same processes over connections of their own: for a thread that sends while the main one does."""
         if self.size == 1:
             return self
-        return WorldApart(self.rank, self.size, dist.new_group(backend="gloo", timeout=COLLECTIVE))
+        return FailFastWorld(self.rank, self.size, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """A block that all processes `apart` finish, or none: where one fails in it, all raise."""
         yield
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def shard(self, items: Sequence[T]) -> Sequence[T]:
         """This process's part of what all have: every `size`-th, whole."""
         return items[self.rank :: self.size]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Everybody's value, by rank."""
         if self.size == 1:
             return [value]
@@ -69,15 +69,15 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def collect(self, value: T) -> list[T] | None:
+    def gather_to_main(self, value: T) -> list[T] | None:
         """Everybody's value, by rank, to the first process alone; None at the others."""
         if self.size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.leads else None
+        values: list[Any] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
-    def agree(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """The first process's value."""
         if self.size == 1:
             return value
@@ -87,9 +87,9 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether it holds anywhere."""
-        return flag if self.size == 1 else any(self.gather(flag))
+        return flag if self.size == 1 else any(self.all_gather(flag))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes are here."""
         if self.size > 1:
             dist.barrier(group=self.group)
@@ -97,7 +97,7 @@ class World:
     def reduce(self, metrics: Metrics) -> dict[str, Metric]:
         """Partial results of all processes together, in Python's numbers: exact, quantiles too."""
         merged: dict[str, Metric] = {}
-        for part in self.gather(to_host(metrics)):
+        for part in self.all_gather(to_host(metrics)):
             merged = merge(merged, part)
         return merged
 
@@ -113,7 +113,7 @@ class World:
         shape = (self.size // shard_size, shard_size)
         return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all processes; of half precision in fp32."""
         if self.size == 1:
             return
@@ -131,43 +131,43 @@ class _Failed:
 
 
 @dataclass(frozen=True)
-class WorldApart(World):
+class FailFastWorld(World):
     """Whatever is exchanged says too whether a process has failed in `together`: then the others raise `PeerFailed`."""
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         try:
             yield
-            self.gather(None)
+            self.all_gather(None)
         except PeerFailed:
             raise
         except BaseException:
             with suppress(RuntimeError):  # the connections are gone
-                super().gather(_Failed())
+                super().all_gather(_Failed())
             raise
 
-    def gather(self, value: T) -> list[T]:
-        values = super().gather(value)
+    def all_gather(self, value: T) -> list[T]:
+        values = super().all_gather(value)
         for rank, other in enumerate(values):
             if isinstance(other, _Failed):
                 raise PeerFailed(f"rank {rank} of {self.size} has failed")
         return values
 
-    def collect(self, value: T) -> list[T] | None:
-        values = self.gather(value)
-        return values if self.leads else None
+    def gather_to_main(self, value: T) -> list[T] | None:
+        values = self.all_gather(value)
+        return values if self.is_main else None
 
-    def agree(self, value: T) -> T:
-        return self.gather(value)[0]
+    def broadcast(self, value: T) -> T:
+        return self.all_gather(value)[0]
 
-    def wait(self) -> None:
-        self.gather(None)
-
-
-ALONE = World()
+    def barrier(self) -> None:
+        self.all_gather(None)
 
 
-def first_process() -> bool:
+SINGLE_PROCESS = World()
+
+
+def is_main_process() -> bool:
     """Whether this process speaks: it was started alone, or as the first of several."""
     return process_rank() == 0
 
@@ -179,13 +179,13 @@ def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = Non
     All must have the same `settings`; a failure of one ends all of them, and says to go on by `resume`.
     """
     if process_count() == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     if dist.is_initialized():  # by an outer call, which also closes it
         yield World(dist.get_rank(), dist.get_world_size())
         return
     world = World(process_rank(), process_count())
-    if not world.leads:
+    if not world.is_main:
         logging.getLogger("keel").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     with joined(resume) as store:
@@ -193,20 +193,22 @@ def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = Non
             raise KeelError(f"model.device={device} is one device for {world.size} processes: use cuda, one each")
         cuda = torch.cuda.is_available() and device != "cpu"
         if cuda:
-            _take_device(int(os.environ.get("LOCAL_RANK", "0")))
+            _set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE)
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
+        )
         with watched(resume):
-            _check_alike(world, settings or {})
+            _check_same_settings(world, settings or {})
             yield world
         dist.destroy_process_group()
 
 
-def _check_alike(world: World, own: Mapping[str, Any]) -> None:
+def _check_same_settings(world: World, own: Mapping[str, Any]) -> None:
     """Refuse ranks that were started with something else than rank 0."""
-    first = world.agree(own)
+    first = world.broadcast(own)
     different = [name for name in dict.fromkeys((*first, *own)) if first.get(name) != own.get(name)]
-    for rank, names in enumerate(world.gather([(name, own.get(name)) for name in different])):
+    for rank, names in enumerate(world.all_gather([(name, own.get(name)) for name in different])):
         if names:
             name, value = names[0]
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -217,7 +219,7 @@ def _check_alike(world: World, own: Mapping[str, Any]) -> None:
             )
 
 
-def _take_device(local_rank: int) -> None:
+def _set_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise KeelError(
@@ -233,7 +235,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     count = 0
     for tensor in tensors:
         alike = not bucket or (bucket[0].dtype, bucket[0].device) == (tensor.dtype, tensor.device)
-        if bucket and (not alike or count + tensor.numel() > BUCKET):
+        if bucket and (not alike or count + tensor.numel() > BUCKET_ELEMENTS):
             yield bucket
             bucket, count = [], 0
         bucket.append(tensor)

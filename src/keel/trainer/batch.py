@@ -159,7 +159,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
             if rank != run.world.rank:
                 start += sum(len(group.completions) for group in share)
         passes = sum(micro.minibatch == number for micro in micros)
-        idle = max(run.world.gather(passes)) - passes if is_sharded(run.policy.model) else 0
+        idle = max(run.world.all_gather(passes)) - passes if is_sharded(run.policy.model) else 0
         spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
@@ -265,7 +265,7 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
     whole = torch.zeros(batch.rows.action_mask.shape, device=run.policy.device)
     for micro, part in zip(batch.micros, parts, strict=True):
         whole[micro.rows, : part.shape[1]] = part.detach()
-    run.world.sum_([whole])
+    run.world.all_reduce_([whole])
     return whole
 
 
@@ -324,7 +324,7 @@ def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
 def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
     """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
     own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
-    names = sorted(set().union(*run.world.gather(own)))
+    names = sorted(set().union(*run.world.all_gather(own)))
     scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
     return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
 

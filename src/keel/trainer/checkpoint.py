@@ -51,17 +51,17 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
     """
     target, world, model = folder / f"step-{state.step}", run.world, run.policy.model
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / TRAINER).mkdir(parents=True)
-    world.wait()
-    weights = whole_state(model, wanted=world.leads)
+    world.barrier()
+    weights = whole_state(model, wanted=world.is_main)
     with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
         optimizer = saved_optimizer(run.optimizer, model, temporary / TRAINER / MOMENTS)
     reference = None if run.reference is None else _reference_state(run.reference)
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
@@ -72,7 +72,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
                 shutil.rmtree(target)
             temporary.rename(target)
             _flush_folder(folder)
-    world.wait()
+    world.barrier()
     return target
 
 

@@ -84,12 +84,12 @@ def _go_back(
     **changes: Any,
 ) -> State | None:
     world = run.world
-    target = world.agree(_intact_target(directory, loggers, state) if world.leads else None)
+    target = world.broadcast(_intact_target(directory, loggers, state) if world.is_main else None)
     if target is None:
         return None
-    if world.leads:
+    if world.is_main:
         _decide(directory, loggers, state, violation, target, kind, outcome, **changes)
-    world.wait()
+    world.barrier()
     restore_weights(target, run.policy.model)
     return load_checkpoint(target, run)
 

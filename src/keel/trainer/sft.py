@@ -17,7 +17,7 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
 from keel.envs.base import played
 from keel.envs.problems import stream
@@ -72,7 +72,7 @@ def sft(
     options: WarmstartOptions,
     optim: OptimOptions,
     report: Report | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
@@ -115,8 +115,8 @@ def sft_step(
     context, longest_row = loaded.context_length, sys.maxsize if one_row else None
     info: Metrics = {"loss/total": Sum(0.0)}
     world = optimizer.world
-    parts = microbatches(world.share(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
-    passes = max(world.gather(len(parts))) if is_sharded(loaded.model) else len(parts)
+    parts = microbatches(world.shard(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
+    passes = max(world.all_gather(len(parts))) if is_sharded(loaded.model) else len(parts)
     idle = [groups[:1]] * (passes - len(parts))  # sharded weights need all processes to pass together
     for number, part in enumerate(cast_once([*parts, *idle])):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, max_row_tokens=longest_row, context_length=context).to(

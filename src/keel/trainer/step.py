@@ -97,7 +97,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
     line = {**values(metrics), **describe_groups(batch), **rollouts.counts, "kl/beta": state.beta}
     line |= describe_staleness(batch.completions, state.policy_version)
-    line = run.world.agree(line)                                        # one mind: what follows is decided from it
+    line = run.world.broadcast(line)                                    # all ranks branch alike
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)

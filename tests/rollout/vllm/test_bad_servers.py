@@ -22,7 +22,7 @@ from transformers import AutoConfig
 import keel
 import keel.rollout.vllm
 from keel.base.errors import KeelError
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.processes
 
 def connect(*urls: str, model: Any = None, **changes: Any) -> VllmEngine:
     model = model or shapes.model("llama")
-    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), ALONE)
+    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), SINGLE_PROCESS)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 
