@@ -44,7 +44,7 @@ def test_shares_are_disjoint_and_complete(count, size):
 
 
 def test_rows_that_do_not_divide_the_processes_are_refused():
-    with pytest.raises(KeelError, match="4 processes cannot be divided into rows of 3"):
+    with pytest.raises(KeelError, match="4 processes cannot be divided into groups of 3"):
         World(0, 4).mesh(torch.device("cpu"), 3)
 
 

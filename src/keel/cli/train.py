@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from keel.base.alive import LAUNCH_FLAGS, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import LAUNCH_FLAGS, process_rank
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
 from keel.lab.watch import PORT

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from keel.base.alive import process_count
 from keel.base.errors import KeelError
 from keel.base.types import Problem
+from keel.base.watchdog import process_count
 from keel.base.world import World
 from keel.eval.options import EvalOptions
 from keel.loggers import MultiLogger, RunDirectory
