@@ -278,8 +278,8 @@ def _connect(*, hosts: bool) -> Store:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not (host and port.isdecimal()):
         raise KeelError(
-            f"WORLD_SIZE is {process_count()}, but MASTER_ADDR or MASTER_PORT (the address of rank 0) is missing: set both, "
-            "or start the processes with keel train --nproc or torchrun"
+            f"WORLD_SIZE is {process_count()}, but MASTER_ADDR or MASTER_PORT is missing: set both to the address "
+            "of rank 0, or start the processes with keel train --nproc or torchrun"
         )
     try:
         return TCPStore(host, int(port), is_master=hosts, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)

@@ -223,8 +223,8 @@ def _set_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise KeelError(
-            f"local rank {local_rank} has no CUDA device, this machine has {count}: start at most {count} processes here, "
-            "or set model.device=cpu"
+            f"local rank {local_rank} has no CUDA device, this machine has {count}: start at most {count} "
+            "processes here, or set model.device=cpu"
         )
     torch.cuda.set_device(local_rank)
 
