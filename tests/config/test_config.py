@@ -137,7 +137,7 @@ def test_nothing_changes_after_loading():
         (["kl.learning_rate=1"], "did you mean optim.learning_rate"),
         (["model.lora.width=4"], "unknown option model.lora.width: model.lora has adapter, alpha"),
         (["kl_coeff=1"], "did you mean kl.beta?"),
-        (["zzz=1"], "no option is near; `keel train --print-config` shows every option, the sections are run, model"),
+        (["zzz=1"], "no similar option; `keel train --print-config` shows every option, the sections are run, model"),
         (["kl.beta=high"], "kl.beta is the text high: expected a number"),
         (["kl.beta=true"], "expected a number"),
         (["kl.beta=-1"], "kl.beta is -1: it must be at least 0"),

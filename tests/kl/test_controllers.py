@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Options
+from keel.base.options import Options, PositiveFloat
 from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_of
 
 EVERY = {
@@ -380,7 +380,7 @@ def test_a_lag_before_the_multiplier_keeps_it_out_of_its_band(pace: float, stren
 
 
 class Own(Options):
-    factor: Above0 = 1.0
+    factor: PositiveFloat = 1.0
 
 
 def declared(beta: float, options: Own) -> BetaController:

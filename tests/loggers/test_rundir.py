@@ -17,7 +17,7 @@ import pytest
 
 from keel.base import files as files_module
 from keel.base.errors import KeelError
-from keel.base.lock import in_use
+from keel.base.lock import is_locked
 from keel.loggers import JsonlLogger, RunDirectory
 
 WRITER = """
@@ -184,14 +184,14 @@ def test_a_directory_in_use_is_refused_with_the_pid(tmp_path):
     path = tmp_path / "run"
     writer = start_writer(path)
     try:
-        assert in_use(path / ".lock")
+        assert is_locked(path / ".lock")
         for opening in (RunDirectory.resume, RunDirectory.create):
             with pytest.raises(KeelError, match=rf"in use by another process \(pid {writer.pid}\)") as caught:
                 opening(path)
             assert "\n" not in str(caught.value)
     finally:
         end(writer)
-    assert not in_use(path / ".lock")
+    assert not is_locked(path / ".lock")
     RunDirectory.resume(path).close()  # the stale pid in the file is no obstacle
 
 
@@ -200,7 +200,7 @@ def test_the_same_process_cannot_open_a_run_twice_and_asking_keeps_the_lock(tmp_
     code = "import sys; from keel.loggers import RunDirectory; RunDirectory.resume(sys.argv[1])"
     with RunDirectory.create(path) as run:
         run.write_text("config.yaml", "a: 1\n")
-        assert in_use(path / ".lock")
+        assert is_locked(path / ".lock")
         with pytest.raises(KeelError, match="already open in this process"):
             RunDirectory.resume(path)
         other = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)

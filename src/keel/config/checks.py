@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from keel.base.errors import KeelError
 from keel.base.imports import is_import_path
 from keel.base.redact import secrets_in
-from keel.base.validation import check_read
+from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
 from keel.kl import Pairing, advise, check_kl, controller_of
 from keel.kl.controllers import RuleController
@@ -25,7 +25,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
-    check_read(config)
+    check_unread_options(config)
     for part in (_loss, _kl, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
     if installed:

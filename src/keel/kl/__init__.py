@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.kl.controllers import (
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keel.kl.ratios import LogRatio, importance_ratio, log_ratio
     from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 else:
-    __getattr__ = public_names(
+    __getattr__ = lazy_attributes(
         __name__, "options facts controllers estimators exact gradients measure placement ratios sequence"
     )
 

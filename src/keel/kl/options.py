@@ -9,15 +9,15 @@ from pydantic import BeforeValidator, Field
 
 from keel.base.errors import KeelError
 from keel.base.options import (
-    Above0,
-    Count,
     Flag,
     Float,
-    NotNegative,
+    NonNegativeFloat,
+    NonNegativeInt,
     Options,
     PluginOptions,
-    Positive,
-    ReadWith,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
     as_number,
 )
 from keel.kl.facts import Fact, Pairing, check_pairing, over_vocabulary, term_reduction
@@ -37,7 +37,7 @@ class ControllerOptions(PluginOptions):
 class KLBudget(Options):
     """The KL that a run may spend: its mean may not pass `max`, its 95th percentile not twice that."""
 
-    max: Above0 = Field(description="Largest mean KL to the reference, in `unit`.")
+    max: PositiveFloat = Field(description="Largest mean KL to the reference, in `unit`.")
     unit: Literal["per_token", "per_sequence"] = Field(
         default="per_token", description="Nats per token or per sequence."
     )
@@ -53,7 +53,7 @@ def _budget(value: Any) -> Any:
 class KLOptions(Options):
     """The KL term: how it is estimated, where it acts, how strongly."""
 
-    beta: NotNegative = Field(
+    beta: NonNegativeFloat = Field(
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
     )
     estimator: str = Field(
@@ -70,13 +70,13 @@ class KLOptions(Options):
         default="token_mean",
         description="Mean over all action tokens, so β means the same under every loss; or the loss's own.",
     )
-    log_ratio_clamp: Above0 | None = Field(
+    log_ratio_clamp: PositiveFloat | None = Field(
         default=DEFAULT_CLAMP, description="Log-ratios are held within ± this many nats; null for no limit."
     )
-    jsd_weight: Annotated[Float, Field(gt=0, lt=1), ReadWith("estimator", ("jsd",))] = Field(
+    jsd_weight: Annotated[Float, Field(gt=0, lt=1), RequiresOption("estimator", ("jsd",))] = Field(
         default=0.5, description="The reference's weight in the mixture of jsd, between 0 and 1; 0.5 is symmetric."
     )
-    topk: Annotated[Positive, ReadWith("estimator", ("topk", "topk_unbiased"))] = Field(
+    topk: Annotated[PositiveInt, RequiresOption("estimator", ("topk", "topk_unbiased"))] = Field(
         default=64, description="Tokens of topk and topk_unbiased: the policy's likeliest."
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
@@ -86,8 +86,8 @@ class KLOptions(Options):
     exact: Flag = Field(
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."
     )
-    measure_every: Count = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
-    collect_max: Above0 | None = Field(
+    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
+    collect_max: PositiveFloat | None = Field(
         default=None,
         description="A completion above this KL (nats per token) leaves the policy term and keeps its KL penalty.",
     )

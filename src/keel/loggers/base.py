@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keel.base.redact import hidden
+from keel.base.redact import redact_data
 
 
 class Logger:
@@ -62,7 +62,7 @@ class MultiLogger(Logger):
 
     def event(self, kind: str, **fields: Any) -> None:
         """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
-        fields = {"step": self._step, "time": round(self._clock(), 3), **hidden(fields)}
+        fields = {"step": self._step, "time": round(self._clock(), 3), **redact_data(fields)}
         self._forward("event", kind, **fields)
 
     def progress(self, label: str, done: int, total: int, detail: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keel.base.options import Count, Flag, Options, PluginOptions
+from keel.base.options import Flag, NonNegativeInt, Options, PluginOptions
 
 
 class WandbOptions(Options):
@@ -48,7 +48,9 @@ class LogOptions(Options):
     console: Literal["auto", "rich", "plain", "none"] = Field(
         default="auto", description="Live display on a terminal, plain lines elsewhere; or one of them, or nothing."
     )
-    rollouts_every: Count = Field(default=1, description="Steps between entries of rollouts.jsonl; 0 is never.")
+    rollouts_every: NonNegativeInt = Field(
+        default=1, description="Steps between entries of rollouts.jsonl; 0 is never."
+    )
     extra: tuple[LoggerOptions | str, ...] = Field(default=(), description="Further loggers, module:attr or {name, …}.")
 
     @property

@@ -15,10 +15,10 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import (
-    LineFile,
+    JsonlFile,
+    drop_lines_after,
     encode,
-    keep_lines,
-    lines_past,
+    lines_after,
     one_line_errors,
     parse_json,
     read_records,
@@ -26,7 +26,7 @@ from keel.base.files import (
     write_atomic,
 )
 from keel.base.lock import RunLock
-from keel.base.redact import hidden
+from keel.base.redact import redact_data
 from keel.loggers.base import Logger
 
 CONFIG = "config.yaml"
@@ -67,7 +67,7 @@ class RunDirectory:
     def __init__(self, path: Path, lock: RunLock | None) -> None:
         self.path = path
         self._lock = lock
-        self._lines: dict[str, LineFile] = {}
+        self._lines: dict[str, JsonlFile] = {}
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDirectory:
@@ -138,7 +138,7 @@ class RunDirectory:
         for name in LINE_FILES:
             if name in self._lines:
                 self._lines.pop(name).close()
-            dropped[name] = keep_lines(self.path / name, step, HISTORY if name == EVENTS else ())
+            dropped[name] = drop_lines_after(self.path / name, step, HISTORY if name == EVENTS else ())
         return dropped
 
     def unreadable(self) -> dict[str, list[int]]:
@@ -153,7 +153,7 @@ class RunDirectory:
 
     def has_lines_past(self, step: int) -> bool:
         """Whether any step past `step` was measured, written down or evaluated."""
-        return any(lines_past(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
+        return any(lines_after(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
 
     def set_aside(self, step: int, attempt: int, *, events: bool = False) -> Path:
         """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only with `events`,
@@ -166,12 +166,12 @@ class RunDirectory:
         _make_folder(folder)
         moved = {name: HISTORY if name == EVENTS else () for name in LINE_FILES if events or name != EVENTS}
         for name, history in moved.items():
-            if past := lines_past(self.path / name, step, history):
+            if past := lines_after(self.path / name, step, history):
                 write_atomic(folder / name, past)
         for name, history in moved.items():
             if name in self._lines:
                 self._lines.pop(name).close()
-            keep_lines(self.path / name, step, history)
+            drop_lines_after(self.path / name, step, history)
         return folder
 
     def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
@@ -184,7 +184,7 @@ class RunDirectory:
 
     def write_json(self, name: str, data: Any, *, raw: bool = False) -> Path:
         """A whole JSON file, atomically; NaN and infinities as null, secrets masked unless it is a model's own text."""
-        data = data if raw else hidden(data)
+        data = data if raw else redact_data(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]
@@ -225,9 +225,9 @@ class RunDirectory:
     ) -> None:
         self.close()
 
-    def _file(self, name: str) -> LineFile:
+    def _file(self, name: str) -> JsonlFile:
         if name not in self._lines:
-            self._lines[name] = LineFile(self.path / name)
+            self._lines[name] = JsonlFile(self.path / name)
         return self._lines[name]
 
 

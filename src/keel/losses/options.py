@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
+from keel.base.options import (
+    Flag,
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
+)
 
 WEIGHING = ("truncate", "mask", "icepop")
 
@@ -28,11 +37,11 @@ class MismatchOptions(Options):
     kind: Literal["none", "truncate", "mask", "icepop"] = Field(
         default="truncate", description="Truncate the weight, mask what is above the cap, or mask outside [floor, cap]."
     )
-    cap: Annotated[Float, Field(ge=1), ReadWith("kind", WEIGHING)] = Field(
+    cap: Annotated[Float, Field(ge=1), RequiresOption("kind", WEIGHING)] = Field(
         default=2.0, description="Largest weight, a ratio of probabilities."
     )
-    floor: Share | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
-    level: Annotated[Literal["token", "sequence"], ReadWith("kind", WEIGHING)] = Field(
+    floor: Fraction | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
+    level: Annotated[Literal["token", "sequence"], RequiresOption("kind", WEIGHING)] = Field(
         default="token", description="Weights per token or per sequence."
     )
 
@@ -44,16 +53,18 @@ class SharedLossOptions(Options):
         default="grpo",
         description="policy_gradient, grpo, bnpo, dr_grpo, dapo, gspo, cispo, gmpo, sapo, or module:attr.",
     )
-    policy_weight: NotNegative = Field(
+    policy_weight: NonNegativeFloat = Field(
         default=1.0, description="Weight of the policy term; 0 trains by the KL alone, as in distillation."
     )
-    epsilon: NotNegative | None = Field(
+    epsilon: NonNegativeFloat | None = Field(
         default=None, description="Clip range below 1, a ratio; null is the loss's own."
     )
-    epsilon_high: NotNegative | None = Field(
+    epsilon_high: NonNegativeFloat | None = Field(
         default=None, description="Clip range above 1 (cispo: the cap itself); null is epsilon, or the loss's own."
     )
-    delta: Above0 | None = Field(default=None, description="Cap of the ratio on the unclipped side; null for none.")
+    delta: PositiveFloat | None = Field(
+        default=None, description="Cap of the ratio on the unclipped side; null for none."
+    )
     scale_rewards: Literal["group", "batch", "none"] | None = Field(
         default=None,
         description="Divide advantages by the group's or the batch's deviation, or not; null is the loss's own.",
@@ -64,17 +75,19 @@ class SharedLossOptions(Options):
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Ratios per token or per sequence; null is the loss's own."
     )
-    num_iterations: Positive = Field(default=1, description="Passes of updates over each batch of rollouts.")
+    num_iterations: PositiveInt = Field(default=1, description="Passes of updates over each batch of rollouts.")
     mask_truncated_completions: Flag = Field(
         default=False, description="Leave completions that were cut off out of the policy term; their KL penalty stays."
     )
     dynamic_sampling: Flag = Field(
         default=False, description="Sample further problems in place of groups with equal rewards; their KL stays."
     )
-    dynamic_sampling_rounds: Annotated[Positive, ReadWith("dynamic_sampling", (True,))] = Field(
+    dynamic_sampling_rounds: Annotated[PositiveInt, RequiresOption("dynamic_sampling", (True,))] = Field(
         default=3, description="Most further rounds of sampling a step."
     )
-    entropy_coef: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus, per nat per token.")
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0, description="Coefficient of the entropy bonus, per nat per token."
+    )
 
     @property
     def further_rounds(self) -> int:
@@ -85,10 +98,12 @@ class SharedLossOptions(Options):
 class SapoOptions(Options):
     """The steepness of sapo's gate."""
 
-    sapo_temperature_pos: Above0 = Field(
+    sapo_temperature_pos: PositiveFloat = Field(
         default=1.0, description="Steepness of sapo's gate where the advantage is positive."
     )
-    sapo_temperature_neg: Above0 = Field(default=1.05, description="Steepness of sapo's gate where it is negative.")
+    sapo_temperature_neg: PositiveFloat = Field(
+        default=1.05, description="Steepness of sapo's gate where it is negative."
+    )
 
 
 class LossOptions(SapoOptions, SharedLossOptions):

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Flag, Float, Options, Positive
+from keel.base.options import Flag, Float, Options, PositiveFloat, PositiveInt
 
 
 class LoraOptions(Options):
     """LoRA: W + (alpha / r)·B·A on each target layer; of an existing `adapter`, r, alpha and targets are its own."""
 
-    r: Positive = Field(default=16, description="Rank of the update, in dimensions.")
-    alpha: Above0 = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
+    r: PositiveInt = Field(default=16, description="Rank of the update, in dimensions.")
+    alpha: PositiveFloat = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Dropout probability on the adapter's input; above 0 the KL at step 0 is not 0."
     )

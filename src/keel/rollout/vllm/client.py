@@ -26,7 +26,7 @@ from torch import nn
 
 from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import NoVariable, fill
+from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
@@ -496,8 +496,8 @@ class ServerSampler(Sampler):
 def shared_secret(given: str | None) -> str:
     """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
     try:
-        return fill(given) if given else os.environ.get(SECRET, "")
-    except NoVariable as error:
+        return expand_env(given) if given else os.environ.get(SECRET, "")
+    except UnsetVariable as error:
         raise KeelError(f"rollout.vllm.secret {error}") from None
 
 
