@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.options import Options, PositiveFloat
-from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_of
+from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_from_options
 
 EVERY = {
     "fixed": {},
@@ -413,11 +413,11 @@ def untyped(beta, factor):
 
 def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
     kl = KLOptions(beta=0.4, controller={"name": f"{__name__}:per_episode", "factor": 2.0})
-    assert controller_of(kl, 8).init().beta == pytest.approx(0.1)
+    assert controller_from_options(kl, 8).init().beta == pytest.approx(0.1)
     given = KLOptions(beta=0.1, controller={"name": "ziegler", "episodes_per_step": 3, "horizon": 3})
-    assert controller_of(given, 8).update(given_state := controller_of(given, 8).init(), 60.0).beta == pytest.approx(
-        1.2 * given_state.beta
-    )
+    assert controller_from_options(given, 8).update(
+        given_state := controller_from_options(given, 8).init(), 60.0
+    ).beta == pytest.approx(1.2 * given_state.beta)
 
 
 def test_a_controller_of_ones_own_declares_its_parameters_either_way():

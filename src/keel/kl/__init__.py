@@ -10,7 +10,7 @@ if TYPE_CHECKING:
         BetaController,
         KLState,
         build_controller,
-        controller_of,
+        controller_from_options,
         get_controller,
     )
     from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
@@ -45,7 +45,7 @@ __all__ = [
     "build_controller",
     "check_kl",
     "check_pairing",
-    "controller_of",
+    "controller_from_options",
     "estimate",
     "exact_kl",
     "find_fact",

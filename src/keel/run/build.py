@@ -21,7 +21,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.registry import build_task, reads_data
 from keel.envs.rewards import wrap
-from keel.kl import controller_of
+from keel.kl import controller_from_options
 from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
@@ -248,7 +248,7 @@ def _build_run(
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
         ),
-        controller=controller_of(config.kl, config.episodes_per_step),
+        controller=controller_from_options(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
         pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),

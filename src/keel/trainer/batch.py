@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
-from keel.kl.depth import occupied, positions
+from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
 from keel.models.head import Head, body_of, frozen_head
@@ -69,7 +69,7 @@ class StepBatch:
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
     whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
-    `stretches` are those of the context that hold sampled tokens (`keel.kl.depth`).
+    `depth_bins` are those of the context that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -84,7 +84,7 @@ class StepBatch:
     rejected: Tensor | None = None
     unreported: float = 0.0
     known: frozenset[str] = frozenset()
-    stretches: tuple[int, ...] = ()
+    depth_bins: tuple[int, ...] = ()
 
     @property
     def completions(self) -> list[Completion]:
@@ -188,7 +188,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     )
     known = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
     prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
-    stretches = occupied(positions(prompts, actions.shape[1]), actions)
+    depth_bins = occupied_bins(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
     return StepBatch(
         tuple(groups),
@@ -198,7 +198,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         on_device,
         unreported=unreported,
         known=known,
-        stretches=stretches,
+        depth_bins=depth_bins,
     )
 
 

@@ -53,10 +53,10 @@ class DescentCase:
 
     name: str
     penalty: Penalty
-    lands: bool
+    converges: bool
 
 
-TRAINERS = (
+DESCENT_CASES = (
     DescentCase("exact KL in the loss", lambda logp, ref: kl.exact_kl(logp, ref).unsqueeze(-1).expand_as(logp), True),
     DescentCase("k2 in the loss", _in_loss("k2", "plain"), True),
     DescentCase("k3 in the loss, gradient auto", _in_loss("k3", "sg_rho*k2"), True),
@@ -100,12 +100,12 @@ def optimum() -> list[Check]:
         fact = f"closed form at β={beta:g}: accuracy, KL"
         rows.append(Check("optimum", fact, f"{solved_accuracy:.4f}, {solved_kl:.3f}", f"{accuracy}, {divergence}", ok))
     best = torch.tensor([closed_form(beta) for beta in BETAS], dtype=torch.float64)
-    for trainer in TRAINERS:
+    for trainer in DESCENT_CASES:
         reached = torch.stack(train(trainer.penalty), dim=-1)
         gap = (reached - best).abs()
         # the digits of the table: 5e-4; a wrong one must miss visibly at the largest β, where the penalty matters most
-        ok = bool((gap < 5e-4).all()) if trainer.lands else gap[0, 0].item() > 0.01
+        ok = bool((gap < 5e-4).all()) if trainer.converges else gap[0, 0].item() > 0.01
         measured = "  ".join(f"{a:.4f}" for a in reached[:, 0].tolist())
-        expected = "the optimum" if trainer.lands else "elsewhere"
+        expected = "the optimum" if trainer.converges else "elsewhere"
         rows.append(Check("optimum", f"{trainer.name}: accuracy at β=1, 0.5, 0.2, 0.1", measured, expected, ok))
     return rows

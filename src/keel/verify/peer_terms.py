@@ -19,7 +19,7 @@ from keel.verify.oracle import OFF, ON, Bandit, relative_error
 EQUAL = 1e-5  # relative: several peers compute in fp32 whatever comes in
 NEAR = 2.0  # nats: the largest log-ratio of the near worlds, which no clamp that is shipped cuts
 JSD, DIFFERENCE = "jsd", "policy||ref - ref||policy"
-SHOWN = {
+GRADIENT_LABELS = {
     POLICY_REF: "∇KL(policy‖ref)",
     REF_POLICY: "∇KL(ref‖policy)",
     "total-variation": "∇‖policy − ref‖₁",
@@ -29,14 +29,14 @@ SHOWN = {
     "zero": "zero",
     "none": "no divergence's",
 }
-VALUES = {POLICY_REF: "KL(policy‖ref)", REF_POLICY: "KL(ref‖policy)", JSD: "JSD", "zero": "zero", "none": "no KL"}
+VALUE_LABELS = {POLICY_REF: "KL(policy‖ref)", REF_POLICY: "KL(ref‖policy)", JSD: "JSD", "zero": "zero", "none": "no KL"}
 
 # (logits of policy, reference and sampler, each [V]) -> (the KL's value, the loss), each [V]: one for every token drawn
 Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Shipped:
+class PeerTerm:
     """One term: the peer's own function, the options that it is called with, and how it is called."""
 
     name: str
@@ -48,7 +48,7 @@ class Shipped:
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerTermResult:
     """What was found of one term. Cosines are the smallest over the worlds, on-policy, to the two divergences."""
 
     peer: str
@@ -69,13 +69,13 @@ class Row:
         return asdict(self)
 
 
-def examine(peer: str, version: str, shipped: Shipped) -> Row:
+def examine_term(peer: str, version: str, shipped: PeerTerm) -> PeerTermResult:
     """Enumerate a term on worlds whose log-ratios stay below 2 nats, and on some that go to ten."""
     near, far = _worlds(shipped.vocabulary, NEAR), _worlds(shipped.vocabulary, None)
     try:
         gradients = [_gradient(shipped.losses, world, ON) for world in near]
         path, line = _place(shipped.function)
-        return Row(
+        return PeerTermResult(
             peer=peer,
             version=version,
             name=shipped.name,
