@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from keel.eval.statistics import (
     Estimate,
     estimate,
-    frontier,
     holm,
     overlap,
     paired,
+    pareto_frontier,
     pearson,
     ranks,
     spearman,
@@ -176,4 +176,4 @@ def test_equal_values_share_their_rank():
 
 def test_frontier():
     """b costs more than a and gains less; d costs what c costs and gains more."""
-    assert frontier({"a": (1, 5), "b": (2, 4), "c": (3, 6), "d": (3, 7), "e": (9, 7)}) == ["a", "d"]
+    assert pareto_frontier({"a": (1, 5), "b": (2, 4), "c": (3, 6), "d": (3, 7), "e": (9, 7)}) == ["a", "d"]

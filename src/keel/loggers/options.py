@@ -16,7 +16,7 @@ class WandbOptions(Options):
     name: str | None = Field(default=None, description="Name of the run; null is run.name.")
     entity: str | None = Field(default=None, description="User or team; null is the login's own.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
-        default=None, description="Whether anything is sent; null is as the environment says."
+        default=None, description="Whether data is sent; null follows the environment."
     )
     id: str | None = Field(
         default=None, description="Id of the run to continue; null for a new one, kept over resumes."
@@ -26,7 +26,7 @@ class WandbOptions(Options):
 
 
 def _wandb(value: Any) -> Any:
-    """true is the defaults, a word is the project."""
+    """true means the defaults, a string is the project."""
     if isinstance(value, bool):
         return {} if value else None
     return {"project": value} if isinstance(value, str) else value

@@ -71,7 +71,7 @@ class SharedLossOptions(Options):
     )
     baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
         default="group_mean",
-        description="Baseline of the rewards: the group's mean, the mean of the other completions, or 0.",
+        description="Baseline of rewards: the group's mean, the others' mean, or 0.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Ratios per token or per sequence; null is the loss's own."

@@ -14,8 +14,9 @@ from keel.kl.ratios import check_mask, select
 
 @dataclass(frozen=True)
 class Denominators:
-    """A minibatch's denominators, counted over all processes before the microbatch loop, so that any split gives the same
-    loss. Counts of a mask stay tensors on its device.
+    """A minibatch's denominators, counted over all processes before the microbatch loop: any split gives the same loss.
+
+    Counts of a mask stay tensors on its device.
     """
 
     sequences: Number

@@ -1,4 +1,4 @@
-"""Models: load one, wrap it with LoRA, and tell its weights from others."""
+"""Models: loading, LoRA and fingerprints of weights."""
 
 from typing import TYPE_CHECKING
 

@@ -20,14 +20,14 @@ from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
+from keel.models.fused_linear import cast_weights_once
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
-from keel.models.prefix_attention import attends_by_flash
-from keel.models.products import cast_once
+from keel.models.prefix_attention import uses_flash
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
-from keel.models.sharding import is_sharded, through
+from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.reference import shortest_context
 from keel.trainer.state import TrainingRun
 
@@ -138,7 +138,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
-        one_row = shared and attends_by_flash(body_of(run.policy.model))
+        one_row = shared and uses_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
@@ -275,18 +275,18 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
-        head = through(reference, _whole_head) if scorer is None else None
-        for micro in cast_once(batch.micros):
+        head = call_with_full_weights(reference, _whole_head) if scorer is None else None
+        for micro in cast_weights_once(batch.micros):
             if scorer is not None:
-                logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
+                logps.append(call_with_full_weights(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
                 continue
             assert head is not None
-            hidden = through(reference, hidden_states, micro.packed)
+            hidden = call_with_full_weights(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
         for _ in range(batch.idle):
-            through(reference, hidden_states, idle_pass(run))
+            call_with_full_weights(reference, hidden_states, idle_pass(run))
     ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
@@ -309,13 +309,13 @@ def idle_pass(run: TrainingRun) -> PackedBatch:
 def idle_loss(run: TrainingRun) -> Tensor:
     """A pass whose gradient is 0."""
     with run.autocast():
-        return 0.0 * through(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
+        return 0.0 * call_with_full_weights(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
 
 
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        passes = [score_micro(micro, batch, run) for micro in cast_once(batch.micros)]
+        passes = [score_micro(micro, batch, run) for micro in cast_weights_once(batch.micros)]
         for _ in range(batch.idle):
             idle_loss(run)
         return keep_scores(batch, passes, run)
@@ -342,8 +342,8 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)
-            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
-        return through(
+            return call_with_full_weights(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+        return call_with_full_weights(
             run.policy.model,
             score_tokens,
             micro.packed,

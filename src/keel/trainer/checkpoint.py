@@ -28,7 +28,7 @@ from keel.base.files import write_atomic
 from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
-from keel.models.sharding import is_sharded, put, whole
+from keel.models.sharding import copy_into, full_tensor, is_sharded
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
@@ -99,7 +99,7 @@ def whole_state(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] |
     if not is_sharded(model) or is_lora(model):
         return None
     tensors = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
-    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.cpu() for name, tensor in gathered if wanted}
 
 
@@ -251,7 +251,7 @@ def restore_weights(folder: Path, model: Any) -> None:
         if is_sharded(model):
             saved_weights = fresh.state_dict()
             for name, tensor in inner.state_dict().items():
-                put(tensor, saved_weights[name])
+                copy_into(tensor, saved_weights[name])
         else:
             inner.load_state_dict(fresh.state_dict())
     except (RuntimeError, KeyError) as error:

@@ -15,7 +15,7 @@ from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
 from keel.base.world import SINGLE_PROCESS, World
 from keel.models.dtypes import DTYPES, check_bfloat16
-from keel.models.sharding import own_part, whole
+from keel.models.sharding import full_tensor, local_tensor
 from keel.trainer.options import OptimOptions, warmup_within
 
 Schedule = Callable[[int], float]
@@ -172,7 +172,7 @@ class Optimizer:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(whole(total), 1.0)})
+        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(full_tensor(total), 1.0)})
         norm = numbers["grad/norm"].value
         finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
@@ -215,7 +215,7 @@ class Optimizer:
         self.world.all_reduce_(p.grad for p in chosen if p.grad is not None)
 
     def _first_nonfinite(self) -> str | None:
-        bad = (p for p in self.parameters if p.grad is not None and not bool(own_part(p.grad).isfinite().all()))
+        bad = (p for p in self.parameters if p.grad is not None and not bool(local_tensor(p.grad).isfinite().all()))
         parameter = next(bad, None)
         names = self.world.all_gather(None if parameter is None else self._names[parameter])
         return next((name for name in names if name is not None), None)

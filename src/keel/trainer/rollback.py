@@ -109,7 +109,7 @@ def _decide(
         kind=kind,
         from_step=state.step,
         to=step,
-        abandoned=directory.free_attempt(state.attempt),
+        abandoned=directory.unused_attempt(state.attempt),
         code=violation.code,
         message=f"{violation.message}: back to checkpoint step-{step}, {outcome}",
         time=round(time.time(), 3),

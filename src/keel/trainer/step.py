@@ -23,8 +23,8 @@ from keel.losses import (
     with_policy_mask,
     zero_variance,
 )
+from keel.models.fused_linear import cast_weights_once
 from keel.models.logprobs import FullScores
-from keel.models.products import cast_once
 from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
@@ -78,7 +78,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
             for minibatch in minibatches:
                 counts = global_denominators(batch.view(minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
-                for micro in cast_once(minibatch.micros):               # this process's share
+                for micro in cast_weights_once(minibatch.micros):               # this process's share
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
