@@ -1,4 +1,4 @@
-"""Proofs by exact enumeration, and the audit of a user's own KL formula."""
+"""Proofs by exact enumeration, and audits of a user's own KL formula."""
 
 from typing import TYPE_CHECKING
 

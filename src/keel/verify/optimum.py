@@ -1,4 +1,4 @@
-"""The exact optimum of KL-regularised RL, and where descent with each estimator ends."""
+"""The exact optimum of KL-regularised RL, and the point that descent with each estimator reaches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _in_reward(estimator: str) -> Penalty:
 
 @dataclass(frozen=True)
 class DescentCase:
-    """An estimator in a placement, and whether descent with it must land on the optimum."""
+    """An estimator in a placement, and whether descent with it converges to the optimum."""
 
     name: str
     penalty: Penalty
@@ -72,7 +72,7 @@ DESCENT_CASES = (
 def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) -> tuple[Tensor, Tensor]:
     """Accuracy and KL that descent on the expected gradient −E[R·s] + β·E[penalty] reaches, all β at once.
 
-    Rprop, because the gradient is exact: each logit keeps its own step, so the flat end at small β is no obstacle.
+    Rprop, because the gradient is exact: each logit has its own step size, for flat regions at small β.
     """
     ref = torch.full((len(betas), OUTCOMES), 1 / OUTCOMES, dtype=torch.float64).log()
     reward = torch.zeros(OUTCOMES, dtype=torch.float64)
@@ -92,7 +92,7 @@ def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) 
 
 
 def optimum() -> list[Check]:
-    """Only right estimators land on π* ∝ p·e^{R/β}; the others stop somewhere else."""
+    """Correct estimators converge to π* ∝ p·e^{R/β}; the others do not."""
     rows = []
     for beta, (accuracy, divergence) in OPTIMUM.items():
         solved_accuracy, solved_kl = closed_form(beta)
@@ -103,7 +103,7 @@ def optimum() -> list[Check]:
     for trainer in DESCENT_CASES:
         reached = torch.stack(train(trainer.penalty), dim=-1)
         gap = (reached - best).abs()
-        # the digits of the table: 5e-4; a wrong one must miss visibly at the largest β, where the penalty matters most
+        # 5e-4 is the table's precision; wrong estimators must miss at the largest β
         ok = bool((gap < 5e-4).all()) if trainer.converges else gap[0, 0].item() > 0.01
         measured = "  ".join(f"{a:.4f}" for a in reached[:, 0].tolist())
         expected = "the optimum" if trainer.converges else "elsewhere"
