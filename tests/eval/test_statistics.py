@@ -11,7 +11,7 @@ from keel.eval.statistics import (
     Estimate,
     estimate,
     holm,
-    overlap,
+    intervals_overlap,
     paired,
     pareto_frontier,
     pearson,
@@ -108,7 +108,7 @@ def test_pairing_removes_what_seeds_share():
     first = {seed: 10.0 * seed for seed in range(5)}
     second = {seed: 10.0 * seed + 1 + 0.1 * (seed % 2) for seed in range(5)}
     assert paired(first, second).excludes_zero
-    assert overlap(estimate(list(first.values())), estimate(list(second.values())))
+    assert intervals_overlap(estimate(list(first.values())), estimate(list(second.values())))
 
 
 def test_holm_by_hand():

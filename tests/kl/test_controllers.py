@@ -431,7 +431,7 @@ OWN_MISTAKES = [
     ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
     ("by_parameters", {"mode": 3}, "kl.controller.mode is 3: expected a text"),
     ("nothing", {}, "cannot import kl.controller.name="),
-    ("without_beta", {}, "takes (): it must take 1 before its own parameters"),
+    ("without_beta", {}, "takes (): it must take 1 positional parameters before its own"),
     ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
     ("untyped", {"factor": "three"}, ":untyped could not be made of its parameters: TypeError: "),
     ("number", {}, ":number made a int: it must have unit, init and update"),

@@ -34,7 +34,7 @@ def recomputing() -> LlamaForCausalLM:
 REASONS = {
     "float32": (llama, None, "it computes in float32"),
     "a head that flash does not take": (lambda: llama(head_dim=20), torch.bfloat16, "its heads have size 20"),
-    "recomputed": (recomputing, torch.bfloat16, "its activations are recomputed"),
+    "recomputed": (recomputing, torch.bfloat16, "its gradient checkpointing"),
     "eager": (lambda: llama(attn_implementation="eager"), torch.float16, "its attention is eager"),
 }
 
