@@ -433,8 +433,8 @@ OWN_MISTAKES = [
     ("nothing", {}, "cannot import kl.controller.name="),
     ("without_beta", {}, "takes (): it must take 1 positional parameters before its own"),
     ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
-    ("untyped", {"factor": "three"}, ":untyped could not be made of its parameters: TypeError: "),
-    ("number", {}, ":number made a int: it must have unit, init and update"),
+    ("untyped", {"factor": "three"}, ":untyped cannot be built from its parameters: TypeError: "),
+    ("number", {}, ":number returned a int: it must have unit, init and update"),
 ]
 
 

@@ -278,7 +278,7 @@ def make_a_dict():
 
 
 def test_a_class_that_is_no_logger_is_refused_before_there_is_a_run():
-    with pytest.raises(KeelError, match="ByShape is no logger: derive it from"):
+    with pytest.raises(KeelError, match="ByShape is not a logger: derive it from"):
         check_loggers(log_options(extra=[f"{__name__}:ByShape"]))
 
 

@@ -155,7 +155,7 @@ def test_the_same_address_twice() -> None:
 
 def test_a_secret_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which the environment") as error:
+    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which is not set") as error:
         connect("http://127.0.0.1:1", secret="$MISSING")
     assert_one_line(error)
 
