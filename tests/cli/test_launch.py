@@ -127,7 +127,7 @@ def test_the_processes_get_all_other_arguments() -> None:
 
 def test_a_command_of_one_process_says_so_in_several(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("keel.cli.first_to_fail", lambda status: True)
-    monkeypatch.setattr("keel.cli.end", lambda status: None)  # it would end the tests
+    monkeypatch.setattr("keel.cli.is_first_failure", lambda status: True)
+    monkeypatch.setattr("keel.cli.hard_exit", lambda status: None)  # it would end the tests
     assert main(["kl", "tiny", "tiny"]) == 2
     assert "keel kl runs in one process: leave torchrun out" in capsys.readouterr().err

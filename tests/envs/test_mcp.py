@@ -368,7 +368,7 @@ def test_an_entrys_variables_are_read_when_the_server_starts(monkeypatch: pytest
     given = entry(only=["server.pid"], env={"SMALL_WORD": "$KEEL_TEST_WORD"})
     assert ask(tools_of([given]), "server_pid")[0].split()[1] == "from-outside"
     monkeypatch.delenv("KEEL_TEST_WORD")
-    with pytest.raises(KeelError, match=r"names \$KEEL_TEST_WORD, which the environment does not have"):
+    with pytest.raises(KeelError, match=r"names \$KEEL_TEST_WORD, which is not set"):
         tools_of([entry(env={"SMALL_WORD": "$KEEL_TEST_WORD-2"})])
 
 

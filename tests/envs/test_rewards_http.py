@@ -340,7 +340,7 @@ def test_the_query_comes_from_the_environment_too(server: Server, monkeypatch: p
     assert totals(chat(server.url + "?api-version=2&key=${JUDGE_KEY}"), "7") == [1.0]
     assert server.paths[1] == "/judge/chat/completions?api-version=2&key=k-1234567"
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(KeelError, match=r"rewards\.url names \$JUDGE_KEY, which the environment does not have"):
+    with pytest.raises(KeelError, match=r"rewards\.url names \$JUDGE_KEY, which is not set"):
         probe_rewards([{"name": "http", "url": server.url + "?api_key=$JUDGE_KEY"}])
 
 

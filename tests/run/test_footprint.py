@@ -10,7 +10,7 @@ import torch.distributed as dist
 from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.config import load_config
-from keel.models.sharding import own_part
+from keel.models.sharding import local_tensor
 from keel.run.build import build_policy, build_run
 from keel.run.footprint import DeviceLayout, ModelShape, Parameter, RunMemory, StepPasses, held, passing, sent, shape_of
 from keel.run.layout import choose, job_of, layouts
@@ -187,7 +187,7 @@ TINY = {
 
 def lying_here(built):
     """Bytes of this process's parts."""
-    run, bytes_of = built.run, lambda tensors: sum(own_part(x).nbytes for x in tensors)
+    run, bytes_of = built.run, lambda tensors: sum(local_tensor(x).nbytes for x in tensors)
     with run.reference.model() as reference:
         frozen = 0 if reference is run.policy.model else bytes_of(reference.parameters())
     moments = [x for state in run.optimizer.inner.state.values() for x in state.values() if x.dim()]

@@ -19,7 +19,7 @@ class Asked(World):
         super().__init__(0, 2)
         object.__setattr__(self, "answer", lambda own: (during(), [own, other])[1])
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return self.answer(value)
 
 

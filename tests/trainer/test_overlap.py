@@ -300,28 +300,28 @@ class Asked(World):
 
     asked: threading.Event = field(default_factory=threading.Event)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.asked.set()
-        return super().gather(value)
+        return super().all_gather(value)
 
 
 def drop_unevenly() -> None:
     """Rank 1 drops its rollouts before its thread begins with step 1, rank 0 when that waits for rank 1's there."""
     with open_world() as opened:
-        world, apart, begun = Asked(opened.rank, opened.size), opened.apart(), threading.Event()
+        world, apart, begun = Asked(opened.rank, opened.size), opened.new_group(), threading.Event()
 
         def sample(attempt: int, step: int) -> StepRollouts:
             if step == 1:
                 begun.set()
-            elif not world.leads:
+            elif not world.is_main:
                 time.sleep(0.2)  # until the main thread holds what comes after
-            return StepRollouts([], {"steps": float(sum(apart.gather(step)))})
+            return StepRollouts([], {"steps": float(sum(apart.all_gather(step)))})
 
         engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
         queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
         with closing(queue):
             queue.begin_next(0, -1, 0)
-            if world.leads:
+            if world.is_main:
                 assert begun.wait(LIMIT_S)
             else:
                 queue._pending[0].add_done_callback(lambda future: world.asked.wait(LIMIT_S))

@@ -9,8 +9,8 @@ import traceback
 
 import typer
 
-from keel.base.alive import end, first_to_fail, process_count, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import hard_exit, is_first_failure, process_count, process_rank
 from keel.cli import (
     ablate,
     check_task,
@@ -63,10 +63,10 @@ def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
             line, status = traceback.format_exc(), 1
     else:
         return result if isinstance(result, int) and process_rank() == 0 else 0
-    if first_to_fail(status):
+    if is_first_failure(status):
         sys.stderr.write(line)
     if process_count() > 1:
-        end(status)  # the group of processes is broken: nothing waits for it
+        hard_exit(status)  # the group of processes is broken: nothing waits for it
     return status
 
 

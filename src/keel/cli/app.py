@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 import keel
-from keel.base.alive import process_count, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import process_count, process_rank
 
 SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
 

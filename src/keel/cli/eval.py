@@ -81,7 +81,7 @@ def eval(
         configuration([paths[0], *(item for item in overrides if not (task and item.startswith("data.")))], notes=False)
     _check_tasks(overrides, task)
     from keel.api import evaluate, evaluated_models
-    from keel.base.world import first_process
+    from keel.base.world import is_main_process
 
     flags = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
     overrides += [f"{name}={value}" for name, value in flags.items() if value is not None]
@@ -100,7 +100,7 @@ def eval(
             seed=seed,
             watch=watch,
         )
-    if not first_process():
+    if not is_main_process():
         return 0
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")

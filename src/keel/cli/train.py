@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from keel.base.alive import LAUNCH_FLAGS, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import LAUNCH_FLAGS, process_rank
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
 from keel.lab.watch import PORT
@@ -103,13 +103,13 @@ def train(
         return launch(context.obj, nproc, device=config.model.device)
     announce_loading()
     from keel import api
-    from keel.base.world import first_process
+    from keel.base.world import is_main_process
     from keel.lab.hooks import worst
     from keel.run.result import closing_line, next_lines
 
     with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
         result = api.train(config, resume=resume, dry_run=dry_run)
-        if first_process():
+        if is_main_process():
             found = worst(result.directory) if result.summary.get("findings") and result.stopped is None else []
             print("\n".join([*found, closing_line(result), *next_lines(result)]))
     return int(result.exit_status)

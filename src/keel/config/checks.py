@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from keel.base.errors import KeelError
 from keel.base.imports import is_import_path
 from keel.base.redact import secrets_in
-from keel.base.validation import check_read
+from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
-from keel.kl import Pairing, advise, check_kl, controller_of
+from keel.kl import Pairing, advise, check_kl, controller_from_options
 from keel.kl.controllers import RuleController
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.models.options import check_quantization
 from keel.reference.kinds import check_reference
 from keel.trainer.options import check_optim, warmup_within
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 
 def check(config: Config, *, installed: bool = True) -> None:
@@ -25,7 +25,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
     `installed=False` asks what the configuration means, not whether this machine has the packages for it.
     """
-    check_read(config)
+    check_unread_options(config)
     for part in (_loss, _kl, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
     if installed:
@@ -97,7 +97,7 @@ def _kl(config: Config) -> None:
         )
     if kl.measure_every == 0 and config.reference.kind == "kl_triggered":
         raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
-    controller_of(kl, config.episodes_per_step)
+    controller_from_options(kl, config.episodes_per_step)
 
 
 def _reference(config: Config) -> None:
@@ -184,8 +184,8 @@ def advice(config: Config) -> list[str]:
                 "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
                 "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
             )
-    if kl.beta == 0 and kl.steers:
-        controller = controller_of(kl, config.episodes_per_step)
+    if kl.beta == 0 and kl.adapts_beta:
+        controller = controller_from_options(kl, config.episodes_per_step)
         if isinstance(controller, RuleController) and (low := controller.bounds[0]) > 0:
             notes.append(f"kl.beta is 0: kl.controller.name={kl.controller.name} begins at kl.controller.low={low:g}")
     if config.reference.params.get("model") is None:

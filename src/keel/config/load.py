@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from keel.base.errors import KeelError
 from keel.base.options import Options, PluginOptions
 from keel.base.parts import options_class, parameters_of
-from keel.base.redact import MASK, hide, remember
-from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
+from keel.base.redact import MASK, redact_text, register_secrets
+from keel.base.validation import accepts_name, model_of, one_line, option_names, unknown_option_error
 from keel.config import peers, text
 from keel.config.checks import check
 from keel.config.peers import Setting
@@ -46,11 +46,11 @@ def read_config(
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
     origin = "the configuration" if isinstance(source, Mapping | Config) else str(source)
-    remember(data)
+    register_secrets(data)
     from_source = [(name, value, origin) for name, value in leaves("", data)]
     layers = [from_source, [setting for override in overrides for setting in _override(override)]]
     for name, value, _ in layers[1]:
-        remember(value, name)
+        register_secrets(value, name)
     _check_masks(layers)
     settings = peers.by_name({name: value for layer in layers for name, value, _ in layer}, is_option)
     tree: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def read_config(
     given = {key: value for key, value in tree.items() if value is not None}
     config = validate(given, [name for layer in layers for name, _, _ in layer])
     check(config, installed=installed)
-    return config, [hide(note) for note in renamed]
+    return config, [redact_text(note) for note in renamed]
 
 
 def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
@@ -169,7 +169,7 @@ def _is_leaf(name: str) -> bool:
     if section is None:
         return False
     if leaf in section.model_fields:
-        return may_be_a_name(section.model_fields[leaf].annotation)
+        return accepts_name(section.model_fields[leaf].annotation)
     return _takes_parameters(section)
 
 
@@ -298,7 +298,7 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     if section not in Config.model_fields and not is_leaf and (tasks := _tasks_with(leaf)):
         return KeelError(f"unknown option {name}{where}: did you mean task.{leaf}, of {', '.join(tasks)}?")
     others = {other: alias.target for other, alias in peers.table().items() if alias.target}
-    return no_such_option(name, known, also=others, origin=origin, meant=peers.without_sections(name))
+    return unknown_option_error(name, known, also=others, origin=origin, meant=peers.without_sections(name))
 
 
 def of_task(override: str) -> str:

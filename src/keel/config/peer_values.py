@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from keel.base.errors import KeelError, nearest
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.config import text
 
 Settings = Mapping[str, Any]  # all that the user gave, by name
@@ -37,7 +37,7 @@ V = "rollout.vllm."
 @cache
 def data() -> Mapping[str, Any]:
     """The table as its file has it."""
-    return of_package("keel.config", "peers.yaml")
+    return load_package_yaml("keel.config", "peers.yaml")
 
 
 def full(peer: str, name: str) -> str:

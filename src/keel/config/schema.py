@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keel.base.options import Int, Options, PluginOptions, Positive
+from keel.base.options import Int, Options, PluginOptions, PositiveInt
 from keel.envs.options import DataOptions, RewardOptions, RewardPartOptions, TaskOptions
 from keel.eval.options import EvalOptions
 from keel.kl.options import KLOptions
@@ -33,7 +33,7 @@ class RunOptions(Options):
     seed: Int = Field(
         default=0, description="Seed of weights, problems and sampling noise; equal seeds give equal runs."
     )
-    max_steps: Positive = Field(default=100, description="Steps to train, each one batch of rollouts.")
+    max_steps: PositiveInt = Field(default=100, description="Steps to train, each one batch of rollouts.")
     if_exists: Literal["refuse", "resume", "replace"] = Field(
         default="refuse",
         description="What to do with a run folder that holds a run already: refuse, resume or replace it.",

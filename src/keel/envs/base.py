@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.parts import Forwarded
+from keel.base.parts import DelegatedAttribute
 from keel.base.types import Group, Problem, Reward
 from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_now, start_now, step_now
 
@@ -149,7 +149,7 @@ class TaskWrapper(Task):
 
     inner: Task
 
-    vars().update({name: Forwarded(name) for name in MEMBERS})
+    vars().update({name: DelegatedAttribute(name) for name in MEMBERS})
 
     @property
     def trusted(self) -> bool:

@@ -17,7 +17,7 @@ from operator import or_
 from typing import Any, Literal
 
 from keel.base.errors import KeelError, unknown
-from keel.base.redact import NoVariable, fill, hide
+from keel.base.redact import UnsetVariable, expand_env, redact_text
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
 
 OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env", "headers")
@@ -157,7 +157,7 @@ class McpServer:
             os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
         )
         last = stderr[-1].strip() if stderr else ""
-        return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
+        return redact_text(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
 
 
 _servers: dict[tuple[str, tuple[tuple[str, str], ...]], McpServer] = {}
@@ -229,8 +229,8 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 def _filled(text: str) -> str:
     """Text of an entry with the environment's variables, read when the server is asked for: no entry keeps them."""
     try:
-        return fill(text)
-    except NoVariable as error:
+        return expand_env(text)
+    except UnsetVariable as error:
         raise ToolError(f"cannot be asked: its entry {error}") from None
 
 

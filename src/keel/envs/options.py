@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Above0, Count, Float, Options, PluginOptions, Positive
+from keel.base.options import Float, NonNegativeInt, Options, PluginOptions, PositiveFloat, PositiveInt
 
 
 class TaskOptions(PluginOptions):
@@ -53,7 +53,7 @@ class PromptOptions(Options):
         default=False,
         description="Let prompts hold control tokens such as <|im_start|>, as rendered ones do; false: refuse them.",
     )
-    max_prompt_length: Positive | None = Field(
+    max_prompt_length: PositiveInt | None = Field(
         default=None, description="Longest prompt in tokens; null for the context."
     )
     truncation: Literal["error", "left", "drop"] = Field(
@@ -86,10 +86,10 @@ class RewardOptions(Options):
     aggregate: Literal["sum", "normalised_sum"] = Field(
         default="sum", description="Weighted sum of the rewards, or of each normalised within its group first."
     )
-    warmup_steps: Count = Field(
+    warmup_steps: NonNegativeInt = Field(
         default=0, description="Steps over which the advantages' weight rises linearly from 0 to 1."
     )
-    timeout_s: Above0 | None = Field(
+    timeout_s: PositiveFloat | None = Field(
         default=30.0, description="Seconds after which a reward counts as failed; null: never."
     )
     shuffle: int | None = Field(

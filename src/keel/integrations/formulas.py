@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.verify.shipped import SHOWN, VALUES, Row, examine
+from keel.verify.peer_terms import GRADIENT_LABELS, VALUE_LABELS, PeerTermResult, examine_term
 
 # name, what pip calls it, and where its terms are: a function of no arguments that returns them
 PEERS = (
@@ -29,7 +29,7 @@ class Peer:
 
     name: str
     version: str | None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PeerTermResult, ...] = ()
     reason: str = ""
 
 
@@ -50,7 +50,7 @@ def peers() -> Iterator[Peer]:
             yield Peer(name, installed, reason=str(error).removeprefix(f"{name} {installed}").lstrip(": "))
 
 
-def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
+def _rows(name: str, installed: str, where: str) -> Iterator[PeerTermResult]:
     module, _, function = where.partition(":")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,18 +65,18 @@ def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
                 f"{name} {installed} is none that Keel knows the functions of "
                 f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             ) from None
-        yield from (examine(name, installed, term) for term in terms)
+        yield from (examine_term(name, installed, term) for term in terms)
 
 
-def words(row: Row) -> dict[str, str]:
+def words(row: PeerTermResult) -> dict[str, str]:
     """A row as the page and the terminal show it, by what the column is called."""
-    gradient = SHOWN[row.gradient]
+    gradient = GRADIENT_LABELS[row.gradient]
     if row.gradient == "none":
         gradient += f" (cosines {row.cosine_policy_ref:.2f} and {row.cosine_ref_policy:.2f})"
-    far = "the same" if row.far == row.gradient else SHOWN[row.far]
-    off = "the same" if row.off_policy == row.gradient else SHOWN[row.off_policy]
+    far = "the same" if row.far == row.gradient else GRADIENT_LABELS[row.far]
+    off = "the same" if row.off_policy == row.gradient else GRADIENT_LABELS[row.off_policy]
     return {
-        "its value": VALUES.get(row.value, VALUES["none"]),
+        "its value": VALUE_LABELS.get(row.value, VALUE_LABELS["none"]),
         "its expected gradient": gradient,
         "log-ratios above 2 nats": far,
         "samples of older weights": off,

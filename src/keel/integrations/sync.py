@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
-from keel.models.sharding import whole
+from keel.models.sharding import full_tensor
 from keel.rollout.engine import StaleWeights
 from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights, one_of_workers
 from keel.rollout.vllm.worker import KeelWorker
@@ -112,7 +112,7 @@ def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
             continue
         if ".modules_to_save." in name or ".original_module." in name:
             raise KeelError("modules_to_save are not compared by SyncCheck: train without them, or check_drawn")
-        value = whole(parameter.detach())
+        value = full_tensor(parameter.detach())
         if (module := adapted.get(name)) is not None:
             for adapter in module.active_adapters:  # as peft merges: in place, in the weight's own type
                 value = value.clone().add_(module.get_delta_weight(adapter).detach())

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import parse_json, shallow
-from keel.base.lock import in_use
-from keel.base.redact import hidden, hide, masked, remember
+from keel.base.files import check_depth, parse_json
+from keel.base.lock import is_locked
+from keel.base.redact import masked, redact_data, redact_text, register_secrets
 from keel.lab.lines import GrowingLines, Record
 from keel.lab.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
@@ -131,7 +131,7 @@ class RunReader:
 
     def running(self) -> bool:
         """Whether a living process is at work on it."""
-        return in_use(self.path / rundir.LOCK)
+        return is_locked(self.path / rundir.LOCK)
 
     def signature(self) -> tuple[object, ...]:
         """What differs once a file has something new to read: each one's identity, time and size."""
@@ -148,7 +148,7 @@ class RunReader:
         metrics = _stepped(rundir.METRICS, self._lines[rundir.METRICS].read(notes), notes)
         summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
         config = _yaml(config_text, notes)
-        remember(config)
+        register_secrets(config)
         _thresholds(config, notes)
         return RunRecord(
             path=path,
@@ -159,9 +159,9 @@ class RunReader:
             metrics=metrics,
             rollouts=self._lines[rundir.ROLLOUTS].read(notes),
             evaluations=_stepped(rundir.EVAL, self._lines[rundir.EVAL].read(notes), notes),
-            events=tuple(hidden(event) for event in self._lines[rundir.EVENTS].read(notes)),
+            events=tuple(redact_data(event) for event in self._lines[rundir.EVENTS].read(notes)),
             abandoned=_abandoned(path / rundir.ABANDONED),
-            findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
+            findings=_findings(redact_data(_json(path / rundir.FINDINGS, notes))),
             summary=summary,
             running=self.running() if running is None else running,
             missing=tuple(notes),
@@ -219,7 +219,7 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     import yaml
 
     try:
-        return _mapping(shallow(yaml.safe_load(text)))
+        return _mapping(check_depth(yaml.safe_load(text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}
@@ -237,7 +237,7 @@ def _thresholds(config: Record, notes: list[str]) -> Thresholds:
 def _shown(text: str | None, config: Record) -> str | None:
     """The configuration as it was written, where it holds no secrets."""
     if text is None or masked(config) == config:
-        return None if text is None else hide(text)
+        return None if text is None else redact_text(text)
     import yaml
 
     return str(yaml.safe_dump(masked(config), sort_keys=False, allow_unicode=True))

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.trainer.options import GuardLimits
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Thresholds:
 @cache
 def shipped_thresholds() -> Mapping[str, Threshold]:
     """The thresholds of thresholds.yaml, by name; those without a value there are the trainer's own limits."""
-    rows, limits = of_package("keel.lab", "thresholds.yaml"), asdict(GuardLimits())
+    rows, limits = load_package_yaml("keel.lab", "thresholds.yaml"), asdict(GuardLimits())
     values = {name: float(row.pop("value") if "value" in row else limits[name]) for name, row in rows.items()}
     return {name: Threshold(name, values[name], **row) for name, row in rows.items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.models.sharding import own_part, put, whole_in_memory
+from keel.models.sharding import copy_into, gather_to_cpu, local_tensor
 from keel.reference.weights import OffloadedTensors, Shard, unwrap
 
 
@@ -39,7 +39,7 @@ class FullCopy:
     @torch.no_grad()
     def assign(self, policy: nn.Module) -> None:
         for name, source in self._sources(policy):
-            put(self._tensors[name], source)
+            copy_into(self._tensors[name], source)
         self._masters.clear()
 
     @torch.no_grad()
@@ -57,16 +57,16 @@ class FullCopy:
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = {name: self._masters.get(name, tensor.detach()) for name, tensor in self._tensors.items()}
-        return {name: whole_in_memory(tensor) for name, tensor in tensors.items()}
+        return {name: gather_to_cpu(tensor) for name, tensor in tensors.items()}
 
     def backup(self) -> Callable[[], None]:
-        parts = {name: own_part(tensor.detach()).clone() for name, tensor in self._tensors.items()}
+        parts = {name: local_tensor(tensor.detach()).clone() for name, tensor in self._tensors.items()}
         masters = {name: master.clone() for name, master in self._masters.items()}
 
         def restore() -> None:
             with torch.no_grad():
                 for name, tensor in self._tensors.items():
-                    own_part(tensor).copy_(parts[name])
+                    local_tensor(tensor).copy_(parts[name])
             self._masters = masters
 
         return restore
@@ -82,10 +82,10 @@ class FullCopy:
                 )
         self._masters.clear()
         for name, tensor in self._tensors.items():
-            put(tensor, tensors[name])
+            copy_into(tensor, tensors[name])
             if tensors[name].dtype != tensor.dtype:
                 master = torch.empty_like(tensor, dtype=tensors[name].dtype)
-                put(master, tensors[name])
+                copy_into(master, tensors[name])
                 self._masters[name] = master
 
     def spread(self, shard: Shard) -> None:

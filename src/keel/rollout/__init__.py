@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.rollout.engine import Engine, EngineWrapper
     from keel.rollout.request import Request, Turn
     from keel.rollout.sampling import SamplingParams
 else:
-    __getattr__ = public_names(__name__, "engine request sampling")
+    __getattr__ = lazy_attributes(__name__, "engine request sampling")
 
 __all__ = ["Engine", "EngineWrapper", "Request", "SamplingParams", "Turn"]

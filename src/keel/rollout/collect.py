@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs.base import Task
 from keel.envs.calls import CallFailed, call_now
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
@@ -96,7 +96,7 @@ class Collector:
     max_prompt_length: int | None = None
     truncation: str = "error"
     release: bool = False  # free the engine's memory after each rollout, for the update
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
 
     def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
         """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
@@ -110,7 +110,7 @@ class Collector:
         if self.max_turns > 1 and not task.several_turns:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
         _check_keys(problems)
-        all_problems, problems, recorded = problems, self.world.share(problems), len(judge.failures)
+        all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
         full_prompts = [self.renderer.prompt(problem) for problem in problems]
         longest, cut_by = self.max_prompt_length, self.truncation
         prompts = [fit(t, longest, cut_by, p.key) for t, p in zip(full_prompts, problems, strict=True)]
@@ -177,7 +177,7 @@ def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, prob
     if world.size == 1:
         return groups
     travelling = [replace(group, problem=_without_contents(group.problem)) for group in groups]
-    parts = world.gather((travelling, judge.failures[recorded:]))
+    parts = world.all_gather((travelling, judge.failures[recorded:]))
     judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
     by_key = {group.problem.key: group for part, _ in parts for group in part}
     return [

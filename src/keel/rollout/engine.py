@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.parts import Forwarded
+from keel.base.parts import DelegatedAttribute
 from keel.base.types import Completion
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
@@ -103,7 +103,7 @@ class EngineWrapper(Engine):
         self.inner = inner
 
 
-class _ForwardedWrite(Forwarded):
+class _ForwardedWrite(DelegatedAttribute):
     """One that others set, and the inner engine reads."""
 
     def __set__(self, wrapper: Any, value: Any) -> None:
@@ -113,7 +113,7 @@ class _ForwardedWrite(Forwarded):
 for _name in [
     name for name in vars(Engine) if not name.startswith("_") and name != "native"
 ]:  # what is added to Engine is forwarded too
-    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else Forwarded)(_name))
+    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else DelegatedAttribute)(_name))
 
 
 def turn_by_turn(

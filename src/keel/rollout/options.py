@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Above0, Count, Float, NotNegative, Options, PluginOptions, Positive, Share, Temperature
+from keel.base.options import (
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PluginOptions,
+    PositiveFloat,
+    PositiveInt,
+    Temperature,
+)
 
 
 class EngineOptions(PluginOptions):
@@ -28,13 +38,15 @@ class VllmOptions(Options):
     secret: str | None = Field(
         default=None, description="The server's shared secret, best as $NAME of an environment variable."
     )
-    tensor_parallel_size: Positive = Field(default=1, description="GPUs that one sampler is spread over (keel serve).")
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="GPUs that one sampler is spread over (keel serve)."
+    )
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Share of a GPU's memory for the sampler's weights, keys and values; null: 0.3 in the process, "
         "keel serve's own.",
     )
-    max_model_len: Positive | None = Field(
+    max_model_len: PositiveInt | None = Field(
         default=None, description="Tokens of prompt and completion together; null is the model's own."
     )
     transfer: Literal["http", "nccl"] = Field(
@@ -45,7 +57,7 @@ class VllmOptions(Options):
     cuda_graphs: bool = Field(
         default=True, description="vLLM compiles and decodes by CUDA graphs: a slower start, faster steps."
     )
-    wait_s: Above0 = Field(
+    wait_s: PositiveFloat = Field(
         default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
     )
 
@@ -61,17 +73,19 @@ class RolloutOptions(Options):
     engine: EngineOptions | str = Field(
         default="native", description="Engine that samples: native, vllm, or a user's module:attr, also as {name, …}."
     )
-    prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
-    num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
+    prompts_per_step: PositiveInt = Field(
+        default=16, description="Problems a step; each gives one group of completions."
+    )
+    num_generations: PositiveInt = Field(default=8, description="Completions a problem, compared with each other.")
     temperature: Temperature = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
-    top_k: Count = Field(default=0, description="Most probable tokens kept; 0 is off.")
-    min_p: Share = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
-    max_completion_length: Positive = Field(
+    top_k: NonNegativeInt = Field(default=0, description="Most probable tokens kept; 0 is off.")
+    min_p: Fraction = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
+    max_completion_length: PositiveInt = Field(
         default=64, description="Longest completion in tokens, over all turns and the messages between them."
     )
-    max_turns: Positive = Field(default=1, description="Most turns of the model in an episode.")
-    max_turn_length: Positive | None = Field(
+    max_turns: PositiveInt = Field(default=1, description="Most turns of the model in an episode.")
+    max_turn_length: PositiveInt | None = Field(
         default=None, description="Longest turn of the model in tokens; null: only max_completion_length counts."
     )
     join_turns: bool = Field(
@@ -85,12 +99,14 @@ class RolloutOptions(Options):
         "that the last digits of a run vary.",
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
-    max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
-    kept_gib: NotNegative = Field(
+    max_batch: PositiveInt | None = Field(
+        default=None, description="Completions sampled at a time; null for all of them."
+    )
+    kept_gib: NonNegativeFloat = Field(
         default=1.0,
         description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
     )
-    max_staleness: Count = Field(
+    max_staleness: NonNegativeInt = Field(
         default=0,
         description="Steps that sampling may be ahead of the updates, which goes on beside them; 0: one after the "
         "other.",

@@ -68,12 +68,15 @@ def build_engine(
     One with a parameter `rollout` receives the whole section; one with `own_weights` is told whether the policy's
     weights will be spread over processes, so that it must hold its own; one with `world` knows the processes.
     """
-    from keel.base.world import ALONE
+    from keel.base.world import SINGLE_PROCESS
     from keel.rollout.engine import check_engine
 
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
-    option, arguments = f"rollout.engine={chosen.name}", _arguments(chosen, make, rollout, own_weights, world or ALONE)
+    option, arguments = (
+        f"rollout.engine={chosen.name}",
+        _arguments(chosen, make, rollout, own_weights, world or SINGLE_PROCESS),
+    )
     engine: Engine = make_part(option, make, model, tokenizer, **arguments)
     check_engine(engine, option)
     return engine

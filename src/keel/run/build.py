@@ -13,7 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.config import Config, TaskOptions, kl_pairing
 from keel.envs import Task
 from keel.envs.dataset import PromptsTooLong
@@ -21,7 +21,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.registry import build_task, reads_data
 from keel.envs.rewards import wrap
-from keel.kl import controller_of
+from keel.kl import controller_from_options
 from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
@@ -175,7 +175,7 @@ def build_run(
     *,
     task: Task | None = None,
     reward: RewardFunction | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now. Close `Built.run` after use."""
     with memory_guard("building the run", lambda: _less_beside(config)), ExitStack() as on_error:
@@ -186,7 +186,7 @@ def build_run(
 
 def _check_same(what: str, digest: str, world: World) -> None:
     """Refuse processes that have loaded other weights than the first: their gradients would be of different models."""
-    digests = world.gather(digest) if world.size > 1 else [digest]
+    digests = world.all_gather(digest) if world.size > 1 else [digest]
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise KeelError(
@@ -222,7 +222,7 @@ def _build_run(
     layout = layout_of(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine_world = world.apart() if ahead else world  # a sync may send too, in either thread
+    engine_world = world.new_group() if ahead else world  # a sync may send too, in either thread
     engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=engine_world)
     on_error.callback(engine.close)
     _check_ahead(config, engine, loaded, layout.spread)
@@ -248,7 +248,7 @@ def _build_run(
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
         ),
-        controller=controller_of(config.kl, config.episodes_per_step),
+        controller=controller_from_options(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
         pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),
@@ -349,7 +349,7 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
 
 
 def build_collector(
-    config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = ALONE
+    config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
     """What collects groups from an engine, as the configuration samples, renders and plays."""
     return Collector(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.world import ALONE, World, open_world
+from keel.base.world import SINGLE_PROCESS, World, open_world
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -108,7 +108,7 @@ def evaluate_entry(
     entry: Entry,
     *,
     seed: int | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> EvalResult:
     """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
     collector = replace(
@@ -190,7 +190,7 @@ def _evaluated(
         for entry in entries(config, tasks):
             rows = config.eval.samples * _samples(config)
             if watch is not None:
-                own = len(world.share(range(config.eval.samples))) * _samples(config)
+                own = len(world.shard(range(config.eval.samples))) * _samples(config)
                 engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
             with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
                 results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))

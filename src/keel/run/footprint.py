@@ -14,7 +14,7 @@ from typing import Literal
 from torch import nn
 
 from keel.models.head import body_of
-from keel.models.sharding import adapters_of, blocks_of
+from keel.models.sharding import adapter_parameters, transformer_blocks
 
 Sharding = Literal["none", "full", "hybrid"]
 WIRE_ITEM = 4  # gradients and scores are summed in fp32
@@ -64,8 +64,9 @@ class ModelShape:
 
 def shape_of(model: nn.Module) -> ModelShape:
     """The shape of a model, of one without memory too."""
-    adapters = adapters_of(model)
-    block_of = {p: number for number, block in enumerate(blocks_of(body_of(model))) for p in block.parameters()}
+    adapters = adapter_parameters(model)
+    numbered = enumerate(transformer_blocks(body_of(model)))
+    block_of = {p: number for number, block in numbered for p in block.parameters()}
     blocks: dict[int, list[Parameter]] = {number: [] for number in sorted(set(block_of.values()))}
     rest: list[Parameter] = []
     added: list[Parameter] = []

@@ -31,9 +31,9 @@ def layout_of(config: Config, loaded: LoadedModel, world: World) -> DeviceLayout
         return DeviceLayout(world.size)
     machine, memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), None
     if loaded.device.type == "cuda":  # the smallest of all devices, so that all processes choose alike
-        memory = min(world.gather(torch.cuda.get_device_properties(loaded.device).total_memory))
+        memory = min(world.all_gather(torch.cuda.get_device_properties(loaded.device).total_memory))
     job = job_of(config, loaded, loaded.device.type)
-    return choose(config, shape_of(loaded.model), job, world.size, machine=world.agree(machine), memory=memory)
+    return choose(config, shape_of(loaded.model), job, world.size, machine=world.broadcast(machine), memory=memory)
 
 
 def choose(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.base.alive import LAUNCH_FLAGS, process_count
+from keel.base.watchdog import LAUNCH_FLAGS, process_count
 
 
 @dataclass(frozen=True)

@@ -222,10 +222,10 @@ def cut_lines(directory: RunDirectory, step: int, *, keep_as: int | None = None)
         for name, numbers in directory.unreadable().items()
     ]
     if keep_as is not None and directory.has_lines_past(step):
-        folder = directory.set_aside(step, directory.free_attempt(keep_as), events=True)
+        folder = directory.set_aside(step, directory.unused_attempt(keep_as), events=True)
         location = folder.relative_to(directory.path).as_posix()
         events.append(ResumeEvent("note", f"what was logged after step {step} is kept in {location}"))
-    directory.cut_after(step)
+    directory.truncate_after(step)
     return events
 
 

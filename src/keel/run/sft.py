@@ -76,16 +76,16 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
         directory.write_json("findings.json", None)  # not judged
         directory.write_json("summary.json", summary)
         directory.sync()
-        if world.leads:
+        if world.is_main:
             write_report_of(directory.path, loggers, at_end)
     return EndedRun(summary, directory.path, steps)
 
 
 def _save(target: Path, config: Config, loaded: Any, world: World) -> Path:
-    weights = whole_state(loaded.model, wanted=world.leads)
-    if world.leads:
+    weights = whole_state(loaded.model, wanted=world.is_main)
+    if world.is_main:
         _write(target, config, loaded, weights)
-    world.wait()
+    world.barrier()
     return target
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World, open_world
+from keel.base.world import SINGLE_PROCESS, World, open_world
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
@@ -106,7 +106,7 @@ def _train(
     world: World,
 ) -> EndedRun:
     began = time.monotonic()
-    begun = world.agree(_begin(config, directory, resumed, task) if world.leads else None)
+    begun = world.broadcast(_begin(config, directory, resumed, task) if world.is_main else None)
     assert begun is not None
     config, checkpoint, events, decay_before = begun
     step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
@@ -118,7 +118,7 @@ def _train(
     try:
         for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
-            if event.damaged is not None and world.leads:
+            if event.damaged is not None and world.is_main:
                 quarantine(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
         built = build_run(config, loaded, task=task, reward=reward, world=world)
@@ -185,7 +185,7 @@ def _finish(
         )
         job.loggers.event("interrupted", step=state.step, message=message)
         return EndedRun({}, directory.path, state.step, interrupt.status)
-    summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
+    summary = built.run.world.broadcast(_conclude(built, job, state, at_end) if built.run.world.is_main else {})
     best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
     best_folder = best if best is not None and best.is_dir() else None
     return EndedRun(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
@@ -284,15 +284,15 @@ def _policy(
     loggers: MultiLogger,
     task: Task | None,
     interrupt: Interrupt,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> LoadedModel:
     """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
     if checkpoint is not None:
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    start = world.agree(warmstart_folder(folder, config))
-    complete, wrong = world.agree((is_complete(start), damages(start) if is_complete(start) else []))
+    start = world.broadcast(warmstart_folder(folder, config))
+    complete, wrong = world.broadcast((is_complete(start), damages(start) if is_complete(start) else []))
     if wrong:
         message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
         loggers.event("checkpoint/damaged", step=0, message=message)
@@ -340,10 +340,10 @@ def open_loggers(
     resumed_from: int | None,
     total_steps: int | None = None,
     *,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> MultiLogger:
     """JSONL always, and what `log` asks for; of several processes the first logs."""
-    if not world.leads:
+    if not world.is_main:
         return MultiLogger(Logger())
     return build_loggers(
         config.log,
@@ -356,11 +356,11 @@ def open_loggers(
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[tuple[RunDirectory, bool]]:
+def open_run(config: Config, *, resume: bool, world: World = SINGLE_PROCESS) -> Iterator[tuple[RunDirectory, bool]]:
     """The run directory, new or gone on with, as `--resume` and `run.if_exists` say; the first process owns it."""
     path = Path(config.run.dir) / config.run.name
-    resumed = world.agree(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
-    if not world.leads:
+    resumed = world.broadcast(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
+    if not world.is_main:
         directory = RunDirectory.follow(path)
     elif resumed:
         directory = RunDirectory.resume(path)
@@ -377,9 +377,9 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     if config.warmstart is not None:
         overrides.append("warmstart.steps=1")
     small = load_config(config, overrides)
-    folder = world.agree(Path(tempfile.mkdtemp(prefix="keel-dry-run-")) if world.leads else Path())
+    folder = world.broadcast(Path(tempfile.mkdtemp(prefix="keel-dry-run-")) if world.is_main else Path())
     try:
-        with RunDirectory.create(folder) if world.leads else RunDirectory.follow(folder) as directory:
+        with RunDirectory.create(folder) if world.is_main else RunDirectory.follow(folder) as directory:
             loggers = MultiLogger(Logger())  # it leaves nothing behind
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
@@ -387,7 +387,7 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
                 evaluator(small, built)
                 step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
-        if world.leads:
+        if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     return EndedRun({"dry_run": True, "metrics": step.metrics}, folder, 1)
 

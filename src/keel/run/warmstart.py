@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.config.text import absolute_paths
 from keel.models.loaded import LoadedModel
 from keel.run.build import Supervised
@@ -56,16 +56,16 @@ def warmstart(
     loaded: LoadedModel,
     recipe: Callable[[LoadedModel], Supervised],
     report: Report | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> Started:
     """Train the loaded model in place and keep its weights; returns how it ended."""
     start = recipe(loaded)
     started = cached_sft(loaded, start, report, world)
-    weights = whole_state(loaded.model, wanted=world.leads)
-    if world.leads:
+    weights = whole_state(loaded.model, wanted=world.is_main)
+    if world.is_main:
         with atomic_folder(folder) as temporary:
             save_weights(temporary, loaded.model, loaded.tokenizer, weights)
             record = with_checksums({"loss": started.loss, "steps": start.options.steps}, checksums(temporary))
             (temporary / WARMSTART).write_text(record, encoding="utf-8")
-    world.wait()
+    world.barrier()
     return started

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
 from keel.run.build import Supervised
@@ -50,7 +50,9 @@ class _Found(Exception):
     """Ends a warm start after its first step: the weights after the last one are there."""
 
 
-def cached_sft(loaded: LoadedModel, start: Supervised, report: Report | None = None, world: World = ALONE) -> Started:
+def cached_sft(
+    loaded: LoadedModel, start: Supervised, report: Report | None = None, world: World = SINGLE_PROCESS
+) -> Started:
     """`sft`, or the weights that the same one ended in before, put into the model: equal in every bit.
 
     The first step is always made. Its loss, its gradient norm and the weights after it are a part of the digest, beside

@@ -17,17 +17,17 @@ from torch.nn import functional
 
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
-from keel.kl.depth import occupied, positions
+from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
+from keel.models.fused_linear import cast_weights_once
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
-from keel.models.prefix_attention import attends_by_flash
-from keel.models.products import cast_once
+from keel.models.prefix_attention import uses_flash
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
-from keel.models.sharding import is_sharded, through
+from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.reference import shortest_context
 from keel.trainer.state import TrainingRun
 
@@ -69,7 +69,7 @@ class StepBatch:
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
     whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
-    `stretches` are those of the context that hold sampled tokens (`keel.kl.depth`).
+    `depth_bins` are those of the context that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -84,7 +84,7 @@ class StepBatch:
     rejected: Tensor | None = None
     unreported: float = 0.0
     known: frozenset[str] = frozenset()
-    stretches: tuple[int, ...] = ()
+    depth_bins: tuple[int, ...] = ()
 
     @property
     def completions(self) -> list[Completion]:
@@ -138,7 +138,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
-        one_row = shared and attends_by_flash(body_of(run.policy.model))
+        one_row = shared and uses_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
@@ -159,7 +159,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
             if rank != run.world.rank:
                 start += sum(len(group.completions) for group in share)
         passes = sum(micro.minibatch == number for micro in micros)
-        idle = max(run.world.gather(passes)) - passes if is_sharded(run.policy.model) else 0
+        idle = max(run.world.all_gather(passes)) - passes if is_sharded(run.policy.model) else 0
         spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
@@ -188,7 +188,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     )
     known = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
     prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
-    stretches = occupied(positions(prompts, actions.shape[1]), actions)
+    depth_bins = occupied_bins(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
     return StepBatch(
         tuple(groups),
@@ -198,7 +198,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         on_device,
         unreported=unreported,
         known=known,
-        stretches=stretches,
+        depth_bins=depth_bins,
     )
 
 
@@ -265,7 +265,7 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
     whole = torch.zeros(batch.rows.action_mask.shape, device=run.policy.device)
     for micro, part in zip(batch.micros, parts, strict=True):
         whole[micro.rows, : part.shape[1]] = part.detach()
-    run.world.sum_([whole])
+    run.world.all_reduce_([whole])
     return whole
 
 
@@ -275,18 +275,18 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
     logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
-        head = through(reference, _whole_head) if scorer is None else None
-        for micro in cast_once(batch.micros):
+        head = call_with_full_weights(reference, _whole_head) if scorer is None else None
+        for micro in cast_weights_once(batch.micros):
             if scorer is not None:
-                logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
+                logps.append(call_with_full_weights(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
                 continue
             assert head is not None
-            hidden = through(reference, hidden_states, micro.packed)
+            hidden = call_with_full_weights(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
         for _ in range(batch.idle):
-            through(reference, hidden_states, idle_pass(run))
+            call_with_full_weights(reference, hidden_states, idle_pass(run))
     ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
@@ -309,13 +309,13 @@ def idle_pass(run: TrainingRun) -> PackedBatch:
 def idle_loss(run: TrainingRun) -> Tensor:
     """A pass whose gradient is 0."""
     with run.autocast():
-        return 0.0 * through(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
+        return 0.0 * call_with_full_weights(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
 
 
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
     """`old_logp` by a pass of its own, for what needs it before the first update."""
     with torch.no_grad():
-        passes = [score_micro(micro, batch, run) for micro in cast_once(batch.micros)]
+        passes = [score_micro(micro, batch, run) for micro in cast_weights_once(batch.micros)]
         for _ in range(batch.idle):
             idle_loss(run)
         return keep_scores(batch, passes, run)
@@ -324,7 +324,7 @@ def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
 def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
     """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
     own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
-    names = sorted(set().union(*run.world.gather(own)))
+    names = sorted(set().union(*run.world.all_gather(own)))
     scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
     return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
 
@@ -342,8 +342,8 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)
-            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
-        return through(
+            return call_with_full_weights(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+        return call_with_full_weights(
             run.policy.model,
             score_tokens,
             micro.packed,

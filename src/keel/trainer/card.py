@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keel
-from keel.base.redact import hide
+from keel.base.redact import redact_text
 from keel.models.adapters import is_lora
 from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
@@ -69,7 +69,7 @@ def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
         evaluation=_evaluation(state),
         code=_adapter_code(base) if lora else MODEL_CODE,
     )
-    return hide(card)
+    return redact_text(card)
 
 
 def _reference(run: TrainingRun) -> str:

@@ -28,7 +28,7 @@ from keel.base.files import write_atomic
 from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
-from keel.models.sharding import is_sharded, put, whole
+from keel.models.sharding import copy_into, full_tensor, is_sharded
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
@@ -51,17 +51,17 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
     """
     target, world, model = folder / f"step-{state.step}", run.world, run.policy.model
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / TRAINER).mkdir(parents=True)
-    world.wait()
-    weights = whole_state(model, wanted=world.leads)
+    world.barrier()
+    weights = whole_state(model, wanted=world.is_main)
     with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
         optimizer = saved_optimizer(run.optimizer, model, temporary / TRAINER / MOMENTS)
     reference = None if run.reference is None else _reference_state(run.reference)
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
@@ -72,7 +72,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
                 shutil.rmtree(target)
             temporary.rename(target)
             _flush_folder(folder)
-    world.wait()
+    world.barrier()
     return target
 
 
@@ -99,7 +99,7 @@ def whole_state(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] |
     if not is_sharded(model) or is_lora(model):
         return None
     tensors = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
-    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.cpu() for name, tensor in gathered if wanted}
 
 
@@ -251,7 +251,7 @@ def restore_weights(folder: Path, model: Any) -> None:
         if is_sharded(model):
             saved_weights = fresh.state_dict()
             for name, tensor in inner.state_dict().items():
-                put(tensor, saved_weights[name])
+                copy_into(tensor, saved_weights[name])
         else:
             inner.load_state_dict(fresh.state_dict())
     except (RuntimeError, KeyError) as error:

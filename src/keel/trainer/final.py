@@ -7,7 +7,7 @@ import math
 import torch
 
 from keel.base.metrics import values
-from keel.models.sharding import own_part
+from keel.models.sharding import local_tensor
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
@@ -22,7 +22,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
     that never ended. Without a reference only the weights are looked at.
     """
-    finite = bool(torch.stack([own_part(p).isfinite().all() for p in run.optimizer.parameters]).all())
+    finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
     if run.world.any(not finite):
         return {"logp/policy_mean": math.nan}
     if run.reference is None:

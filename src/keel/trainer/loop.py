@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from keel.base.alive import process_count
 from keel.base.errors import KeelError
 from keel.base.types import Problem
+from keel.base.watchdog import process_count
 from keel.base.world import World
 from keel.eval.options import EvalOptions
 from keel.loggers import MultiLogger, RunDirectory
@@ -96,7 +96,7 @@ class Interrupt:
 
     def anywhere(self, world: World) -> bool:
         """Whether any process has had a signal; from then on all of them have."""
-        first = next((number for number in world.gather(self.signal) if number is not None), None)
+        first = next((number for number in world.all_gather(self.signal) if number is not None), None)
         if first is not None and self.signal is None:  # an own one may have come while the others were asked
             self.signal, self.since = first, time.monotonic()
         return first is not None
@@ -147,7 +147,7 @@ def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
             _log_start(job, step.state, differences_at_start(step.metrics, job.run))
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
-        stop = world.agree([callback(state, step.metrics) for callback in job.callbacks] if world.leads else [])
+        stop = world.broadcast([callback(state, step.metrics) for callback in job.callbacks] if world.is_main else [])
         last = state.step == job.max_steps or any(stop)
         violation = find_violation(state, step.metrics, guards, budget)
         if violation is not None and _is_new(violation, earlier, state, guards):
@@ -170,7 +170,7 @@ def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
             break
     if interrupt.anywhere(world) and job.saved_at != state.step and state.step > 0:
         save(job, state)
-    _log_engine(job, state, world.gather(job.run.engine.events()))
+    _log_engine(job, state, world.all_gather(job.run.engine.events()))
     return state
 
 
@@ -258,10 +258,10 @@ def _stop(job: TrainingJob, state: State, violation: GuardViolation) -> State:
     checkpoint = job.directory.checkpoints / f"step-{state.step}"
     if went_back is None:
         save(job, state)
-    elif job.run.world.leads:
+    elif job.run.world.is_main:
         job.directory.sync()
         rewrite_state(checkpoint, state)
-    _log_engine(job, state, job.run.world.gather(job.run.engine.events()))
+    _log_engine(job, state, job.run.world.all_gather(job.run.engine.events()))
     return state
 
 
@@ -269,7 +269,7 @@ def save(job: TrainingJob, state: State) -> None:
     """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
     job.directory.sync()
     saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
-    if job.run.world.leads:
+    if job.run.world.is_main:
         best = int(state.best["step"]) if state.best and job.checkpoint.best else None
         finished = state.step >= job.max_steps
         good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
@@ -290,8 +290,8 @@ def _due(step: int, every: int) -> bool:
 
 def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
     """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
-    engine_events = job.run.world.gather(job.run.engine.events())
-    if not job.run.world.leads:
+    engine_events = job.run.world.all_gather(job.run.engine.events())
+    if not job.run.world.is_main:
         job.failures()
         return
     job.loggers.step(state.step, step.metrics)

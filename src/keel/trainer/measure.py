@@ -122,7 +122,7 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
         metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0  # 0 outside the mask
         prompts = [len(group.prompt_tokens) for group in batch.groups for _ in group.completions]
         places = to_device(positions(prompts, mask.shape[1]), mask.device)
-        metrics |= depth_metrics(k3(d), mask, places, batch.stretches)
+        metrics |= depth_metrics(k3(d), mask, places, batch.depth_bins)
     return {name: Last(number) for name, number in metrics.items()}
 
 

@@ -15,7 +15,7 @@ from keel.eval.options import EvalOptions
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.head import body_of, causal_lm
 from keel.models.loaded import LoadedModel
-from keel.models.memory import SMALLEST_PASS, count_pass_bytes, fitting_tokens, free_bytes
+from keel.models.memory import SMALLEST_PASS, fitting_tokens, free_bytes, measure_pass_bytes
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch
 from keel.trainer.optim import Optimizer
@@ -89,7 +89,7 @@ def measure_fit(
     if loaded.device.type != "cuda" or getattr(body_of(loaded.model), "_compiled_call_impl", None):
         return None
     try:
-        passes = count_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
+        passes = measure_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
     except Exception as error:  # whatever a foreign model raises here, a step may still work
         return SMALLEST_PASS if is_out_of_memory(error) else None
     vocabulary, width = causal_lm(loaded.model).get_output_embeddings().weight.shape

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.models.dtypes import DTYPES, check_bfloat16
-from keel.models.sharding import own_part, whole
+from keel.models.sharding import full_tensor, local_tensor
 from keel.trainer.options import OptimOptions, warmup_within
 
 Schedule = Callable[[int], float]
@@ -106,7 +106,7 @@ class Optimizer:
         schedule: Schedule | None = None,
         *,
         amp_dtype: torch.dtype | None = None,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._names)
@@ -172,7 +172,7 @@ class Optimizer:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(whole(total), 1.0)})
+        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(full_tensor(total), 1.0)})
         norm = numbers["grad/norm"].value
         finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
@@ -208,16 +208,16 @@ class Optimizer:
             return
         replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
         used = torch.tensor([float(p.grad is not None) for p in replicated], device=self.device)
-        self.world.sum_([used])
+        self.world.all_reduce_([used])
         chosen = [p for p, count in zip(replicated, used.tolist(), strict=True) if count]
         for parameter in chosen:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self.world.sum_(p.grad for p in chosen if p.grad is not None)
+        self.world.all_reduce_(p.grad for p in chosen if p.grad is not None)
 
     def _first_nonfinite(self) -> str | None:
-        bad = (p for p in self.parameters if p.grad is not None and not bool(own_part(p.grad).isfinite().all()))
+        bad = (p for p in self.parameters if p.grad is not None and not bool(local_tensor(p.grad).isfinite().all()))
         parameter = next(bad, None)
-        names = self.world.gather(None if parameter is None else self._names[parameter])
+        names = self.world.all_gather(None if parameter is None else self._names[parameter])
         return next((name for name in names if name is not None), None)
 
     def _move_state(self, device: torch.device) -> None:

@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
+from keel.base.options import (
+    Flag,
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
+)
 from keel.envs.options import TaskOptions
 
 
@@ -20,26 +30,30 @@ class OptimOptions(Options):
         default="adamw",
         description="AdamW, fused where the device allows it, or with 8-bit moments (needs bitsandbytes).",
     )
-    learning_rate: Above0 = Field(default=1.0e-6, description="Peak step size.")
+    learning_rate: PositiveFloat = Field(default=1.0e-6, description="Peak step size.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Course of the learning rate after its warm-up."
     )
-    warmup_steps: Count = Field(default=0, description="Steps over which the learning rate rises from 0.")
-    decay_steps: Annotated[Positive | None, ReadWith("schedule", ("linear", "cosine"))] = Field(
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises from 0.")
+    decay_steps: Annotated[PositiveInt | None, RequiresOption("schedule", ("linear", "cosine"))] = Field(
         default=None,
         description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
     )
-    final_ratio: Share = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
-    betas: tuple[Share, Share] = Field(
+    final_ratio: Fraction = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
+    betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999), description="Decay rates of AdamW's two moments, per update."
     )
-    eps: Above0 = Field(default=1e-8, description="Added to AdamW's denominator.")
-    weight_decay: NotNegative = Field(default=0.0, description="Decoupled weight decay, per unit of learning rate.")
-    max_grad_norm: Above0 | None = Field(
+    eps: PositiveFloat = Field(default=1e-8, description="Added to AdamW's denominator.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay, per unit of learning rate."
+    )
+    max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
-    minibatches: Positive = Field(default=1, description="Parts into which a step's groups are cut, one update each.")
-    microbatch_tokens: Positive = Field(
+    minibatches: PositiveInt = Field(
+        default=1, description="Parts into which a step's groups are cut, one update each."
+    )
+    microbatch_tokens: PositiveInt = Field(
         default=8192,
         description="Tokens a pass holds at most, fewer where a GPU's free memory is short; gradients are accumulated.",
     )
@@ -70,10 +84,10 @@ class ParallelOptions(Options):
         description="Weights whole on every device (none), spread over all of them (full), or over shard_size of them "
         "and repeated (hybrid); auto is none where training fits one device.",
     )
-    shard_size: Annotated[Positive | None, ReadWith("sharding", ("hybrid",))] = Field(
+    shard_size: Annotated[PositiveInt | None, RequiresOption("sharding", ("hybrid",))] = Field(
         default=None, description="Devices that hold one copy of the weights under hybrid; null is those of a machine."
     )
-    offload: Annotated[Flag, ReadWith("sharding", ("auto", "full", "hybrid"))] = Field(
+    offload: Annotated[Flag, RequiresOption("sharding", ("auto", "full", "hybrid"))] = Field(
         default=False, description="Keep sharded weights, gradients and moments in the CPU's memory between passes."
     )
 
@@ -81,13 +95,13 @@ class ParallelOptions(Options):
 class RayOptions(Options):
     """What `keel train --on ray` places on the cluster."""
 
-    trainers: Positive = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
-    samplers: Count = Field(
+    trainers: PositiveInt = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
+    samplers: NonNegativeInt = Field(
         default=1, description="vLLM servers that sample for them; 0: rollout.engine samples as it does without Ray."
     )
-    trainer_cpus: Above0 = Field(default=1.0, description="CPUs of a trainer process, and so its threads.")
-    sampler_cpus: Above0 = Field(default=1.0, description="CPUs of a sampler, and so its threads.")
-    max_restarts: Count = Field(default=3, description="How often a lost sampler is started again.")
+    trainer_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a trainer process, and so its threads.")
+    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a sampler, and so its threads.")
+    max_restarts: NonNegativeInt = Field(default=3, description="How often a lost sampler is started again.")
     sampler_python: str | None = Field(
         default=None, description="Interpreter with Keel and vLLM that starts the samplers; null: that of Ray's nodes."
     )
@@ -96,7 +110,7 @@ class RayOptions(Options):
 class GuardOptions(Options):
     """What the loop does when numbers go wrong."""
 
-    max_consecutive_nans: Positive = Field(
+    max_consecutive_nans: PositiveInt = Field(
         default=5, description="Steps in a row with a skipped update that call for on_nans."
     )
     on_nans: Literal["rollback", "stop", "warn"] = Field(
@@ -106,7 +120,7 @@ class GuardOptions(Options):
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
         default=0.5, description="Factor of the learning rate after each rollback; they multiply."
     )
-    max_rollbacks: Count = Field(
+    max_rollbacks: NonNegativeInt = Field(
         default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
     )
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
@@ -117,7 +131,7 @@ class GuardOptions(Options):
         default="stop",
         description="Stop or warn if policy, reference and sampler disagree before the first update.",
     )
-    constant_steps: Count = Field(
+    constant_steps: NonNegativeInt = Field(
         default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
     )
 
@@ -148,8 +162,8 @@ class GuardLimits:
 class CheckpointOptions(Options):
     """Checkpoints, from which a run resumes exactly."""
 
-    every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
-    keep: Positive = Field(default=3, description="Checkpoints kept, the last good one always among them.")
+    every: PositiveInt = Field(default=50, description="Steps between checkpoints; the last step always has one.")
+    keep: PositiveInt = Field(default=3, description="Checkpoints kept, the last good one always among them.")
     best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
 
 
@@ -163,20 +177,20 @@ class WarmstartOptions(Options):
     path: str | None = Field(
         default=None, description="JSONL of prompt and completion to learn from in place of tasks."
     )
-    steps: Positive = Field(default=200, description="Supervised updates.")
-    batch_size: Positive = Field(default=64, description="Examples an update.")
-    learning_rate: Above0 = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
+    steps: PositiveInt = Field(default=200, description="Supervised updates.")
+    batch_size: PositiveInt = Field(default=64, description="Examples an update.")
+    learning_rate: PositiveFloat = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="cosine", description="Course of the learning rate over the warm start's steps."
     )
-    warmup_steps: Count = Field(default=10, description="Steps over which the learning rate rises from 0.")
-    weight_decay: NotNegative = Field(
+    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises from 0.")
+    weight_decay: NonNegativeFloat = Field(
         default=0.0, description="Decoupled weight decay of AdamW, per unit of learning rate."
     )
-    max_grad_norm: Above0 | None = Field(
+    max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
-    entropy_coef: NotNegative = Field(
+    entropy_coef: NonNegativeFloat = Field(
         default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
     )
 

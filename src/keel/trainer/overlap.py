@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.types import Group, RewardFailure
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.rollout import Engine
 
 GRACE_S = 5.0  # for the rollouts in flight where a run ends
@@ -58,8 +58,8 @@ class RolloutQueue:
         record: Callable[[Sequence[RewardFailure]], None],
         *,
         max_staleness: int,
-        world: World = ALONE,
-        thread_world: World = ALONE,
+        world: World = SINGLE_PROCESS,
+        thread_world: World = SINGLE_PROCESS,
     ) -> None:
         self.world, self.thread_world = world, thread_world
         self.engine, self.policy, self.max_staleness = engine, policy, max_staleness
@@ -109,7 +109,7 @@ class RolloutQueue:
     def clear(self) -> None:
         """Drop everything, once what any process has begun has ended in all; the engine is the caller's."""
         with self._beginning:
-            self._drop(max(self.world.gather(self._begun)))
+            self._drop(max(self.world.all_gather(self._begun)))
         wait(self._pending.values())
         self._pending, self._version, self._error, self._begun = {}, None, None, -1
 
@@ -188,7 +188,7 @@ class RolloutQueue:
         try:
             if self._error is not None:  # of an earlier step, which has to be raised first
                 raise self._error
-            with self.thread_world.together():
+            with self.thread_world.fail_together():
                 rollouts = collect()
         except BaseException as error:  # the main thread raises it
             self._error = error

@@ -84,12 +84,12 @@ def _go_back(
     **changes: Any,
 ) -> State | None:
     world = run.world
-    target = world.agree(_intact_target(directory, loggers, state) if world.leads else None)
+    target = world.broadcast(_intact_target(directory, loggers, state) if world.is_main else None)
     if target is None:
         return None
-    if world.leads:
+    if world.is_main:
         _decide(directory, loggers, state, violation, target, kind, outcome, **changes)
-    world.wait()
+    world.barrier()
     restore_weights(target, run.policy.model)
     return load_checkpoint(target, run)
 
@@ -109,7 +109,7 @@ def _decide(
         kind=kind,
         from_step=state.step,
         to=step,
-        abandoned=directory.free_attempt(state.attempt),
+        abandoned=directory.unused_attempt(state.attempt),
         code=violation.code,
         message=f"{violation.message}: back to checkpoint step-{step}, {outcome}",
         time=round(time.time(), 3),

@@ -17,19 +17,19 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
 from keel.envs.base import played
 from keel.envs.problems import stream
 from keel.kl import masked_mean
 from keel.models.control_tokens import ControlTokens, control_token_refused
+from keel.models.fused_linear import cast_weights_once
 from keel.models.head import body_of
 from keel.models.loaded import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
-from keel.models.prefix_attention import attends_by_flash
-from keel.models.products import cast_once
-from keel.models.sharding import is_sharded, through
+from keel.models.prefix_attention import uses_flash
+from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.trainer.memory import Remedy, measure_fit, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
@@ -72,7 +72,7 @@ def sft(
     options: WarmstartOptions,
     optim: OptimOptions,
     report: Report | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
@@ -111,19 +111,19 @@ def sft_step(
     tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
     shared = masked_by_structure(loaded)
     with _autocast(loaded, amp_dtype):
-        one_row = shared and attends_by_flash(body_of(loaded.model))
+        one_row = shared and uses_flash(body_of(loaded.model))
     context, longest_row = loaded.context_length, sys.maxsize if one_row else None
     info: Metrics = {"loss/total": Sum(0.0)}
     world = optimizer.world
-    parts = microbatches(world.share(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
-    passes = max(world.gather(len(parts))) if is_sharded(loaded.model) else len(parts)
+    parts = microbatches(world.shard(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
+    passes = max(world.all_gather(len(parts))) if is_sharded(loaded.model) else len(parts)
     idle = [groups[:1]] * (passes - len(parts))  # sharded weights need all processes to pass together
-    for number, part in enumerate(cast_once([*parts, *idle])):
+    for number, part in enumerate(cast_weights_once([*parts, *idle])):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, max_row_tokens=longest_row, context_length=context).to(
             loaded.device
         )
         with _autocast(loaded, amp_dtype):
-            scores = through(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
+            scores = call_with_full_weights(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
         weight = _learned(part) / max(tokens, 1) if number < len(parts) else 0.0
         loss = -masked_mean(gain, packed.action_mask) * weight

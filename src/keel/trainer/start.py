@@ -59,7 +59,7 @@ class StartMismatch(KeelError):
 def check_start(batch: StepBatch, run: TrainingRun, state: State) -> None:
     """Stop before the first update if the passes disagree; `guards.on_step0_kl=warn` is the loop's to log."""
     if state.step == 0 and run.guards.on_step0_kl == "stop":
-        found = differences_at_start(run.world.agree(values(measure_policy(batch, run))), run)
+        found = differences_at_start(run.world.broadcast(values(measure_policy(batch, run))), run)
         if found:
             raise StartMismatch(found)
 

@@ -12,7 +12,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Group
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
 from keel.envs.options import RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
@@ -54,7 +54,7 @@ class TrainingRun:
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     queue: RolloutQueue | None = None
     fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
 

@@ -23,8 +23,8 @@ from keel.losses import (
     with_policy_mask,
     zero_variance,
 )
+from keel.models.fused_linear import cast_weights_once
 from keel.models.logprobs import FullScores
-from keel.models.products import cast_once
 from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
@@ -78,7 +78,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
             for minibatch in minibatches:
                 counts = global_denominators(batch.view(minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
-                for micro in cast_once(minibatch.micros):               # this process's share
+                for micro in cast_weights_once(minibatch.micros):               # this process's share
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
@@ -97,7 +97,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
     line = {**values(metrics), **describe_groups(batch), **rollouts.counts, "kl/beta": state.beta}
     line |= describe_staleness(batch.completions, state.policy_version)
-    line = run.world.agree(line)                                        # one mind: what follows is decided from it
+    line = run.world.broadcast(line)                                    # all ranks branch alike
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 import keel
 import keel.rollout.vllm
 from keel.base.errors import KeelError
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.processes
 
 def connect(*urls: str, model: Any = None, **changes: Any) -> VllmEngine:
     model = model or shapes.model("llama")
-    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), ALONE)
+    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), SINGLE_PROCESS)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 
@@ -155,7 +155,7 @@ def test_the_same_address_twice() -> None:
 
 def test_a_secret_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which the environment") as error:
+    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which is not set") as error:
         connect("http://127.0.0.1:1", secret="$MISSING")
     assert_one_line(error)
 

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
@@ -122,7 +122,7 @@ class OnDevice(nn.Parameter):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
-def built(vllm: type[FakeLLM], *, cuda: bool = False, world: World = ALONE, lora: bool = False) -> Any:
+def built(vllm: type[FakeLLM], *, cuda: bool = False, world: World = SINGLE_PROCESS, lora: bool = False) -> Any:
     model = shapes.model("llama")
     vllm.policy = model
     if lora:
@@ -176,11 +176,11 @@ def test_random_streams_go_on_as_they_were(vllm: type[FakeLLM]) -> None:
     seed()
     expected = numbers()
     seed()
-    ColocatedSampler(model, shapes.tokenizer(), OPTIONS, ALONE)
+    ColocatedSampler(model, shapes.tokenizer(), OPTIONS, SINGLE_PROCESS)
     assert numbers() == expected
 
 
-@pytest.mark.parametrize("world", [ALONE, World(1, 2)])
+@pytest.mark.parametrize("world", [SINGLE_PROCESS, World(1, 2)])
 def test_each_of_several_ranks_has_an_engine_of_its_own(vllm: type[FakeLLM], world: World) -> None:
     _, _, llm = built(vllm, world=world)
     expected = "external_launcher" if world.size > 1 else None

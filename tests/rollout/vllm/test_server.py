@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.rollout import Request, SamplingParams, Turn
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.vllm.client import ServerSampler
@@ -33,7 +33,9 @@ from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_
 pytestmark = pytest.mark.processes
 
 
-def engine_of(model: Any, *urls: str, world: World = ALONE, silence_s: float = 30.0, **changes: Any) -> VllmEngine:
+def engine_of(
+    model: Any, *urls: str, world: World = SINGLE_PROCESS, silence_s: float = 30.0, **changes: Any
+) -> VllmEngine:
     sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), world, silence_s=silence_s)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
@@ -436,18 +438,18 @@ class Ranks:
         ranks = self
 
         class Threaded(World):
-            def gather(self, value: Any) -> list[Any]:
+            def all_gather(self, value: Any) -> list[Any]:
                 ranks.values[rank] = value
                 ranks.barrier.wait(30)
                 values = list(ranks.values)
                 ranks.barrier.wait(30)
                 return values
 
-            def agree(self, value: Any) -> Any:
-                return self.gather(value)[0]
+            def broadcast(self, value: Any) -> Any:
+                return self.all_gather(value)[0]
 
-            def wait(self) -> None:
-                self.gather(None)
+            def barrier(self) -> None:
+                self.all_gather(None)
 
         return Threaded(rank, 2)
 

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from keel.rollout.engine import StaleWeights
 from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
@@ -76,7 +76,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(model: Any, url: str) -> VllmEngine:
-    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer="nccl"), ALONE)
+    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer="nccl"), SINGLE_PROCESS)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 

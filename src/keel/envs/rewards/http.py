@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from keel.base.certificates import certificates
 from keel.base.errors import KeelError
-from keel.base.redact import NoVariable, fill
+from keel.base.redact import UnsetVariable, expand_env
 from keel.base.types import Problem
 
 if TYPE_CHECKING:
@@ -201,8 +201,8 @@ def _headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 def _filled(text: str, option: str) -> str:
     try:
-        return fill(text)
-    except NoVariable as error:
+        return expand_env(text)
+    except UnsetVariable as error:
         raise JudgeFailed(f"rewards.{option} {error}") from None
 
 

@@ -195,8 +195,8 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
     if resumed and (path / CONFIG).is_file():
         directory = RunDirectory.resume(path)
         if directory.has_lines_past(step):
-            directory.set_aside(step, directory.free_attempt(0))
-        directory.cut_after(step)
+            directory.set_aside(step, directory.unused_attempt(0))
+        directory.truncate_after(step)
         return directory
     discarded = _linked_checkpoints(path) if replace_old else []
     try:

@@ -56,7 +56,7 @@ class Steps(TrainerCallback):
         trainer = self.trainer
         window = gather(trainer._passes, trainer._world)
         own = None if window is None else self._judged(window)
-        line, applied, tokens = trainer._world.agree(own)
+        line, applied, tokens = trainer._world.broadcast(own)
         if not applied:
             for parameter in trainer.model.parameters():
                 parameter.grad = None  # an optimizer passes over what has no gradient, its moments too
@@ -98,7 +98,7 @@ class Steps(TrainerCallback):
         trainer, update = self.trainer, self.update
         assert update is not None
         settings, before = trainer.keel, trainer.keel_state
-        line = trainer._world.agree({**self._own_metrics(update.tokens), **update.line})
+        line = trainer._world.broadcast({**self._own_metrics(update.tokens), **update.line})
         line["guard/over_budget"] = float(over_budget(line, settings.kl.budget) is not None)
         trainer.keel_state = self._next_state(before, line, update)
         trainer._move_reference(line.get("kl/policy_ref/k3/mean"))
@@ -169,7 +169,7 @@ class Steps(TrainerCallback):
         trainer = self.trainer
         control.should_training_stop, control.should_save = True, False
         newest = next(good_checkpoints(Path(trainer.args.output_dir), trainer.keel_state.confirmed), None)
-        good = trainer._good = trainer._world.agree(None if newest is None else str(newest))
+        good = trainer._good = trainer._world.broadcast(None if newest is None else str(newest))
         if good is None:
             often = "lower" if trainer.args.save_strategy == "steps" else "set save_strategy='steps' and"
             outcome = f"the run stops, without a good checkpoint to go back to: {often} save_steps"
@@ -181,7 +181,7 @@ class Steps(TrainerCallback):
             )
         trainer.keel_stopped = f"{violation.message}: {outcome}"
         self._event("stop", trainer.keel_stopped, code=violation.code)
-        if trainer._world.leads:
+        if trainer._world.is_main:
             print(trainer.keel_stopped, flush=True)
 
     # ------------------------------------------------------------------------------------ what is recorded
@@ -194,7 +194,7 @@ class Steps(TrainerCallback):
             self.seen[name] = len(trainer._metrics["train"][name])
             self.names.add(name)
         passes, skipped = trainer._passes, not update.applied
-        batches = trainer._world.gather(skipped_record(passes, trainer._tokenizer)) if skipped else []
+        batches = trainer._world.all_gather(skipped_record(passes, trainer._tokenizer)) if skipped else []
         if update.window is None:
             return
         trainer.keel_run.step(step, line)
@@ -225,7 +225,7 @@ class Steps(TrainerCallback):
 
     def _event(self, kind: str, message: str, **more: Any) -> None:
         trainer = self.trainer
-        if trainer._world.leads:
+        if trainer._world.is_main:
             trainer.keel_run.event(kind, step=trainer.state.global_step, message=message, **more)
             logger.warning("%s: %s", kind, message)
 

@@ -22,7 +22,7 @@ from keel.models.loaded import LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.memory import LiveBytes
 from keel.models.pack import PackedBatch, pack
-from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
+from keel.models.prefix_attention import RowStructure, may_use_prefix_attention, simulate_cuda_memory
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, RolloutPasses, Traits, prefill_chunks, simulate
@@ -194,7 +194,7 @@ class _DryRun:
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
         autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
-        with self.live, autocast, as_on_cuda() if cuda else nullcontext():
+        with self.live, autocast, simulate_cuda_memory() if cuda else nullcontext():
             yield
         self.live.now -= onloaded
         self.cost.phases[name] = self.live.peak

@@ -25,7 +25,7 @@ from keel.models.head import causal_lm
 from keel.models.load import load_tokenizer
 from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora
-from keel.models.prefix_attention import AttendAgain
+from keel.models.prefix_attention import RecomputeContext
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.run.build import build_named_task, build_renderer
 
@@ -78,7 +78,7 @@ def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware)
         model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
         # the dry run's own autocast does not reach into the backward pass
-        again = AttendAgain(CudaAutocast) if hardware.kind == "cuda" else AttendAgain()
+        again = RecomputeContext(CudaAutocast) if hardware.kind == "cuda" else RecomputeContext()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again})
     adapters_drop = lora is not None and lora.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Any
 
-from keel.base.alive import end_with_parent
+from keel.base.watchdog import exit_with_parent
 
 
 def stop(number: int, frame: Any) -> None:
@@ -20,7 +20,7 @@ def main() -> int:
 
     The study sends SIGTERM: what a shell starts in the background ignores SIGINT, and so do its children.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, stop)
     try:
         from keel.lab.studies.point import main as run

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.base.files import LineFile, encode, read_json, write_atomic
+from keel.base.files import JsonlFile, encode, read_json, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
 from keel.lab.judge import guard_stop
@@ -40,7 +40,7 @@ def make_warmstart(config: Config, folder: Path) -> None:
     path = supervised_lines(folder)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars(), closing(LineFile(path)) as lines:
+    with no_progress_bars(), closing(JsonlFile(path)) as lines:
         policy = build_policy(config)
         lines.append({"step": 0})
         recipe = partial(build_warmstart, config)

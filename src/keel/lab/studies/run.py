@@ -160,8 +160,8 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def wait_until_free(folder: Path, limit_s: float = 10.0) -> None:
     """Wait for a run of a study that was just killed to release its folder."""
-    from keel.base.lock import in_use
+    from keel.base.lock import is_locked
 
     deadline = time.monotonic() + limit_s
-    while in_use(folder / ".lock") and time.monotonic() < deadline:
+    while is_locked(folder / ".lock") and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -12,12 +12,12 @@ from keel.eval.statistics import (
     Correlation,
     Estimate,
     Winner,
-    frontier,
     holm,
+    p_value_of,
     paired,
+    pareto_frontier,
     pearson,
     spearman,
-    tested,
     winner,
 )
 from keel.lab.report.verdict import Sentence
@@ -139,7 +139,7 @@ def lost_skills(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {figure: changes for figure in names if (changes := _changes(summaries, figure))}
     if len(skills) == 1 and _enough_seeds(known.get(f"{skills[0]}:change", {})):
         del known[f"{skills[0]}:change"]
-    family = {f"{figure} {label}": tested(change) for figure in known for label, change in known[figure].items()}
+    family = {f"{figure} {label}": p_value_of(change) for figure in known for label, change in known[figure].items()}
     adjusted = holm(family)
     sentences: list[Sentence] = []
     for figure, changes in known.items():
@@ -192,7 +192,7 @@ def _significant(
 ) -> dict[str, str]:
     """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
     if adjusted is None:
-        adjusted = holm({label: tested(difference) for label, difference in differences.items()})
+        adjusted = holm({label: p_value_of(difference) for label, difference in differences.items()})
     significant = {}
     for label, difference in differences.items():
         p, text = adjusted[label], f"{label} {format_figure(metric, difference, difference=True)}"
@@ -208,7 +208,7 @@ def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {point.label: estimate for point in summaries if (estimate := point.means.get("forgetting")) is not None}
     if max((estimate.n for estimate in known.values()), default=0) < MIN_SEEDS:
         return []
-    adjusted = holm({label: tested(estimate) for label, estimate in known.items()})
+    adjusted = holm({label: p_value_of(estimate) for label, estimate in known.items()})
     lost = [
         label
         for label, estimate in known.items()
@@ -314,6 +314,6 @@ def _frontier(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {name: (kl.mean, reward.mean) for name, (kl, reward) in frontier_points(summaries).items()}
     if len(known) < 2:
         return []
-    labels = frontier(known)
+    labels = pareto_frontier(known)
     listed = ", ".join(f"{name} ({known[name][1]:.3g} at {known[name][0]:.3g})" for name in labels)
     return [("plain", f"On the frontier of mean reward against KL (nats per token): {listed}.")]

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from keel.models.prefix_attention import refuse_variants
+from keel.models.prefix_attention import refuse_unsupported_attention
 
 ATTENTION = "keel_shared_prefix"
 _GROWTH = 64  # columns by which the buffer of rows that have joined grows
@@ -289,7 +289,7 @@ def _shared_prefix_attention(
     )
     if isinstance(window, int) and isinstance(context, int) and 0 < context <= window:
         kwargs.pop("sliding_window")  # no context leaves it
-    refuse_variants(kwargs)
+    refuse_unsupported_attention(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
     rows, heads, count, size = query.shape

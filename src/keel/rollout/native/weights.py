@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.adapters import adapter_layers, idle_adapters, is_lora
+from keel.models.adapters import adapter_layers, inactive_adapters, is_lora
 from keel.models.fingerprint import adapter_state, persistent_buffers
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero
-from keel.models.sharding import through, whole
+from keel.models.sharding import call_with_full_weights, full_tensor
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
@@ -64,7 +64,7 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         if leaf == "weight" and not module.merged and not module.disable_adapters:
             for adapter in module.active_adapters:
                 if adapter in module.scaling:
-                    tensor = whole(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
+                    tensor = full_tensor(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
         yield leaf, tensor
 
 
@@ -168,7 +168,7 @@ class WeightCopy:
             self.model = self._rebuild(policy)
             self._verified = False
         for name, tensor in _tensors(self.model).items():
-            tensor.copy_(whole(source[name]))
+            tensor.copy_(full_tensor(source[name]))
         if is_lora(self.model):
             _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
@@ -200,7 +200,7 @@ class WeightCopy:
         unequal: dict[torch.device, list[Tensor]] = {}
         for name, tensor in _tensors(self.model).items():
             if name in kept:
-                expected = whole(source[name]).to(tensor.device, tensor.dtype)
+                expected = full_tensor(source[name]).to(tensor.device, tensor.dtype)
                 unequal.setdefault(tensor.device, []).append((_bits(tensor) != _bits(expected)).any())
         return any(bool(torch.stack(flags).any()) for flags in unequal.values())
 
@@ -225,7 +225,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a model computes with; adapters that are not active, such as a reference's own, are none of it."""
-    idle = tuple(f"{prefix}." for prefix in idle_adapters(model))
+    idle = tuple(f"{prefix}." for prefix in inactive_adapters(model))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not idle or not f"{name}.".startswith(idle)}
 
@@ -250,7 +250,7 @@ def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float
     for model in (policy, twin):
         with evaluating(model):
             device = next(model.parameters()).device
-            logits.append(through(model, _logits, ids.to(device)).float().cpu())
+            logits.append(call_with_full_weights(model, _logits, ids.to(device)).float().cpu())
     half = {module_dtype(policy), module_dtype(twin)} & {torch.float16, torch.bfloat16}
     difference = float((logits[1] - logits[0]).abs().max() / logits[0].std().clamp(min=1e-6))
     return difference, 0.2 if half else 1e-3

@@ -56,7 +56,7 @@ def _changed(options: Options, names: Sequence[str]) -> list[str]:
 
 def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World | None = None) -> VllmEngine:
     """The engine that `rollout.vllm` describes."""
-    from keel.base.world import ALONE
+    from keel.base.world import SINGLE_PROCESS
     from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
     from keel.rollout.vllm.engine import VllmEngine
@@ -64,4 +64,4 @@ def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: Wo
 
     check_buffers(model)
     make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
-    return VllmEngine(make(model, tokenizer, rollout, world or ALONE), model, tokenizer)
+    return VllmEngine(make(model, tokenizer, rollout, world or SINGLE_PROCESS), model, tokenizer)

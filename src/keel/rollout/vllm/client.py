@@ -26,7 +26,7 @@ from torch import nn
 
 from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import NoVariable, fill
+from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
@@ -170,7 +170,7 @@ class ServerSampler(Sampler):
         options = rollout.vllm
         urls = addresses(options.urls)
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
-        training = world.agree(secrets.token_hex(8))
+        training = world.broadcast(secrets.token_hex(8))
         secret = shared_secret(options.secret)
         if not secret:
             raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
@@ -183,7 +183,7 @@ class ServerSampler(Sampler):
         self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: of which start of it
         self.notes = (NOT_RUN,) if self._nccl else ()
         self._folder = own_folder("sync")
-        self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
+        self._files = Path(world.all_gather(str(self._folder))[world.rank % len(urls)])  # the folder of the main rank
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
         self._streams: list[Stream] = []
         self._sync, self._ranks = "", None  # type: str, dict[str, int] | None
@@ -371,7 +371,7 @@ class ServerSampler(Sampler):
         """Write the weights (or the adapter) to files, send them to each server, and compare what it then holds."""
         self.cancel()
         self._tries = {}
-        previous, self._sync = self._sync, self._world.agree(secrets.token_hex(8))
+        previous, self._sync = self._sync, self._world.broadcast(secrets.token_hex(8))
         folder = self._folder / self._sync
         folder.mkdir()
         adapted = is_lora(policy)
@@ -395,7 +395,7 @@ class ServerSampler(Sampler):
             if not any(server.alive for server in self.servers):
                 self._until(self._restore, self.servers)
         shutil.rmtree(self._folder / (previous or "-"), ignore_errors=True)
-        self._world.wait()
+        self._world.barrier()
 
     def _sync_one(self, server: Server) -> None:
         """Send the weights to a server that answers; one that does not is asked again at the next sync."""
@@ -496,8 +496,8 @@ class ServerSampler(Sampler):
 def shared_secret(given: str | None) -> str:
     """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
     try:
-        return fill(given) if given else os.environ.get(SECRET, "")
-    except NoVariable as error:
+        return expand_env(given) if given else os.environ.get(SECRET, "")
+    except UnsetVariable as error:
         raise KeelError(f"rollout.vllm.secret {error}") from None
 
 

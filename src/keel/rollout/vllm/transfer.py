@@ -19,7 +19,7 @@ from keel.base.errors import KeelError
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
-from keel.models.sharding import whole
+from keel.models.sharding import full_tensor
 from keel.rollout.engine import OtherModel, StaleWeights
 
 SHARD_BYTES = 2**30  # of one file on its way
@@ -82,7 +82,7 @@ def checkpoint_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
     for name, parameter in inner.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
-        value = whole(parameter.detach())
+        value = full_tensor(parameter.detach())
         yield name.replace(".base_layer.", "."), value.to(dtype) if value.is_floating_point() else value
 
 
@@ -211,7 +211,7 @@ def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
     for path, module in causal_lm(policy).named_modules():
         if name in getattr(module, "lora_A", {}):
-            a, b = (whole(getattr(module, kind)[name].weight.detach()).to(dtype) for kind in ("lora_A", "lora_B"))
+            a, b = (full_tensor(getattr(module, kind)[name].weight.detach()).to(dtype) for kind in ("lora_A", "lora_B"))
             matrices[path] = (a, b if module.scaling[name] == 1 else b * module.scaling[name])
     return Adapter(name, matrices)
 

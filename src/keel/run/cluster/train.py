@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from keel.base.alive import LAUNCH_FLAGS
+from keel.base.watchdog import LAUNCH_FLAGS
 from keel.config.schema import Config
 from keel.rollout.vllm.client import SECRET, shared_secret
 from keel.run.cluster.actor import Output
