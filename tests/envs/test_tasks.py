@@ -359,7 +359,7 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("arithmetic", {"digits": True}, "arithmetic.digits is true: expected a whole number"),
         ("countdown", {"numbers": [3, "four"]}, r"countdown.numbers\[1\] is the text four"),
         ("no.such.module:task", {}, "cannot import task"),
-        ("keel.envs.countdown:FORM_REWARD", {}, "must be a function"),
+        ("keel.envs.countdown:FORMAT_REWARD", {}, "must be a function"),
         ("builtins:dict", {}, "is Python's own dict: give a function or a class of yours"),
         ("keel.envs.base:Task", {}, "a Task without sample, held_out, gold, reward"),
     ],

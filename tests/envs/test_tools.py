@@ -17,7 +17,7 @@ from keel.base.types import Problem
 from keel.envs.registry import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
 from keel.envs.tool_list import tools_of
-from keel.envs.toolbox import KINDS, MOST_CALLS, Toolbox
+from keel.envs.toolbox import KINDS, MAX_CALLS, Toolbox
 from keel.envs.tools import Tool, coerce, json_type, tool
 
 PROBLEM = Problem("p", "?")
@@ -391,9 +391,9 @@ def test_a_tool_that_hangs_is_an_error_and_at_last_stops_the_run() -> None:
 
 def test_too_many_calls_of_a_turn_are_not_answered() -> None:
     toolbox = box(quiet)
-    turn = f"<tool_call>{call('quiet')}</tool_call>" * (MOST_CALLS + 5)
-    assert len(said(toolbox, turn)) == MOST_CALLS + 1
-    assert counted(toolbox, turn) == {"tool/calls": MOST_CALLS + 1, "tool/errors": 1.0, "tool/too_many": 1.0}
+    turn = f"<tool_call>{call('quiet')}</tool_call>" * (MAX_CALLS + 5)
+    assert len(said(toolbox, turn)) == MAX_CALLS + 1
+    assert counted(toolbox, turn) == {"tool/calls": MAX_CALLS + 1, "tool/errors": 1.0, "tool/too_many": 1.0}
 
 
 def test_every_kind_is_counted_even_where_it_is_zero() -> None:

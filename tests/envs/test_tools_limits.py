@@ -23,7 +23,7 @@ from keel.envs.episode import SingleTurn
 from keel.envs.judge import Judge
 from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
-from keel.envs.toolbox import MOST_HUNG, Toolbox, ToolEpisode
+from keel.envs.toolbox import MAX_HUNG, Toolbox, ToolEpisode
 from keel.envs.tools import tool
 
 
@@ -202,9 +202,9 @@ def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
 
 def test_a_tool_that_hangs_for_good_stops_the_run() -> None:
     task, problem = with_tools(tool(hang.function, timeout_s=0.02))
-    for number in range(MOST_HUNG):
+    for number in range(MAX_HUNG):
         replies(task, [(problem, turn("hang", str(number)))])
-    with pytest.raises(TooManyHungCalls, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
+    with pytest.raises(TooManyHungCalls, match=rf"^tool 'hang' hangs: {MAX_HUNG + 1} calls did not return"):
         replies(task, [(problem, turn("hang", "the last"))])
 
 

@@ -26,7 +26,7 @@ from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 FORMATS = ("tags", "plain")
 COLUMNS = ("nums", "target")
 MAX_NUMBERS = 5  # of a data row, because its solution is searched exhaustively
-FORM_REWARD = 0.1
+FORMAT_REWARD = 0.1
 LONGEST_EXPRESSION = 256
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 _ALLOWED = re.compile(r"[0-9+\-*/()\s]+", re.ASCII)
@@ -120,7 +120,7 @@ class CountdownGrader:
         hit = evaluated is not None and evaluated[0] == problem.info["target"]
         correct = float(hit and evaluated is not None and Counter(evaluated[1]) == Counter(problem.info["numbers"]))
         return Reward(
-            max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
+            max(correct, FORMAT_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
         )
 
 

@@ -15,7 +15,7 @@ from keel.envs import Episode, Task
 from keel.envs.answers import last_tag
 from keel.envs.base import played
 from keel.envs.tool_calls import write_call
-from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
+from keel.envs.toolbox import MAX_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
 from keel.recipes.multihop import score
 from keel.recipes.multihop.answer import Answer, complete, read_answer, retrieve_documents
@@ -197,7 +197,7 @@ class Multihop(Task):
         """The error replies to an unclosed call and to too many calls."""
         (problem,) = self.sample(1, seed=0, step=0)
         tag = self._base.tag
-        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
+        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MAX_CALLS + 1))
         replies = []
         for text in wrong:
             with played(self, problem, [text]) as (episode, _):
