@@ -78,8 +78,8 @@ def _check_arguments(task: Any, reward: Any) -> None:
         raise KeelError(f"{error}; pass options as overrides=[...]") from None
     if reward is not None and not callable(reward):
         raise KeelError(
-            f"keel.train: the reward is a {type(reward).__name__}: pass a function f(problem, text), or set `rewards:` in "
-            "the configuration"
+            f"keel.train: the reward is a {type(reward).__name__}: pass a function f(problem, text), or set `rewards:` "
+            "in the configuration"
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 from keel.base.types import Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.attacks import Attack, Form, GoldBatch, attacks_on, form_of
-from keel.envs.exploits import FREE_SHARE, REQUESTS, Exploits, exploit
+from keel.envs.exploits import FREE_SHARE, MAX_REQUESTS, Exploits, exploit
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS, build_task
 from keel.envs.rewards import REWARDS, TASK, http
@@ -283,11 +283,11 @@ def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.Monke
             exploits = judged([{**entry, **options}])
             assert earned(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
             assert {row.problems for row in exploits.rows} == {1}
-            assert 30 < len(asked) <= REQUESTS == 42
+            assert 30 < len(asked) <= MAX_REQUESTS == 42
         asked.clear()
         exploits = judged([entry, {"name": "numeric"}], aggregate="normalised_sum")
         assert len(exploits.rows) >= 8
-        assert 30 < len(asked) <= REQUESTS
+        assert 30 < len(asked) <= MAX_REQUESTS
 
 
 def test_every_reward_has_its_figures() -> None:

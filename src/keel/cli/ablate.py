@@ -35,19 +35,28 @@ Examples:
 @app.command(help=ABLATE_HELP, context_settings=ANY_OPTION)
 def ablate(
     args: Annotated[
-        list[str], typer.Argument(metavar="CONFIG|STUDY [KEY=VALUE]...", help="Configuration or study, and options for all runs.")
+        list[str],
+        typer.Argument(metavar="CONFIG|STUDY [KEY=VALUE]...", help="Configuration or study, and options for all runs."),
     ],
     grid: Annotated[
         list[str] | None, typer.Option("--grid", metavar="OPTION=VALUES", help="One axis of the grid; repeatable.")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Number of seeds, or a list of seeds: 3 (default), or 1,2,5.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Output folder (default: runs/studies/NAME).")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Number of seeds, or a list of seeds: 3 (default), or 1,2,5.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Output folder (default: runs/studies/NAME).")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Number of parallel runs; they share the CPU cores.")] = 1,
-    on: Annotated[str, typer.Option(metavar="local|ray[:ADDRESS]", help="Where to run: this machine or a Ray cluster.")] = "local",
+    on: Annotated[
+        str, typer.Option(metavar="local|ray[:ADDRESS]", help="Where to run: this machine or a Ray cluster.")
+    ] = "local",
     baseline: Annotated[
         str | None, typer.Option(metavar="POINT", help="Point that the others are compared with (default: the first).")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="Metric of the verdict: accuracy_after, reward or retention_after.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric of the verdict: accuracy_after, reward or retention_after.")
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="Check the grid, list its points and exit.")] = False,
 ) -> int:
     from keel.lab.studies import read_study

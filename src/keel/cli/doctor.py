@@ -49,7 +49,9 @@ Examples:
   keel doctor --trl my_script:build_trainer
 """
 
-DOCTOR_ARGS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to diagnose, and options of a CONFIG.")
+DOCTOR_ARGS = typer.Argument(
+    metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to diagnose, and options of a CONFIG."
+)
 
 
 @app.command(help=DOCTOR_HELP, context_settings=ANY_OPTION)
@@ -65,7 +67,8 @@ def doctor(
         typer.Option("--quick", help="For a CONFIG: use a smaller batch and fewer experiments."),
     ] = False,
     columns: Annotated[
-        str | None, typer.Option("--map", help="Map metrics to columns of a table or TensorBoard tags: kl=COL,reward=COL.")
+        str | None,
+        typer.Option("--map", help="Map metrics to columns of a table or TensorBoard tags: kl=COL,reward=COL."),
     ] = None,
     threshold: Annotated[
         list[str] | None, typer.Option("--threshold", help="Override a threshold: name=value; repeatable.")
@@ -91,7 +94,9 @@ def doctor(
     elif log is None:
         for value, option in ((columns, "--map"), (write, "--write")):
             if value:
-                raise KeelError(f"{option} needs a run or a log, and {' '.join(paths) or 'the default'} is a configuration")
+                raise KeelError(
+                    f"{option} needs a run or a log, and {' '.join(paths) or 'the default'} is a configuration"
+                )
         name, diagnosis = _preflight(args or [], threshold or [], quick=quick, as_json=as_json, verbose=verbose)
     else:
         if quick:

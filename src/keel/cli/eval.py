@@ -49,20 +49,32 @@ def eval(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[:KEY=VALUE,...]", help="Evaluate this task instead of the configured ones; repeatable."),
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]", help="Evaluate this task instead of the configured ones; repeatable."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="MODEL|RUN[@WHEN]", help="Model to compare with; WHEN is start, warmstart, best or a step."),
+        typer.Option(
+            metavar="MODEL|RUN[@WHEN]", help="Model to compare with; WHEN is start, warmstart, best or a step."
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Held-out problems per task (eval.samples).")] = None,
-    k: Annotated[str | None, typer.Option(metavar="K[,K]...", help="Values of k for pass@k, such as 1,8 (eval.k).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy, with one sample per problem.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum completion length (rollout.max_completion_length).")] = None,
+    k: Annotated[
+        str | None, typer.Option(metavar="K[,K]...", help="Values of k for pass@k, such as 1,8 (eval.k).")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy, with one sample per problem.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum completion length (rollout.max_completion_length).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise (default: run.seed + 1).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the data to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a bar chart with intervals to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Write a bar chart with intervals to this file.")
+    ] = None,
     nproc: Nproc = 1,
 ) -> int:
     from keel.base.files import write_atomic

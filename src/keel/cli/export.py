@@ -27,7 +27,9 @@ Examples:
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a model folder.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; it must be new or empty.")],
-    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint of a run: best or a step (default: the newest).")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint of a run: best or a step (default: the newest).")
+    ] = None,
     merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into the base weights.")] = False,
 ) -> int:
     from keel.lab.publish.export import export as write

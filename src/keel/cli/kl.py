@@ -45,7 +45,8 @@ def kl(
     ] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="Use held-out problems of this task.")] = None,
     count: Annotated[
-        int | None, typer.Option("--num-prompts", min=1, help="Number of prompts (default: all of a file, 32 of a task).")
+        int | None,
+        typer.Option("--num-prompts", min=1, help="Number of prompts (default: all of a file, 32 of a task)."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum completion length.")] = 128,
@@ -68,7 +69,9 @@ def kl(
     max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled per batch.")] = 64,
     engine: Annotated[str, typer.Option(metavar="NAME", help="Sampling engine: native or module:attr.")] = "native",
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Plot positions, estimators and tokens to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Plot positions, estimators and tokens to this file.")
+    ] = None,
 ) -> int:
     from keel.lab.plots.picture import check_picture
 

@@ -24,7 +24,8 @@ Nproc = Annotated[
 ]
 
 On = Annotated[
-    str, typer.Option("--on", metavar="local|ray[:ADDRESS]", help="This machine, or a Ray cluster (options: section ray).")
+    str,
+    typer.Option("--on", metavar="local|ray[:ADDRESS]", help="This machine, or a Ray cluster (options: section ray)."),
 ]
 
 
@@ -104,7 +105,9 @@ def _status(exits: Mapping[int, int], nproc: int, resume: str = "") -> int:
     own = [status for status in exits.values() if status > 0]
     if own:
         return own[0]
-    killed = {rank: -status for rank, status in exits.items() if status != -signal.SIGTERM}  # the launcher sends SIGTERM
+    killed = {
+        rank: -status for rank, status in exits.items() if status != -signal.SIGTERM
+    }  # the launcher sends SIGTERM
     for rank, number in killed.items():
         name = signal.Signals(number).name
         others = ", which ended the other ranks" if nproc > 1 else ""

@@ -40,12 +40,16 @@ def serve(
     dtype: Annotated[str, typer.Option(help="dtype of the weights; auto is the model's own.")] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(help="Number of GPUs that share the model.", min=1)] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of the GPU's memory.", min=0.01, max=1)] = 0.9,
-    max_model_len: Annotated[int | None, typer.Option(help="Maximum length of prompt plus completion in tokens.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum length of prompt plus completion in tokens.")
+    ] = None,
     transfer: Annotated[
         Literal["http", "nccl"],
         typer.Option(help="Transfer of full weights: http, or nccl from other GPUs (experimental)."),
     ] = "http",
-    cuda_graphs: Annotated[bool, typer.Option(help="Compile and decode with CUDA graphs; start-up takes longer.")] = True,
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="Compile and decode with CUDA graphs; start-up takes longer.")
+    ] = True,
     max_lora_rank: Annotated[int, typer.Option(help="Maximum LoRA rank; 0 disables adapters.", min=0)] = 0,
 ) -> None:
     from keel.models.adapters import is_lora

@@ -70,7 +70,10 @@ def train(
         int | None, typer.Option(metavar="PORT", help=f"Port of --watch (default: {PORT}); 0 picks a free one.")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print memory and time of a step without training; --nproc is the number of devices.")
+        bool,
+        typer.Option(
+            "--plan", help="Print memory and time of a step without training; --nproc is the number of devices."
+        ),
     ] = False,
     hardware: Annotated[
         str | None,
@@ -79,7 +82,8 @@ def train(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="With --plan: prompt length in tokens (default: the task's longest).")
+        int | None,
+        typer.Option(metavar="N", help="With --plan: prompt length in tokens (default: the task's longest)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print data instead of tables.")] = False,
 ) -> int:
@@ -123,7 +127,9 @@ def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> No
     if watch and dry_run:
         raise KeelError("--watch reads a run's files, and --dry-run writes none: give one of them")
     if watch and on != "local":
-        raise KeelError(f"--watch does not work with --on {on}: run keel watch RUN on the machine that has the run's folder")
+        raise KeelError(
+            f"--watch does not work with --on {on}: run keel watch RUN on the machine that has the run's folder"
+        )
 
 
 def _check_plan(

@@ -50,7 +50,8 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot bias and standard deviation of the estimators against the true KL to this file.")
+        Path | None,
+        typer.Option(help="Plot bias and standard deviation of the estimators against the true KL to this file."),
     ] = None,
 ) -> int:
     given = [name for name, on in (("--formula", formula), ("--callable", function), ("--peers", peers)) if on]
@@ -99,7 +100,9 @@ def _peers(as_json: bool) -> int:
             if not as_json:
                 typer.echo("\n".join(lines(peer)), file=out)
     if not any(peer.rows for peer in found):
-        raise KeelError("no installed trainer has KL terms that can be called: pip install 'trl==1.16.*' or 'verl==0.9.*'")
+        raise KeelError(
+            "no installed trainer has KL terms that can be called: pip install 'trl==1.16.*' or 'verl==0.9.*'"
+        )
     if as_json:
         print_json({"peers": [asdict(peer) for peer in found]})
     return 0

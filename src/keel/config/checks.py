@@ -56,7 +56,7 @@ def _loss(config: Config) -> None:
         raise KeelError("loss.scale_rewards=group needs a standard deviation: set rollout.num_generations to 2 or more")
     if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
-            f"loss.loss_type={loss.loss_type} has no ratio, so it is valid for one update per batch only: set "
+            f"loss.loss_type={loss.loss_type} has no ratio, so it allows one update per batch only: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
         )
     if config.rollout.max_staleness > 0 and loss.mismatch.kind == "none":
@@ -119,7 +119,9 @@ def _model(config: Config) -> None:
             )
     check_quantization(model)
     if model.quantization is not None and config.optim.offload:
-        raise KeelError("optim.offload has no effect with model.quantization, where only small adapters train: leave it out")
+        raise KeelError(
+            "optim.offload has no effect with model.quantization, where only small adapters train: leave it out"
+        )
 
 
 def _rollout(config: Config) -> None:
@@ -180,8 +182,8 @@ def advice(config: Config) -> list[str]:
         scale = scale_rewards(config.loss)
         if kl.placement == "reward" and scale != "none":
             notes.append(
-                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard deviation σ "
-                "of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is that of the "
+                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard deviation "
+                "σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is that of the "
                 "penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
             )
     if kl.beta == 0 and kl.steers:
@@ -204,8 +206,8 @@ def advice(config: Config) -> list[str]:
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")
     if written := dict.fromkeys(name for name, _ in secrets_in(config.to_dict())):
         notes.append(
-            f"{', '.join(written)} looks like a secret in plain text. It is masked in all output, but config.yaml stores "
-            "it (readable only by you); write $NAME instead and set the environment variable"
+            f"{', '.join(written)} looks like a secret in plain text. It is masked in all output, but config.yaml "
+            "stores it (readable only by you); write $NAME instead and set the environment variable"
         )
     return notes
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("keel")
 
 
 def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
-    """Load and check the configuration of a YAML file, a run folder or a mapping, with overrides such as `kl.beta=0.01`.
+    """Load and check the configuration of a YAML file, a run folder or a mapping, with overrides like `kl.beta=0.01`.
 
     Option names of other trainers are translated; the logger `keel` warns with the new names.
     """
@@ -74,8 +74,8 @@ def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
     for name, value, origin in (setting for layer in layers for setting in layer):
         if MASK in str(value) and not name.endswith("prompt"):  # a prompt may contain the mask as text
             raise KeelError(
-                f"{name} in {origin} contains {MASK}, the mask of a secret in printed configurations: write $NAME and set "
-                "the environment variable"
+                f"{name} in {origin} contains {MASK}, the mask of a secret in printed configurations: write $NAME and "
+                "set the environment variable"
             )
 
 

@@ -61,7 +61,8 @@ class Alias:
         except KeelError:
             raise
         except (TypeError, ValueError, ArithmeticError, AttributeError):
-            raise KeelError(f"{self.name} is {text.dump(value)}: this is not a valid value{f' for {self.target}' * bool(self.target)}") from None
+            target = f" for {self.target}" if self.target else ""
+            raise KeelError(f"{self.name} is {text.dump(value)}: this is not a valid value{target}") from None
 
     def _given(self, value: Any, settings: Settings) -> Given:
         return Given(self.name, self.target, self.reason, self.values, value, settings)

@@ -57,9 +57,7 @@ class DoctorOptions(Options):
 class Config(Options):
     """The checked configuration of a run. Build it with `load_config`."""
 
-    run: RunOptions = Field(
-        default=RunOptions(), description="Name, folder, seed and length of the run."
-    )
+    run: RunOptions = Field(default=RunOptions(), description="Name, folder, seed and length of the run.")
     model: ModelOptions = Field(default=ModelOptions(), description="The policy.")
     warmstart: WarmstartOptions | None = Field(
         default=None, description="SFT warm start; its result is the reference. null: none."
@@ -82,12 +80,14 @@ class Config(Options):
         default=ReferenceOptions(), description="The policy that the KL is measured against."
     )
     loss: LossOptions = Field(default=LossOptions(), description="The policy loss.")
-    optim: OptimOptions = Field(default=OptimOptions(), description="The optimizer and the split of a batch into updates.")
-    eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
-    parallel: ParallelOptions = Field(
-        default=ParallelOptions(), description="How weights are sharded over devices."
+    optim: OptimOptions = Field(
+        default=OptimOptions(), description="The optimizer and the split of a batch into updates."
     )
-    ray: RayOptions | None = Field(default=None, description="Placement for keel train --on ray; null is the default placement.")
+    eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
+    parallel: ParallelOptions = Field(default=ParallelOptions(), description="How weights are sharded over devices.")
+    ray: RayOptions | None = Field(
+        default=None, description="Placement for keel train --on ray; null is the default placement."
+    )
     guards: GuardOptions = Field(default=GuardOptions(), description="Reaction to non-finite values and spikes.")
     log: LogOptions = Field(
         default=LogOptions(), description="Loggers in addition to metrics.jsonl, which is always written."

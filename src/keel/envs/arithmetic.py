@@ -110,7 +110,9 @@ class Arithmetic(Task):
         if self.format == "plain":
             return Reward(correct, {"correct": correct}, parsed=answer is not None)
         form = float(tagged is not None)
-        return Reward(max(correct, FORMAT_REWARD * form), {"correct": correct, "format": form}, parsed=answer is not None)
+        return Reward(
+            max(correct, FORMAT_REWARD * form), {"correct": correct, "format": form}, parsed=answer is not None
+        )
 
     def _read(self, text: str) -> str | None:
         """Parse the answer. With `style: signs` the text must be the bare answer."""

@@ -105,7 +105,9 @@ def form_of(texts: Iterable[str]) -> Form:
     shared = reduce(_shared, ([match.group() for match in row] for row in rows))
     common = [token for token in shared if not re.fullmatch(_NUMBER, token)]
     spots = [[-1, *_spots(common, row), len(row)] for row in rows]
-    gaps = [{at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)]  # number of tokens before each common one
+    gaps = [
+        {at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)
+    ]  # number of tokens before each common one
     pieces, optional, start = [], set(), 0
     for i, gap in enumerate(gaps):
         if gap != {0}:  # a slot; the piece before it gets the whitespace of the first text

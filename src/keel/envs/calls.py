@@ -1,4 +1,4 @@
-"""Call user functions safely: they may raise, exit or never return. Each call has a deadline; all share an event loop."""
+"""Call user functions, which may raise, exit or never return. Each call has a deadline; all share an event loop."""
 
 from __future__ import annotations
 

@@ -190,9 +190,7 @@ def dataset(
     if all(p.answer is None for p in (*train, *held)):
         for option, value in (("answer", answer), ("tag", tag)):
             if value is not None:
-                raise KeelError(
-                    f"task.{option}={value} needs answers, and {data_name(source)} has none: leave it out"
-                )
+                raise KeelError(f"task.{option}={value} needs answers, and {data_name(source)} has none: leave it out")
         return Dataset(f"dataset/{data_name(source)}", train, held, NoAnswers(data_name(source)), notes)
     bare = next((p for p in (*train, *held) if p.answer is None), None)
     if bare is not None:
@@ -222,7 +220,9 @@ def split(
         changes = {"path": eval_path or source.path, "split": eval_split or source.split}
         other = read_options(SourceOptions, {**source.model_dump(), **changes}, "data")
         if other == source:
-            raise KeelError("task.eval_path and task.eval_split name the training data: leave them out, or name other data")
+            raise KeelError(
+                "task.eval_path and task.eval_split name the training data: leave them out, or name other data"
+            )
         evaluated = read(other)
         held = tuple(replace(p, key=f"eval/{p.key}") for p in evaluated.problems)
         prompts = {_identity(p) for p in held}
@@ -263,9 +263,7 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
         return answer, []
     bare = all(plain_number(text) is not None for p in problems for text in accepted(p))
     compare = "numeric" if bare else "exact"
-    why = (
-        "because all are numbers: the last number of a completion counts" if bare else "against the whole completion"
-    )
+    why = "because all are numbers: the last number of a completion counts" if bare else "against the whole completion"
     return compare, [f"{name}: answers are compared with task.answer={compare}, {why}"]
 
 

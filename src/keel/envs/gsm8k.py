@@ -93,6 +93,8 @@ def _solutions(source: SourceOptions) -> LoadedProblems:
 def _with_instruction(problem: Problem, instruction: str | None) -> Problem:
     """The question as a chat message."""
     if not isinstance(problem.prompt, str):
-        raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for chat messages")
+        raise KeelError(
+            f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for chat messages"
+        )
     question = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
     return replace(problem, prompt=[{"role": "user", "content": question}])

@@ -33,7 +33,7 @@ class SourceOptions(Options):
 
     path: str | tuple[str, ...] | None = Field(
         default=None,
-        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or a list; null: the task's default.",
+        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or a list; null: task's default.",
     )
     split: str = Field(default="train", min_length=1, description="Split of a folder or hub dataset to train on.")
     columns: ColumnOptions = Field(default=ColumnOptions(), description="Columns of the data.")
@@ -75,7 +75,9 @@ class RewardPartOptions(PluginOptions):
     """The name and weight of a reward, and its parameters."""
 
     name: str = Field(
-        default="task", min_length=1, description="task (the task's own reward), a name in docs/rewards.md, or module:attr."
+        default="task",
+        min_length=1,
+        description="task (the task's own reward), a name in docs/rewards.md, or module:attr.",
     )
     weight: Float = Field(default=1.0, description="Weight of this reward in the sum.")
 
@@ -89,9 +91,7 @@ class RewardOptions(Options):
     warmup_steps: Count = Field(
         default=0, description="Steps over which the weight of the advantages rises linearly from 0 to 1."
     )
-    timeout_s: Above0 | None = Field(
-        default=30.0, description="Time limit of a reward in seconds; null: none."
-    )
+    timeout_s: Above0 | None = Field(default=30.0, description="Time limit of a reward in seconds; null: none.")
     shuffle: int | None = Field(
         default=None,
         description="Seed to permute rewards within each group, a control that must not learn; null: off.",

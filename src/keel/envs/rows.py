@@ -90,9 +90,7 @@ def handle_broken_rows(source: str, broken: Sequence[BrokenRow], on_broken: str)
     more = f" ({len(broken) - 1} more: {shown})" if len(broken) > 1 else ""
     if on_broken == "error":
         first = broken[0]
-        raise KeelError(
-            f"{first.location}: {first.why}{more}; fix it, or skip such rows with data.on_broken=skip"
-        )
+        raise KeelError(f"{first.location}: {first.why}{more}; fix it, or skip such rows with data.on_broken=skip")
     return f"{source}: {len(broken)} broken rows skipped (data.on_broken=skip), the first at {broken[0].location}"
 
 

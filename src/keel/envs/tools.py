@@ -130,9 +130,7 @@ def check_distinct(names: Sequence[str]) -> None:
     """Refuse two tools with the same name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
-        raise KeelError(
-            f"two tools have the name {twice!r}: rename one with tool(…, name=…), or exclude it with only"
-        )
+        raise KeelError(f"two tools have the name {twice!r}: rename one with tool(…, name=…), or exclude it with only")
 
 
 def json_type(hint: Any) -> dict[str, Any]:
@@ -243,8 +241,8 @@ def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str,
             json_type(hint)
         except TypeError:
             raise KeelError(
-                f"tool {tool_name!r}: {parameter.name!r} is a {_type_name(hint)}, which JSON cannot represent: use str, "
-                "int, float, bool, list, dict or Literal"
+                f"tool {tool_name!r}: {parameter.name!r} is a {_type_name(hint)}, which JSON cannot represent: use "
+                "str, int, float, bool, list, dict or Literal"
             ) from None
         hints[parameter.name] = hint
     required = [p.name for p in signature.parameters.values() if p.default is p.empty]

@@ -60,7 +60,7 @@ class WithTools(TaskWrapper):
 
 
 class WithToolsEpisode(ToolEpisode):
-    """The inner task's reward for the final turn; an episode without a final turn earns the reward of an empty answer."""
+    """The inner task's reward for the final turn, or for an empty answer if the episode has not ended."""
 
     def __init__(self, task: WithTools, problem: Problem) -> None:
         super().__init__(task.toolbox, problem)

@@ -19,7 +19,7 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.lab.report.html import page as report_page
 from keel.lab.runs import read_run
-from keel.lab.watch.follow import DRAWING_SHARE, FollowedRun, Watcher
+from keel.lab.watch.follow import RENDER_SHARE, FollowedRun, Watcher
 from keel.lab.watch.page import progress, seconds_left, why_ended
 from keel.lab.watch.serve import EVERY_PAGE_S, addresses, served, show_end, watch
 from keel.lab.watch.server import REFRESH_S, is_local, listen
@@ -148,7 +148,7 @@ def test_a_costly_page_is_drawn_seldom(tmp_path, monkeypatch):
         monkeypatch.setattr(Watcher, "_draw", slow)
         first = watcher.snapshot()
         step(log, 2)
-        clock.now += 3.0 / DRAWING_SHARE - 0.1
+        clock.now += 3.0 / RENDER_SHARE - 0.1
         assert watcher.snapshot() is first
         clock.now += 0.2
         assert watcher.snapshot().etag != first.etag

@@ -78,7 +78,9 @@ def _chat_judge(params: Mapping[str, Any]) -> None:
     if compiled is not None and compiled.groups != 1:
         raise KeelError(f"reward chat_judge: pattern {params['pattern']!r} must have one group, around the score")
     if "template" in params and "{completion}" not in params["template"]:
-        raise KeelError("reward chat_judge: template has no {completion}: add it, so that the judge sees the completion")
+        raise KeelError(
+            "reward chat_judge: template has no {completion}: add it, so that the judge sees the completion"
+        )
     low, high = params.get("low", 0.0), params.get("high", 10.0)
     if not low < high:
         raise KeelError(f"reward chat_judge: low is {low} and high is {high}: high must be above low")

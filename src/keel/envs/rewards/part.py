@@ -13,7 +13,7 @@ from keel.base.errors import unknown
 from keel.base.types import Problem, Reward
 from keel.envs.calls import is_async
 
-# `f(problem, text) -> float | dict | Reward`; text is the last model turn, an optional parameter `turns` gets all turns.
+# `f(problem, text) -> float | dict | Reward`; text is the last model turn, an optional parameter `turns` gets all.
 RewardFunction = Callable[..., Any]
 AGGREGATES = ("sum", "normalised_sum")
 _MIN_STD = 1e-8  # a smaller standard deviation is rounding error

@@ -102,8 +102,7 @@ def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[Rew
 
 
 def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Check before the run that remote judges can be reached and that the code sandbox works.
-    """
+    """Check before the run that remote judges can be reached and that the code sandbox works."""
     for entry in entries:
         if entry["name"] == "code":
             need_sandbox(Limits.of(entry))
@@ -139,7 +138,9 @@ def _check_inner(outer: str, spec: Any) -> None:
     except KeelError as error:
         raise KeelError(f"reward {outer}: {error}") from None
     if name in REMOTE or (is_import_path(name) and is_async(_function(name))):
-        raise KeelError(f"reward {outer}: {name} is remote or async and cannot be nested: give it its own entry in rewards")
+        raise KeelError(
+            f"reward {outer}: {name} is remote or async and cannot be nested: give it its own entry in rewards"
+        )
 
 
 def _build_inner(spec: Any, task: Task) -> RewardPart:

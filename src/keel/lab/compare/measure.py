@@ -72,8 +72,8 @@ class Direction:
     `per_token` is the mean over all sampled tokens, `per_sequence` the mean over completions of the sum over a
     completion's tokens, by estimator: k1, k2, k3, abs, and `exact`, the sum over the vocabulary at every sampled
     state. The sum of `exact` is the Rao-Blackwell estimate of the sequence's KL. `other_way` is the exact per-token
-    KL(other‖sampler) on the same states. `clamped` counts tokens whose log-ratio was clamped at ±20 nats; `truncated` is
-    the fraction of truncated completions. `positions` has every position, `bands` the same in bands that double in
+    KL(other‖sampler) on the same states. `clamped` counts tokens whose log-ratio was clamped at ±20 nats; `truncated`
+    is the fraction of truncated completions. `positions` has every position, `bands` the same in bands that double in
     width.
     """
 

@@ -89,7 +89,9 @@ def _likely(axis: Any, direction: Direction) -> None:
     axis.barh(rows, [token.log_ratio for token in top], color=_ways(top), height=0.65)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(rows, [f"{_label(token.text)} ×{token.count}" for token in top], family="monospace")
-    axis.set(title="More (orange) or less (blue) likely under the policy", xlabel="mean log π − log p where sampled, nats")
+    axis.set(
+        title="More (orange) or less (blue) likely under the policy", xlabel="mean log π − log p where sampled, nats"
+    )
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
 

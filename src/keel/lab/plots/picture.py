@@ -46,7 +46,9 @@ def check_picture(path: Path) -> None:
     if path.suffix not in KINDS:
         raise KeelError(f"cannot write the plot to {str(path)!r}: end its name in {', '.join(KINDS)}")
     if not path.parent.is_dir():
-        raise KeelError(f"cannot write the plot to {path}: the folder {path.parent} does not exist: choose a writable folder")
+        raise KeelError(
+            f"cannot write the plot to {path}: the folder {path.parent} does not exist: choose a writable folder"
+        )
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,9 @@ def _from_metrics(
         return None
     if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
-    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | ASYNC_PANELS, checkpoint_steps(runs))
+    return Panel(
+        title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | ASYNC_PANELS, checkpoint_steps(runs)
+    )
 
 
 def _by_depth(runs: Sequence[RunRecord]) -> Panel | None:

@@ -90,7 +90,9 @@ def plot_estimators(path: Path) -> None:
             left.plot(true, [abs(bias) for bias, _ in moments], style, label=name, linewidth=2)
             right.plot(true, [std for _, std in moments], style, label=name, linewidth=2)
         left.set(title="bias: only k2 is biased", ylabel="|bias| / true KL", ylim=(-0.02, 0.6))
-        right.set(title="standard deviation: k1's is large for small KL", ylabel="standard deviation / true KL", yscale="log")
+        right.set(
+            title="standard deviation: k1's is large for small KL", ylabel="standard deviation / true KL", yscale="log"
+        )
         for axis in (left, right):
             axis.set(xlabel="true KL (nats)", xscale="log")
             axis.grid(alpha=0.3)

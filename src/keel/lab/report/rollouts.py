@@ -175,7 +175,9 @@ def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
         raise KeelError(f"{path} has no complete line yet: wait for the first step")
     chosen = max(steps) if step is None else step
     if chosen not in steps:
-        raise KeelError(f"step {chosen} of {run} has no rollouts: the nearest steps with rollouts are {_nearest(steps, chosen)}")
+        raise KeelError(
+            f"step {chosen} of {run} has no rollouts: the nearest steps with rollouts are {_nearest(steps, chosen)}"
+        )
     with path.open("rb") as file:
         return chosen, [_read_at(file, offset) for offset in steps[chosen]]
 

@@ -203,7 +203,9 @@ def timeline(run: RunRecord) -> str:
         )
     note = f"<p class='muted'>{left_out} events in the middle are omitted.</p>" if left_out else ""
     began = (
-        "" if start is None else f"<p class='muted'>Started {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC.</p>"
+        ""
+        if start is None
+        else f"<p class='muted'>Started {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC.</p>"
     )
     return began + table(["step", "time", "event", ""], rows, "events") + note
 

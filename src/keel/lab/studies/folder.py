@@ -81,7 +81,7 @@ def _claim(path: Path, study: Study, threads: int) -> int:
             raise KeelError(f"{record} cannot be read: restore it, or choose another --out") from None
         if stored_digest != study_digest:
             raise KeelError(
-                f"{path} contains another study ({_difference(stored, study)}): choose another --out, or delete the folder"
+                f"{path} contains another study ({_difference(stored, study)}): choose another --out, or delete it"
             )
         return stored_threads
     others = [item.name for item in path.iterdir() if item.name != ".lock"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.lab.judge import standing, state
 from keel.lab.runs import Record, RunReader, RunRecord
-from keel.lab.watch.page import Section, RunView, sections, title
+from keel.lab.watch.page import RunView, Section, sections, title
 
 ROLLOUT_BYTES = 2 * 2**20  # of the start and the end of rollouts.jsonl, kept in memory
 RENDER_SHARE = 0.1  # maximum average share of a core for rendering

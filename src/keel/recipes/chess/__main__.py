@@ -52,7 +52,9 @@ def data(
     max_pieces: Annotated[
         int | None, typer.Option(help="Games start from random positions of 3 to this many pieces.")
     ] = None,
-    plies: Annotated[int | None, typer.Option(help="Maximum game length (default: 80, or 12 with --max-pieces).")] = None,
+    plies: Annotated[
+        int | None, typer.Option(help="Maximum game length (default: 80, or 12 with --max-pieces).")
+    ] = None,
     history: Annotated[int, typer.Option(help="Moves shown in an A: prompt, 1 to 10.")] = 10,
     illegal: Annotated[float, typer.Option(help="Fraction of A: rows with an illegal move.")] = 0.05,
     draws: Annotated[str, typer.Option(help="claimed or automatic, as in the task.")] = "claimed",

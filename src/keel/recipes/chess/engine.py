@@ -292,7 +292,9 @@ class EnginePool:
                 why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
                 if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                     why = str(error.strerror or error)
-                raise KeelError(f"{self.path} is not a UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
+                raise KeelError(
+                    f"{self.path} is not a UCI engine ({why}): {INSTALL}, or set task.engine.path"
+                ) from error
 
     def _key(self, query: Query) -> str:
         options = self.options

@@ -17,7 +17,7 @@ OPPONENTS = ("random", "stockfish")
 PLAY_HELP = """Let a model play whole games of chess with the best move of its P: answers.
 
 Colours alternate, and each pair of games starts with the same random moves. An answer without a legal best move loses
-the game and counts as a forfeit. Prints wins, draws, losses and the score (a draw is 0.5) with its 95 % Wilson interval.
+the game and counts as a forfeit. Prints wins, draws, losses and the score (draw: 0.5) with its 95 % Wilson interval.
 
 Examples:
 
@@ -37,12 +37,16 @@ def play(
     opening_plies: Annotated[int, typer.Option(min=0, help="Random moves at the start of a game.")] = 4,
     max_plies: Annotated[int, typer.Option(min=1, help="Game length after which it is a draw.")] = 200,
     padding: Annotated[str, typer.Option(help="source or none, as in training.")] = "source",
-    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint of a run: best, start, warmstart or a step.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint of a run: best, start, warmstart or a step.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of openings, random mover and sampling.")] = 0,
     pgn: Annotated[Path | None, typer.Option(metavar="FILE.pgn", help="Write the games to this file.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write each game's last position to this folder.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write each game's last position to this folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
 ) -> int:
     if opponent not in OPPONENTS:

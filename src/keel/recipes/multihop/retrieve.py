@@ -92,7 +92,9 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
     if name not in RETRIEVERS:
         raise unknown("multihop retriever", name, RETRIEVERS)
     if name != "hybrid" and embedding is not None:
-        raise KeelError(f"multihop embedding has no effect with retriever={name}: set retriever=hybrid, or leave it out")
+        raise KeelError(
+            f"multihop embedding has no effect with retriever={name}: set retriever=hybrid, or leave it out"
+        )
     if name == "golden":
         return golden
     need_bm25()
