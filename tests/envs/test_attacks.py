@@ -194,7 +194,7 @@ class Unanswered(TaskWrapper):
 def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
     judged, earn_less = exploit(Unanswered(), count=COUNT).checks
     assert (judged.ok, judged.detail) == (False, "raised LookupError: no gold answer")
-    assert (earn_less.ok, earn_less.detail) == (True, "not asked: attacks could not be made")
+    assert (earn_less.ok, earn_less.detail) == (True, "skipped: the attacks could not be built")
 
 
 def test_every_task_has_its_figures() -> None:

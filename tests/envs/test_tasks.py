@@ -91,7 +91,7 @@ class Broken(TaskWrapper):
         ({"gold": lambda problem: "", "reward": lambda problem, turns: Reward(-1.0)}, "an empty answer"),
         ({"reward": lambda problem, turns: Reward(1.0)}, "an empty answer"),
         ({"reward": lambda problem, turns: Reward(len(turns[-1]))}, "earns more than the gold"),
-        ({"held_out": lambda count, seed=0: arithmetic(high=30).sample(count, seed=0, step=1)}, "turns up in training"),
+        ({"held_out": lambda count, seed=0: arithmetic(high=30).sample(count, seed=0, step=1)}, "is in the training data"),
         ({"sample": lambda count, seed, step: arithmetic(high=30).sample(1, seed=0, step=0) * count}, "the same key"),
         ({"reward": lambda problem, turns: Reward(float(bool(turns[-1])))}, "answer to another problem"),
     ],
@@ -350,7 +350,7 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("arithmetic", {"style": "word"}, "did you mean 'words'"),
         ("countdown", {"numbers": 1}, "from 2 to 8"),
         ("countdown", {"operations": "+^"}, "some of"),
-        ("countdown", {"target_low": 5, "target_high": 1}, "turn them round"),
+        ("countdown", {"target_low": 5, "target_high": 1}, "swap them"),
         ("countdown", {"low": -1}, "must hold"),
         ("mixture", {}, "needs the parameter 'tasks'"),
         ("mixture", {"tasks": ["arithmetic"]}, r"tasks\[0\] is the text arithmetic: expected a mapping"),
@@ -390,5 +390,5 @@ def test_names_tell_sizes_apart() -> None:
 
 
 def test_an_impossible_target_says_so() -> None:
-    with pytest.raises(KeelError, match="no solvable problem"):
+    with pytest.raises(KeelError, match="countdown found no problem"):
         countdown(numbers=2, high=9, target_low=5000, target_high=9000).sample(1, seed=0, step=0)

@@ -88,7 +88,7 @@ def test_a_coroutine_that_waits_for_its_own_loop_is_an_error_and_no_deadlock() -
     async def waits() -> Any:
         return call_now(lambda: 1, timeout_s=None, hung=HungCalls())
 
-    with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for the event loop"):
+    with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for its own event loop"):
         call_now(waits, timeout_s=20.0, hung=HungCalls())
 
 

@@ -56,7 +56,7 @@ def test_the_page_is_there_before_the_run_and_is_told_its_end(tmp_path):
 def test_a_port_in_use_is_told_before_anything_is_trained(tmp_path):
     with listen(0) as taken:
         port = taken.getsockname()[1]
-        message = f"port {port} of 127.0.0.1 is in use, .*: --watch-port takes another one"
+        message = f"port {port} of 127.0.0.1 is in use, .*: set --watch-port to another one"
         with pytest.raises(KeelError, match=message), beside(tmp_path, port, print):
             pytest.fail("the block was entered")
 
@@ -80,7 +80,7 @@ def test_a_signal_while_pages_fetch_the_end_keeps_the_outcome(tmp_path, number, 
 
     def echo(line):
         lines.append(line)
-        if "pages that are open" in line:
+        if "open pages" in line:
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(subprocess, "Popen", started)
@@ -89,7 +89,7 @@ def test_a_signal_while_pages_fetch_the_end_keeps_the_outcome(tmp_path, number, 
         port = int(re.search(r":(\d+)/$", lines[0])[1])
         ask(port, "/state")
     assert servers[0].returncode == -signal.SIGKILL  # it did not come to its own end
-    assert "pages that are open" in lines[-1]
+    assert "open pages" in lines[-1]
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ConnectionRefusedError):
         ask(port, "/state")

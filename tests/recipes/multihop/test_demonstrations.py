@@ -201,7 +201,7 @@ def test_check_task_says_how_many_a_warm_start_leaves_out(tmp_path: Path) -> Non
     task = build_task("multihop", data={"path": written(tmp_path / "rows.jsonl", *rows)}, held_out=1)
     gold = next(result for result in checks(task, count=8) if result.name == "gold is correct")
     assert gold.ok
-    assert gold.detail.endswith("; a warm start leaves 3 out, which are no demonstrations")
+    assert gold.detail.endswith("; 3 are not used in a warm start")
 
 
 def test_rows_without_a_decomposition_are_asked_about_by_title_and_question(tmp_path: Path) -> None:
