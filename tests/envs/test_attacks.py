@@ -184,7 +184,7 @@ def test_what_chess_pays_for_nothing(
 
 
 class Unanswered(TaskWrapper):
-    name = "unanswered"
+    name = "prompts_only"
     inner = build_task("arithmetic")
 
     def gold_turns(self, problem: Problem) -> list[str]:

@@ -18,7 +18,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task
-from keel.envs.base import played
+from keel.envs.base import play_turns
 from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
 from keel.envs.episode import EpisodeRunner, close_now, step_now
 from keel.envs.judge import Judge
@@ -322,7 +322,7 @@ def test_gold_turns_of_episodes_that_are_started_later_are_judged() -> None:
     task = SlowlyMade()
     (problem,) = task.held_out(1)
     assert task.reward(problem, ["a", "b", "stop"]).total == 3.0
-    with played(task, problem, ["a", "stop", "never said"]) as (_, answered):
+    with play_turns(task, problem, ["a", "stop", "never said"]) as (_, answered):
         assert answered == ["1 told\n", None]
     assert [box.closed for box in Box.made] == [1, 1]
 

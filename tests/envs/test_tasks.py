@@ -311,13 +311,13 @@ def test_mixture_shares_and_judges_where_it_belongs() -> None:
     assert share[2] == 0
     assert 0.65 < share[0] / 400 < 0.85
     assert Counter(p.info["mixture"] for p in mixed.held_out(40)) == {0: 30, 1: 10}
-    assert not mixed.several_turns
+    assert not mixed.multi_turn
 
 
 def test_no_total_of_a_mixture_hides_another() -> None:
     def counting(name: str, **totals: float) -> Any:
         class Counting(Task):
-            def totals(self) -> dict[str, float]:
+            def counters(self) -> dict[str, float]:
                 return totals
 
         made = Counting()
@@ -325,9 +325,9 @@ def test_no_total_of_a_mixture_hides_another() -> None:
         return made
 
     first, second, third = counting("a", crashed=1, cached=2), counting("b", crashed=3), counting("b", crashed=4)
-    assert mixture([first, arithmetic()]).totals() == {"crashed": 1, "cached": 2}
-    assert mixture([first, second]).totals() == {"a/crashed": 1, "cached": 2, "b/crashed": 3}
-    assert mixture([second, third]).totals() == {"0/b/crashed": 3, "1/b/crashed": 4}
+    assert mixture([first, arithmetic()]).counters() == {"crashed": 1, "cached": 2}
+    assert mixture([first, second.XX == {"a/crashed": 1, "cached": 2, "b/crashed": 3}
+    assert mixture([second, third.XX == {"0/b/crashed": 3, "1/b/crashed": 4}
 
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")]])

@@ -128,7 +128,7 @@ class Arithmetic(Task):
     def _is_held_out(self, identity: str) -> bool:
         return is_held_out(identity) if self.held_out_identities is None else identity in self.held_out_identities
 
-    def holding_out(self, count: int) -> Arithmetic:
+    def with_held_out(self, count: int) -> Arithmetic:
         """The same task with exactly `count` held-out problems."""
         skill, span = SKILLS[self.skill], self.high - self.low + 1
         if (10**self.digits if skill.on_digits else span**skill.operands) > MAX_ENUMERATED:
@@ -210,4 +210,4 @@ def arithmetic(
         return task
     if isinstance(held_out, bool) or not isinstance(held_out, int):
         raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
-    return task.holding_out(held_out)
+    return task.with_held_out(held_out)

@@ -37,7 +37,7 @@ class Task:
             """Sentences on how the data were read, printed once at the start of a run."""
 
         @property
-        def unanswered(self) -> bool:
+        def prompts_only(self) -> bool:
             """Whether the task has prompts but no gold answers and no reward; then `rewards` must be configured."""
 
         @property
@@ -45,11 +45,11 @@ class Task:
             """Whether all problems are held out, so that `sample` raises."""
 
         @property
-        def judged_at_once(self) -> int:
+        def reward_concurrency(self) -> int:
             """Number of concurrent threads in which `reward` may be called for a group."""
 
     else:
-        notes, unanswered, evaluation_only, judged_at_once = (), False, False, 1
+        notes, prompts_only, evaluation_only, reward_concurrency = (), False, False, 1
 
     @property
     def trusted(self) -> bool:
@@ -57,7 +57,7 @@ class Task:
         return type(self).__module__.startswith(("keel.envs.", "keel.recipes."))
 
     @property
-    def several_turns(self) -> bool:
+    def multi_turn(self) -> bool:
         """Whether the environment replies to the model, so that an episode may have several turns."""
         return type(self).start is not Task.start
 
@@ -77,7 +77,7 @@ class Task:
         """The model turns of an episode that earns the full reward."""
         return [self.gold(problem)]
 
-    def demonstrates(self, problem: Problem) -> bool:
+    def usable_for_sft(self, problem: Problem) -> bool:
         """Whether a warm start may train on the gold turns; if not, it draws another problem.
 
         Return False for turns that state facts the policy cannot know.
@@ -91,7 +91,7 @@ class Task:
         """
         if isinstance(turns, Transcript) and turns.episode is not None:
             return turns.episode.reward()
-        with played(self, problem, turns) as (episode, _):
+        with play_turns(self, problem, turns) as (episode, _):
             return episode.reward()
 
     def start(self, problem: Problem) -> Episode:
@@ -106,7 +106,7 @@ class Task:
         """Additional reward-hacking answers for `keel check-task`."""
         return ()
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """Running counters; each step logs their increase as `task/NAME`."""
         return {}
 
@@ -118,7 +118,7 @@ class Task:
         """A digest of the task's data. A run refuses to resume if it has changed."""
         return None
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The task with only the problems that `fits` accepts, and the number of dropped problems.
 
         None: the task generates its problems, so none can be dropped.
@@ -127,7 +127,7 @@ class Task:
 
 
 @contextmanager
-def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
+def play_turns(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
     """Play model turns on a new episode until it ends. Yields the episode and its replies, then closes it."""
     episode, replies = start_now(task.start, problem), list[Reply | None]()
     try:
@@ -155,8 +155,8 @@ class TaskWrapper(Task):
         return super().trusted and self.inner.trusted
 
     @property
-    def several_turns(self) -> bool:
-        return self._starts_episodes or self.inner.several_turns
+    def multi_turn(self) -> bool:
+        return self._starts_episodes or self.inner.multi_turn
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """The inner task's reward, or the episode's if the wrapper starts episodes."""
@@ -172,14 +172,14 @@ class TaskWrapper(Task):
 
     def start(self, problem: Problem) -> Episode:
         """The inner task's episode, or for a single-turn task one that this wrapper grades."""
-        return self.inner.start(problem) if self.inner.several_turns else super().start(problem)
+        return self.inner.start(problem) if self.inner.multi_turn else super().start(problem)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """Filter the inner task."""
-        filtered = self.inner.keep(fits)
-        return None if filtered is None else (self.around(filtered[0]), filtered[1])
+        filtered = self.inner.filter_problems(fits)
+        return None if filtered is None else (self.with_inner(filtered[0]), filtered[1])
 
-    def around(self, inner: Task) -> Self:
+    def with_inner(self, inner: Task) -> Self:
         """A copy of this wrapper with another inner task."""
         wrapper = copy(self)
         object.__setattr__(wrapper, "inner", inner)  # a wrapper may be a frozen dataclass
@@ -198,7 +198,7 @@ def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED)
         forwarded = [name for name in required if getattr(type(candidate), name) is getattr(TaskWrapper, name)]
         check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around", forwarded)
     missing = [name for name in required if getattr(type(candidate), name) is getattr(Task, name)]
-    if candidate.several_turns and "reward" in missing:
+    if candidate.multi_turn and "reward" in missing:
         missing.remove("reward")  # episodes have their own reward
     if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")

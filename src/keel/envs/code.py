@@ -76,7 +76,7 @@ class Code(Task):
     name: str = "code"
 
     @property
-    def judged_at_once(self) -> int:
+    def reward_concurrency(self) -> int:
         return self.grader.limits.at_once
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
@@ -129,7 +129,7 @@ class CodeDataset(Dataset):
     grader: CodeGrader
 
     @property
-    def judged_at_once(self) -> int:
+    def reward_concurrency(self) -> int:
         return self.grader.limits.at_once
 
     def attacks(self, problem: Problem) -> Sequence[Attack]:

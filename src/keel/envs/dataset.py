@@ -61,7 +61,7 @@ class Dataset(Task):
     notes: tuple[str, ...] = ()
 
     @property
-    def unanswered(self) -> bool:
+    def prompts_only(self) -> bool:
         """Whether the data have prompts but no answers, so that rewards must be configured."""
         return isinstance(self.grader, NoAnswers)
 
@@ -99,7 +99,7 @@ class Dataset(Task):
         """1 for the correct answer, else 0."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         """The task with only the problems that `fits` accepts, and the number of dropped problems."""
         train, held = tuple(filter(fits, self.train)), tuple(filter(fits, self.held))
         left_out = len(self.train) + len(self.held) - len(train) - len(held)

@@ -31,13 +31,13 @@ class Mixture(Task):
         return tuple(note for task in self.tasks for note in task.notes)
 
     @property
-    def unanswered(self) -> bool:
+    def prompts_only(self) -> bool:
         """Whether none of its tasks has answers."""
-        return all(task.unanswered for task in self.tasks)
+        return all(task.prompts_only for task in self.tasks)
 
     @property
-    def judged_at_once(self) -> int:
-        return min(task.judged_at_once for task in self.tasks)
+    def reward_concurrency(self) -> int:
+        return min(task.reward_concurrency for task in self.tasks)
 
     @property
     def evaluation_only(self) -> bool:
@@ -48,12 +48,12 @@ class Mixture(Task):
         return super().trusted and all(task.trusted for task in self.tasks)
 
     @property
-    def several_turns(self) -> bool:
-        return any(task.several_turns for task in self.tasks)
+    def multi_turn(self) -> bool:
+        return any(task.multi_turn for task in self.tasks)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """Filter each task."""
-        filtered = [task.keep(fits) for task in self.tasks]
+        filtered = [task.filter_problems(fits) for task in self.tasks]
         if not any(filtered):
             return None
         tasks = tuple(task if result is None else result[0] for task, result in zip(self.tasks, filtered, strict=True))
@@ -87,16 +87,16 @@ class Mixture(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         return self._of(problem).gold_turns(problem)
 
-    def demonstrates(self, problem: Problem) -> bool:
-        return self._of(problem).demonstrates(problem)
+    def usable_for_sft(self, problem: Problem) -> bool:
+        return self._of(problem).usable_for_sft(problem)
 
     def start(self, problem: Problem) -> Episode:
         """An episode of the problem's own task."""
         return self._of(problem).start(problem)
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """The counters of its tasks, prefixed with the task's name if several tasks use the same counter name."""
-        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks)}
+        counted = {i: dict(task.counters()) for i, task in enumerate(self.tasks)}
         owners = Counter(name for totals in counted.values() for name in totals)
         return {
             name if owners[name] == 1 else f"{self._label(i)}/{name}": total

@@ -156,7 +156,7 @@ def _gold(drawn: _DrawnProblems) -> str:
         correct = drawn.reward(problem, *drawn.task.gold_turns(problem)).parts.get("correct", 1.0) >= 1.0
         expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
     totals = [drawn.gold(problem) for problem in drawn.problems]
-    unfit = sum(not drawn.task.demonstrates(problem) for problem in drawn.problems)
+    unfit = sum(not drawn.task.usable_for_sft(problem) for problem in drawn.problems)
     rest = f"; {unfit} are not used in a warm start" if unfit else ""
     return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}{rest}"
 

@@ -43,9 +43,9 @@ class WithTools(TaskWrapper):
     def start(self, problem: Problem) -> Episode:
         return WithToolsEpisode(self, problem)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """Filter the inner task, including the tools in the prompt."""
-        return super().keep(lambda problem: fits(self._offered(problem)))
+        return super().filter_problems(lambda problem: fits(self._offered(problem)))
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":
@@ -76,6 +76,6 @@ def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithT
         raise unknown("tool format", format, FORMATS)
     if not tools:
         raise KeelError("the task tools needs tools: a list of module:attr or {mcp: …}")
-    if task.several_turns:
+    if task.multi_turn:
         raise KeelError(f"task {task.name!r} is a multi-turn task: tools need a single-turn task")
     return WithTools(task, tuple(tools), format)

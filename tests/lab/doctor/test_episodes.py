@@ -437,7 +437,7 @@ def test_one_that_is_dropped_changed_or_cut_does_not(shown: str) -> None:
 class Answering:
     """A task whose every turn is answered, after some seconds by the probe's clock."""
 
-    several_turns = True
+    multi_turn = True
 
     def __init__(self, seconds: float) -> None:
         self.started, self.seconds, self.now = 0, seconds, 0.0

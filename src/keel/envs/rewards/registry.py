@@ -66,7 +66,7 @@ def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
     """Build one entry of `rewards:`: a name of `REWARDS`, `task`, or `module:attr`, with its parameters."""
     check_reward(name, params)
-    if task.unanswered and _compares(name, params):
+    if task.prompts_only and _compares(name, params):
         raise KeelError(
             f"the reward {name!r} needs answers, and {task.name!r} has none: use a reward without answers, such as "
             "rewards='[{name: length}]', or name the answer column with data.columns.answer"
@@ -74,7 +74,7 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        at_once = task.judged_at_once
+        at_once = task.reward_concurrency
         return RewardPart(label or TASK, task.reward, weight, task.trusted, at_once, is_async(task.reward))
     function = _function(name)
     inner = [_build_inner(spec, task) for spec in _inner(name, params)]

@@ -66,9 +66,9 @@ class PolicyGrader(ChessGrader):
         if losses:
             metrics["centipawn_loss"] = 100 * fmean(losses)
         metrics |= mate_in_one(groups, self.padding)
-        return {**metrics, **self.totals()}
+        return {**metrics, **self.counters()}
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """How often the engine failed since this process began."""
         if self.engine is None:
             return {}

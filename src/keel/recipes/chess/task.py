@@ -32,7 +32,7 @@ class ChessGrader:
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         raise NotImplementedError
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         return {}
 
 
@@ -86,9 +86,9 @@ class ChessTask(TaskWrapper):
         """Rates over all completions of an evaluation."""
         return self.grader.metrics(groups)
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """What went wrong with the engine so far, where there is one."""
-        return self.grader.totals()
+        return self.grader.counters()
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """The board of an answer, as SVG, for the report."""

@@ -63,7 +63,7 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
         for question in questions:
             problem = task.problem(question)
             earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
-            demonstrations += task.demonstrates(problem)
+            demonstrations += task.usable_for_sft(problem)
             complete += earned.parts["retrieval_recall"] == 1.0
             if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)

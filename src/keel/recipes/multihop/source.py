@@ -33,7 +33,7 @@ class Worlds:
         rng = stream("multihop", "held-out", seed)
         return [p.info["question"] for p in held_out_problems(self._drawer(hops), count, rng)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> None:
+    def filter_problems(self, fits: Callable[[Question], bool]) -> None:
         return None
 
     def fingerprint(self) -> None:
@@ -63,8 +63,8 @@ class QuestionRows:
     def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
         return [p.info["question"] for p in self.data.held_out(count, seed=seed)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionRows, int]:
-        data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
+    def filter_problems(self, fits: Callable[[Question], bool]) -> tuple[QuestionRows, int]:
+        data, left_out = self.data.filter_problems(lambda problem: fits(problem.info["question"]))
         return replace(self, data=data, _stages={}), left_out
 
     def fingerprint(self) -> str:

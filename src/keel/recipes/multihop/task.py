@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Episode, Task
 from keel.envs.answers import last_tag
-from keel.envs.base import played
+from keel.envs.base import play_turns
 from keel.envs.tool_calls import write_call
 from keel.envs.toolbox import MAX_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
@@ -67,9 +67,9 @@ class Multihop(Task):
         """Problems of all hops that are never trained on."""
         return self._problems(self.source.held_out(count, seed, self.hops))
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
-        kept = self.source.keep(lambda question: fits(self.problem(question)))
+        kept = self.source.filter_problems(lambda question: fits(self.problem(question)))
         return None if kept is None else (replace(self, source=kept[0]), kept[1])
 
     def hops_at(self, step: int) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Multihop(Task):
         """The last turn of such an episode."""
         return self._final_turn(problem, self._search(_question(problem)))
 
-    def demonstrates(self, problem: Problem) -> bool:
+    def usable_for_sft(self, problem: Problem) -> bool:
         """Whether the answer occurs in the question or a result; otherwise training on it would teach guessing."""
         question = _question(problem)
         return self._search(question).shown_answer(question) is not None
@@ -200,7 +200,7 @@ class Multihop(Task):
         wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MAX_CALLS + 1))
         replies = []
         for text in wrong:
-            with played(self, problem, [text]) as (episode, _):
+            with play_turns(self, problem, [text]) as (episode, _):
                 assert isinstance(episode, MultihopEpisode)
                 replies.append(episode.every_result[-1].content)
         return replies

@@ -372,7 +372,7 @@ def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:
 def _told(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Iterator[Finding]:
     """Replies that hold the answer of the problem, whatever is asked: also to the call of another one."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
-    if task.unanswered or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
+    if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
         return
     problems = {row.problem.key: row.problem for row in rows}
     problems |= {p.key: p for p in task.sample(PROBLEMS, seed=setup.config.run.seed, step=1)}
