@@ -306,14 +306,14 @@ def test_over_http_also_when_the_server_comes_back() -> None:
 LEAVES = """
 import os, sys, time
 from keel.envs.tool_list import tools_of
-from keel.envs.episode import step_now
+from keel.envs.episode import step_sync
 from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.base.types import Problem
 
 tools = tools_of([{"mcp": sys.argv[1], "env": {"PYTHONPATH": os.environ["PYTHONPATH"]}}])
 call = '<tool_call>{"name": "server_pid", "arguments": {}}</tool_call>'
 episode = ToolEpisode(Toolbox(lambda problem: tools), Problem("p", "?"))
-print(step_now(episode, call)[0]["content"], flush=True)
+print(step_sync(episode, call)[0]["content"], flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), 9)
 if sys.argv[2] == "raises":

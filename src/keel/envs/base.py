@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from keel.base.errors import KeelError
 from keel.base.parts import Forwarded
 from keel.base.types import Group, Problem, Reward
-from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_now, start_now, step_now
+from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_sync, start_sync, step_sync
 
 if TYPE_CHECKING:
     from keel.envs.attacks import Attack
@@ -129,15 +129,15 @@ class Task:
 @contextmanager
 def play_turns(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
     """Play model turns on a new episode until it ends. Yields the episode and its replies, then closes it."""
-    episode, replies = start_now(task.start, problem), list[Reply | None]()
+    episode, replies = start_sync(task.start, problem), list[Reply | None]()
     try:
         for text in turns:
-            replies.append(step_now(episode, text))
+            replies.append(step_sync(episode, text))
             if replies[-1] is None:
                 break
         yield episode, replies
     finally:
-        close_now(episode)
+        close_sync(episode)
 
 
 MEMBERS = tuple(name for name in ("name", *vars(Task)) if not name.startswith("_"))

@@ -75,7 +75,7 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_here(function: Callable[..., Any], *args: Any) -> Any:
+def call_inline(function: Callable[..., Any], *args: Any) -> Any:
     """Call trusted code in this thread without a deadline; raises CallFailed."""
     try:
         return function(*args)
@@ -381,7 +381,7 @@ async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hu
     return answer.result() if answer.done() and not answer.cancelled() else pending.result(timeout_s)
 
 
-def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
+def call_sync(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
     """Synchronous `call`."""
     ((value, error),) = LOOP.run([call(function, *args, timeout_s=timeout_s, hung=hung)], timeout_s, hung)
     if error is not None:

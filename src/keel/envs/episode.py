@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_now, is_async, raised
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_sync, is_async, raised
 
 Reply = str | Sequence[Message]
 Key = tuple[int, int]  # index of the problem in a rollout, and of its completion
@@ -185,18 +185,18 @@ class EpisodeRunner:
                 raise
 
 
-def start_now(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
+def start_sync(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
     """Start an episode synchronously, without a time limit."""
     episode: Episode = _now(start, problem)
     return episode
 
 
-def step_now(episode: Episode, text: str) -> Reply | None:
+def step_sync(episode: Episode, text: str) -> Reply | None:
     """Step an episode synchronously, without a time limit."""
     return _checked(_now(episode.step, text))
 
 
-def close_now(episode: Episode) -> None:
+def close_sync(episode: Episode) -> None:
     """Close an episode synchronously."""
     _now(episode.close)
 
@@ -205,7 +205,7 @@ def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
     try:
-        return call_now(function, *args, timeout_s=None, hung=HungCalls())
+        return call_sync(function, *args, timeout_s=None, hung=HungCalls())
     except CallFailed as failure:
         raise failure.__cause__ or failure from None  # the original exception
 

@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward, RewardFailure
 from keel.base.validation import read_options
 from keel.envs.base import Task
-from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_here, call_now
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_inline, call_sync
 from keel.envs.options import RewardOptions
 from keel.envs.problems import stream
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
@@ -103,7 +103,7 @@ class Judge:
         self.failures.clear()
         return drained
 
-    def apart(self) -> Judge:
+    def for_thread(self) -> Judge:
         """A copy with its own record of failures, for use in another thread.
 
         There trusted rewards get a time limit too: math-verify's limit uses a signal, which needs the main thread.
@@ -167,9 +167,9 @@ class Judge:
         if error is not None:
             raise error
         if outcome is None and part.trusted:
-            value = call_here(part.function, problem, turns)
+            value = call_inline(part.function, problem, turns)
         elif outcome is None:
-            value = call_now(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
+            value = call_sync(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
         try:
             return as_reward(value)
         except ValueError as error:

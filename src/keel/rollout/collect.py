@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.base.world import ALONE, World
 from keel.envs.base import Task
-from keel.envs.calls import CallFailed, call_now
+from keel.envs.calls import CallFailed, call_sync
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
 from keel.envs.judge import Judge
 from keel.rollout.engine import Engine, check_engine, turn_by_turn
@@ -275,7 +275,7 @@ def _read_counts(
     if episode is None or not task.multi_turn:
         return True
     try:
-        counts[sample].update(call_now(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
+        counts[sample].update(call_sync(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
     except CallFailed as failure:
         judge.record(f"{task.name}.counts", problem, sample, failure)
         return False

@@ -368,7 +368,7 @@ def build_collector(
 
 def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: Any, world: World) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own = collector.judge.apart()
+    own = collector.judge.for_thread()
     apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
     def sample(attempt: int, step: int) -> StepRollouts:
