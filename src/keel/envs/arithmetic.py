@@ -11,7 +11,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag
 from keel.envs.base import Task
-from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, stream, training_problems
+from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, seeded_rng, training_problems
 
 RANGE = (0, 99)
 DIGITS = 4
@@ -89,12 +89,12 @@ class Arithmetic(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        rng = stream("arithmetic", self.skill, "train", seed, step)
+        rng = seeded_rng("arithmetic", self.skill, "train", seed, step)
         return training_problems(self._draw, count, rng, self._is_held_out)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of problems that `sample` never returns."""
-        rng = stream("arithmetic", self.skill, "held-out", seed)
+        rng = seeded_rng("arithmetic", self.skill, "held-out", seed)
         return held_out_problems(self._draw, count, rng, self._is_held_out)
 
     def gold(self, problem: Problem) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.base import Task
-from keel.envs.problems import choose_held_out, stream
+from keel.envs.problems import choose_held_out, seeded_rng
 
 CAPITALS: Mapping[str, str] = {
     "Albania": "Tirana", "Algeria": "Algiers", "Argentina": "Buenos Aires", "Armenia": "Yerevan",
@@ -50,7 +50,7 @@ class Capitals(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step; a repeated country gets another key."""
-        rng = stream("capitals", "train", seed, step)
+        rng = seeded_rng("capitals", "train", seed, step)
         names = sorted(CAPITALS.keys() - self.held_out_countries)
         drawn: list[Problem] = []
         while len(drawn) < count:
@@ -61,7 +61,7 @@ class Capitals(Task):
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of problems that `sample` never returns."""
         names = sorted(self.held_out_countries)
-        stream("capitals", "held-out", seed).shuffle(names)
+        seeded_rng("capitals", "held-out", seed).shuffle(names)
         return [_problem(name) for name in names[:count]]
 
     def gold(self, problem: Problem) -> str:

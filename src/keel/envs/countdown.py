@@ -20,7 +20,7 @@ from keel.envs.base import Task
 from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import LoadedProblems, source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, stream, training_problems
+from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 FORMATS = ("tags", "plain")
@@ -143,11 +143,11 @@ class Countdown(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        return training_problems(self._draw, count, stream("countdown", "train", seed, step))
+        return training_problems(self._draw, count, seeded_rng("countdown", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of problems that `sample` never returns."""
-        return held_out_problems(self._draw, count, stream("countdown", "held-out", seed))
+        return held_out_problems(self._draw, count, seeded_rng("countdown", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:
         """The solution that the problem was generated from, in the requested format."""

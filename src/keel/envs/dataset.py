@@ -18,9 +18,9 @@ from keel.base.validation import read_options
 from keel.envs.answers import last_number, last_tag, plain_number
 from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
-from keel.envs.maths import math_equal, need_math_verify
+from keel.envs.maths import math_equal, require_math_verify
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, check_sides, split_held_out, stream
+from keel.envs.problems import HELD_OUT_FRACTION, check_split, split_held_out, seeded_rng
 
 COMPARISONS = ("exact", "numeric", "math")
 
@@ -237,7 +237,7 @@ def split(
         held = tuple(p for p in loaded.problems if _identity(p) in chosen)
         notes = [*loaded.notes]
     distinct, more = len(set(map(_identity, loaded.problems))), ", or task.eval_path" if has_eval_path else ""
-    check_sides(loaded.source, len(loaded.problems), len(train), len(held), distinct=distinct, more=more)
+    check_split(loaded.source, len(loaded.problems), len(train), len(held), distinct=distinct, more=more)
     return train, held, (*notes, f"{loaded.source}: {len(train)} training problems, {len(held)} held out")
 
 
@@ -258,7 +258,7 @@ def _comparison(name: str, answer: str | None, problems: Sequence[Problem]) -> t
             "number: use task.answer=exact or math"
         )
     if answer == "math":
-        need_math_verify("task.answer=math")
+        require_math_verify("task.answer=math")
     if answer is not None:
         return answer, []
     bare = all(plain_number(text) is not None for p in problems for text in accepted(p))
@@ -277,5 +277,5 @@ def data_name(source: SourceOptions) -> str:
 def _order(count: int, *parts: object) -> tuple[int, ...]:
     """A permutation that depends only on `parts`."""
     order = list(range(count))
-    stream("dataset", *parts).shuffle(order)
+    seeded_rng("dataset", *parts).shuffle(order)
     return tuple(order)

@@ -16,7 +16,7 @@ from keel.base.validation import read_options
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_inline, call_sync
 from keel.envs.options import RewardOptions
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
 
 
@@ -94,7 +94,7 @@ class Judge:
             for total, row in zip(totals, table, strict=True)
         ]
         if (seed := self.options.shuffle) is not None:
-            stream("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
+            seeded_rng("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
         return tuple(rewards)
 
     def drain(self) -> list[RewardFailure]:

@@ -24,7 +24,7 @@ def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-def need_math_verify(what: str) -> None:
+def require_math_verify(what: str) -> None:
     """Raise a KeelError for `what` if math-verify is missing."""
     if not has_math_verify():
         raise KeelError(f"{what} needs math-verify: pip install math-verify")

@@ -14,7 +14,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs.attacks import Attack
 from keel.envs.base import Task
 from keel.envs.episode import Episode
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Mixture(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems; the task of each is drawn by weight."""
-        rng = stream("mixture", "train", seed, step)
+        rng = seeded_rng("mixture", "train", seed, step)
         picked = rng.choices(range(len(self.tasks)), self.weights, k=count)
         drawn = [iter(t.sample(picked.count(i), seed=seed, step=step)) for i, t in enumerate(self.tasks)]
         return [self._mark(i, next(drawn[i])) for i in picked]

@@ -14,7 +14,7 @@ HELD_OUT_FRACTION = 0.1
 _MAX_MISSES = 2000  # draws without a new problem before a range counts as exhausted
 
 
-def stream(*parts: object) -> random.Random:
+def seeded_rng(*parts: object) -> random.Random:
     """A random generator seeded with a hash of `parts`, so that neighbouring seeds and steps are independent."""
     text = "\x1f".join(map(str, parts))
     return random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little"))
@@ -44,7 +44,7 @@ def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]
     return set(chosen[:-1] if leaves_none else chosen)
 
 
-def check_sides(source: str, count: int, train: int, held: int, *, distinct: int, more: str = "") -> None:
+def check_split(source: str, count: int, train: int, held: int, *, distinct: int, more: str = "") -> None:
     """Raise a KeelError if the training or the held-out split is empty."""
     if train and held:
         return

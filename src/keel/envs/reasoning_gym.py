@@ -19,11 +19,11 @@ from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
 from keel.envs.problems import (
-    check_sides,
+    check_split,
     held_out_problems,
     is_held_out,
     split_held_out,
-    stream,
+    seeded_rng,
     training_problems,
 )
 
@@ -61,12 +61,12 @@ class ReasoningGym(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        rng = stream("reasoning_gym", self.dataset, "train", seed, step)
+        rng = seeded_rng("reasoning_gym", self.dataset, "train", seed, step)
         return training_problems(self._draw, count, rng, held_out=self.is_held)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of problems that `sample` never returns."""
-        rng = stream("reasoning_gym", self.dataset, "held-out", seed)
+        rng = seeded_rng("reasoning_gym", self.dataset, "held-out", seed)
         return held_out_problems(self._draw, count, rng, held_out=self.is_held)
 
     def gold(self, problem: Problem) -> str:
@@ -166,7 +166,7 @@ def _held_out_rule(dataset: str, entry: Callable[[int], Mapping[str, Any]], size
         return lambda question: is_held_out(question, HELD_OUT)
     questions = {str(entry(index)["question"]) for index in range(size)}
     held = split_held_out(questions, HELD_OUT)
-    check_sides(
+    check_split(
         f"reasoning_gym {dataset}",
         size,
         len(questions) - len(held),

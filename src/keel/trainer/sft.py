@@ -20,7 +20,7 @@ from keel.base.types import Completion, Group, Problem
 from keel.base.world import ALONE, World
 from keel.envs import Task
 from keel.envs.base import play_turns
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 from keel.kl import masked_mean
 from keel.models.control_tokens import ControlTokens, control_token_refused
 from keel.models.head import body_of
@@ -313,7 +313,7 @@ def file_examples(
 @lru_cache(maxsize=2)  # a batch may lie across two epochs
 def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
-    stream("sft", seed, epoch).shuffle(order)
+    seeded_rng("sft", seed, epoch).shuffle(order)
     return tuple(order)
 
 

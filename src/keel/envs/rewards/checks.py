@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keel.base.errors import KeelError
-from keel.envs.maths import need_math_verify
+from keel.envs.maths import require_math_verify
 from keel.envs.sandbox import Limits
 
 _KEYS = ("pattern", "tag", "reward")
@@ -127,7 +127,7 @@ def _code(params: Mapping[str, Any]) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    "math": lambda params: need_math_verify("reward math"),
+    "math": lambda params: require_math_verify("reward math"),
     "format": _format,
     "tag_count": _tag_count,
     "regex": _regex,

@@ -11,9 +11,9 @@ from keel.base.types import Problem
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import check_sides, split_held_out
+from keel.envs.problems import check_split, split_held_out
 from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows
-from keel.recipes.chess.notation import need_uci
+from keel.recipes.chess.notation import require_uci
 from keel.recipes.chess.rules import identity
 
 TEXT = "text"
@@ -55,7 +55,7 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     train, held = _split(records, held_out)
     distinct = len({record.game or identity(record.fen) for record, _ in records})
     rule = " (rows of one game, or of one position, stay together)"
-    check_sides(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
+    check_split(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
     left_out = len(records) - len(train) - len(held)
     summary = f"{rows.source}: {len(train)} training problems of {name}, {len(held)} held out"
     again = f", {left_out} dropped because their positions are held out" if left_out else ""
@@ -96,7 +96,7 @@ def _record(row: DataRow, source: SourceOptions) -> ChessRow:
         raise KeelError(f"its history is {moves!r}: give the moves before, as text or a list")
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
     for move in history:
-        need_uci(move)
+        require_uci(move)
     return ChessRow(row.location, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
 
 

@@ -97,7 +97,7 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
         )
     if name == "golden":
         return golden
-    need_bm25()
+    require_bm25()
     if name == "lexical":
         return lexical
     if embedding is None:
@@ -105,7 +105,7 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
     return Hybrid(import_object(embedding, "embedding") if isinstance(embedding, str) else embedding)
 
 
-def need_bm25() -> Any:
+def require_bm25() -> Any:
     """Import bm25s, or raise a KeelError with the pip command."""
     try:
         import bm25s
@@ -117,7 +117,7 @@ def need_bm25() -> Any:
 @lru_cache(maxsize=1024)
 def _bm25(question: Question) -> Callable[[str], list[float]]:
     """Scores of a question's documents by query; the index is made once."""
-    bm25s = need_bm25()
+    bm25s = require_bm25()
     index = bm25s.BM25()
     texts = [normalise(f"{document.title} {document.text}").split() or [""] for document in question.documents]
     index.index(texts, show_progress=False)
