@@ -121,8 +121,8 @@ def test_one_process_that_is_killed_is_named_with_how_to_go_on(capsys: pytest.Ca
 
 def test_the_processes_get_all_other_arguments() -> None:
     given = ["train", "c.yaml", "--nproc", "2", "a=b", "--resume"]
-    assert launch.without(given, "--nproc") == ["train", "c.yaml", "a=b", "--resume"]
-    assert launch.without(["train", "--nproc=4", "--on", "ray", "a=b"], "--nproc", "--on") == ["train", "a=b"]
+    assert launch.drop_flags(given, "--nproc") == ["train", "c.yaml", "a=b", "--resume"]
+    assert launch.drop_flags(["train", "--nproc=4", "--on", "ray", "a=b"], "--nproc", "--on") == ["train", "a=b"]
 
 
 def test_a_command_of_one_process_says_so_in_several(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

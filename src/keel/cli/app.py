@@ -15,7 +15,7 @@ import keel
 from keel.base.alive import process_count, process_rank
 from keel.base.errors import KeelError
 
-SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
+MULTIPROCESS_COMMANDS = ("train", "sft", "eval")  # commands that run in several processes
 
 
 def _root(
@@ -35,9 +35,9 @@ def _root(
         raise KeelError("--verbose is for --version: keel --version --verbose")
     if (command := context.invoked_subcommand) is None:
         raise KeelError(f"name a command: {context.command.name} --help lists them")
-    if process_count() > 1 and command not in SEVERAL:
+    if process_count() > 1 and command not in MULTIPROCESS_COMMANDS:
         line = f"{context.command.name} {command}"
-        raise KeelError(f"{line} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
+        raise KeelError(f"{line} runs in one process: leave torchrun out ({', '.join(MULTIPROCESS_COMMANDS)} run in several)")
 
 
 def application(name: str, about: str) -> typer.Typer:

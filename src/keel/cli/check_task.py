@@ -95,7 +95,7 @@ def check_task(
 
 def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     """The configuration of a file, a run or a task name, and whether it comes from a file."""
-    from keel.config.load import is_run, of_task, read_config
+    from keel.config.load import is_run, qualify_task_option, read_config
 
     paths, overrides = split(args)
     if paths:
@@ -106,7 +106,7 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     if path.suffix in (".yaml", ".yml") or is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [of_task(override) for override in overrides])
+        config, renamed = read_config({"task": {"name": name}}, [qualify_task_option(override) for override in overrides])
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)

@@ -147,11 +147,11 @@ def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> An
 
 def _named_task(task: str, params: list[str]) -> Any:
     """Build the task from its parameters and data options, written as in `keel check-task`."""
-    from keel.config.load import of_task, read_config
+    from keel.config.load import qualify_task_option, read_config
     from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
-    settings = [of_task(override) for override in params]
+    settings = [qualify_task_option(override) for override in params]
     reads = list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")

@@ -53,7 +53,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "keel", *without(arguments, "--nproc"))
+            elastic_launch(config, sys.executable)("-m", "keel", *drop_flags(arguments, "--nproc"))
         except ChildFailedError as error:
             return _status({rank: failure.exitcode for rank, failure in error.failures.items()}, nproc)
         except SignalException as error:
@@ -69,12 +69,12 @@ def launch_on_ray(on: str, arguments: list[str], config: Any) -> int:
 
     if "WORLD_SIZE" in os.environ:
         raise KeelError(f"--on {on} under torchrun: leave torchrun out, Ray starts the processes")
-    exits = train_on_ray(on, without(arguments, "--nproc", "--on"), config)
+    exits = train_on_ray(on, drop_flags(arguments, "--nproc", "--on"), config)
     resume = f"keel train --resume {Path(config.run.dir) / config.run.name} --on {on}"
     return _status(exits, len(exits), resume=f"; resume with: {resume}")
 
 
-def without(arguments: list[str], *flags: str) -> list[str]:
+def drop_flags(arguments: list[str], *flags: str) -> list[str]:
     """The arguments without these flags and their values."""
     rest: list[str] = []
     words = iter(arguments)

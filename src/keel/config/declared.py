@@ -21,7 +21,7 @@ from keel.reference.options import ReferenceOptions
 from keel.rollout.options import EngineOptions
 
 
-def own_options(section: BaseModel, path: str) -> Options | None:
+def plugin_options(section: BaseModel, path: str) -> Options | None:
     """The declared options of the plug-in that a section names, with the given values.
 
     None if the plug-in has no options class or cannot be imported: a configuration can be shown without its plug-ins.
@@ -52,7 +52,7 @@ def _factory(section: BaseModel) -> Callable[..., Any] | None:
     return None
 
 
-def own_defaults(config: Config) -> dict[str, Any]:
+def plugin_defaults(config: Config) -> dict[str, Any]:
     """The defaults of all options that the configuration's plug-ins declare, by dotted name."""
     sections: dict[str, BaseModel] = {
         "task": config.task,
@@ -63,7 +63,7 @@ def own_defaults(config: Config) -> dict[str, Any]:
     }
     defaults: dict[str, Any] = {}
     for path, section in sections.items():
-        options = own_options(section, path)
+        options = plugin_options(section, path)
         for name, field in type(options).model_fields.items() if options is not None else ():
             if name not in type(section).model_fields and not field.is_required():
                 default = field.get_default(call_default_factory=True)

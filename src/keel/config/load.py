@@ -47,7 +47,7 @@ def read_config(
         data = source if isinstance(source, Mapping) else text.read(Path(source))
     origin = "the configuration" if isinstance(source, Mapping | Config) else str(source)
     remember(data)
-    from_source = [(name, value, origin) for name, value in leaves("", data)]
+    from_source = [(name, value, origin) for name, value in flatten_options("", data)]
     layers = [from_source, [setting for override in overrides for setting in _override(override)]]
     for name, value, _ in layers[1]:
         remember(value, name)
@@ -60,7 +60,7 @@ def read_config(
         renamed += notes
         renamed += _drop_parameters(tree, native)
         for name, value, _ in native:
-            put(tree, name, value)
+            set_option(tree, name, value)
     renamed += _choose_task(tree)
     # in YAML a section whose options are all commented out is null; it gets its defaults
     given = {key: value for key, value in tree.items() if value is not None}
@@ -150,14 +150,14 @@ def validate(tree: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_options(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Flatten nested mappings to (dotted name, value); the values of a plug-in's parameters are not flattened."""
     for key, value in data.items():
         if not isinstance(key, str):
             raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a string")
         name = prefix + key
         if isinstance(value, Mapping) and value and not _is_leaf(name):
-            yield from leaves(name + ".", value)
+            yield from flatten_options(name + ".", value)
         else:
             yield name, value
 
@@ -182,13 +182,13 @@ def _override(override: str) -> Iterator[Setting]:
     parsed = text.parse(value, f"the value of {name}")
     section = _section(peers.normal(name))
     if isinstance(parsed, dict) and parsed and section is not None and not issubclass(section, PluginOptions):
-        for key, inner in leaves(name + ".", parsed):
+        for key, inner in flatten_options(name + ".", parsed):
             yield key, inner, "the command line"
     else:
         yield name, parsed, "the command line"
 
 
-def put(tree: dict[str, Any], name: str, value: Any) -> None:
+def set_option(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set a dotted name in nested dicts; a null section on the way becomes a dict."""
     *path, leaf = name.split(".")
     node = tree
@@ -286,8 +286,8 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     """
     where = f" in {origin}" if origin else ""
     section, _, rest = name.partition(".")
-    if rest and section in peers.WITHOUT:
-        return KeelError(f"unknown option {name}{where}: {peers.WITHOUT[section]}")
+    if rest and section in peers.UNSUPPORTED_SECTIONS:
+        return KeelError(f"unknown option {name}{where}: {peers.UNSUPPORTED_SECTIONS[section]}")
     known = [*_NAMES, *more, *(f"task.{parameter}" for parameter in (_task_parameters(task) if task else ()))]
     alias = peers.find(rest, is_option) if "_" in rest else None
     if alias is not None and alias.target:
@@ -301,7 +301,7 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     return no_such_option(name, known, also=others, origin=origin, meant=peers.without_sections(name))
 
 
-def of_task(override: str) -> str:
+def qualify_task_option(override: str) -> str:
     """Prefix an override with `task.` if its name has no section of the configuration."""
     from keel.config.schema import Config
 

@@ -20,7 +20,7 @@ SECTIONS = frozenset(
     | {"train", "trainer", "training", "training_args"}
 )
 # Sections of other trainers without a counterpart in Keel.
-WITHOUT = {
+UNSUPPORTED_SECTIONS = {
     "critic": "GRPO has no critic and no discount",
     "reward_model": "rewards are functions, named in rewards: [{name, weight}]",
 }
@@ -200,7 +200,7 @@ def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption)
         for target, converted in options.items():
             if target in result and result[target][1] != converted:
                 earlier, other = given[target]
-                raise disagree(target, (earlier, text.dump(other)), (name, text.dump(value)))
+                raise conflict_error(target, (earlier, text.dump(other)), (name, text.dump(value)))
             result[target] = (target, converted, origin)
             given[target] = (name, value)
         if alias is not None and options != {name: value}:
@@ -213,7 +213,7 @@ def normal(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
+def conflict_error(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
     """The error for two settings, each (name, shown value), that give one option different values."""
     if first[0] == second[0]:
         return KeelError(f"{first[0]} is given twice, as {first[1]} and as {second[1]}: keep one")

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from keel.base.redact import masked
 from keel.config import text
 from keel.config.checks import kl_pairing
-from keel.config.declared import own_options
+from keel.config.declared import plugin_options
 from keel.config.schema import Config, plain
 from keel.losses import loss_defaults
 
@@ -43,7 +43,7 @@ def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, 
 def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
     """The parameters of the plug-in that a section names, with their descriptions if it declares them."""
     generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}."
-    options = own_options(model, path.rstrip("."))
+    options = plugin_options(model, path.rstrip("."))
     if options is None:
         yield from ((name, value, generic) for name, value in (model.model_extra or {}).items())
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import peers, text
-from keel.config.load import is_option, put, read_config
+from keel.config.load import is_option, set_option, read_config
 from keel.config.peer_values import IN_LOSS, IN_REWARD, OWN, R, data, full
 from keel.lab.migrate.peer_files import Reading, read
 
@@ -88,12 +88,12 @@ def migrate(path: Path) -> Migration:
     tree: dict[str, Any] = {}
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
-            put(tree, option, value)
+            set_option(tree, option, value)
     if origin == "TRL" and _number(values.get("beta")):
         named = {name for row in rows for name in row.options}
         added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
         for option, value in added.items():
-            put(tree, option, value)
+            set_option(tree, option, value)
         rows.append(MigratedOption("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     rows += _absent(tree, rows)
     problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
@@ -180,7 +180,7 @@ def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
     for row in rows:
         for target, value in row.options.items() if not row.silent else ():
             if target in values and values[target][0] != value:
-                return str(peers.disagree(target, values[target][1:], (row.name, text.dump(row.value))))
+                return str(peers.conflict_error(target, values[target][1:], (row.name, text.dump(row.value))))
             values[target] = (value, row.name, text.dump(row.value))
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import peers, text
-from keel.config.load import leaves
+from keel.config.load import flatten_options
 from keel.lab.migrate.interpolate import arithmetic, interpolated, undetermined
 from keel.lab.migrate.shell import SHELLS, options_of_script
 
@@ -82,7 +82,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | Non
     conflict = None
     for name, value in pairs:
         if name in values and values[name] != value:
-            conflict = conflict or str(peers.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
+            conflict = conflict or str(peers.conflict_error("", (name, text.dump(values[name])), (name, text.dump(value))))
         values[name] = value
     return values, conflict
 
@@ -97,7 +97,7 @@ def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
         data = text.parse(content, str(path))
     if not isinstance(data, Mapping):
         raise KeelError(f"{path} contains a {type(data).__name__}: a configuration is a mapping of options")
-    for name, value in leaves("", data):
+    for name, value in flatten_options("", data):
         if "defaults" in (name, name.rpartition(".")[2]) or name.endswith("_target_"):
             continue  # hydra's own: which files to compose, which class to make
         yield name, value

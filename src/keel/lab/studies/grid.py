@@ -13,7 +13,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.redact import masked
 from keel.config import Config, load_config, peers, text
 from keel.config.checks import task_specs
-from keel.config.load import is_option, leaves, unknown_option
+from keel.config.load import is_option, flatten_options, unknown_option
 from keel.lab.thresholds import check_thresholds
 
 METRICS = ("accuracy_after", "reward", "retention_after")
@@ -200,7 +200,7 @@ def _axis(name: str, values: Any) -> Axis:
 def _label(name: str, value: Any) -> str:
     """`beta=0.01`; the options of a mapping by their own names."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in leaves("", value))
+        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in flatten_options("", value))
     return f"{name.rpartition('.')[2]}={text.dump(masked(value, name))}"
 
 
@@ -211,7 +211,7 @@ def native(name: str) -> str:
 
 
 def _options(settings: Mapping[str, Any]) -> set[str]:
-    return {native(name) for name, _ in leaves("", settings)}
+    return {native(name) for name, _ in flatten_options("", settings)}
 
 
 def _overlap(first: str, second: str) -> bool:
@@ -223,7 +223,7 @@ def _option_names(overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for item in overrides:
         name, _, value = item.partition("=")
-        names += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+        names += [native(option) for option, _ in flatten_options("", {name.strip().lstrip("+"): text.parse(value, name)})]
     return names
 
 
