@@ -167,7 +167,7 @@ def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
     served = []
 
     @contextmanager
-    def beside(run, port, echo):
+    def serve_while(run, port, echo):
         served.append((str(run), port, len(called)))
         yield
         served.append(len(called))

@@ -148,9 +148,9 @@ def _check_plan(
 
 
 def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:
-    from keel.lab.watch.serve import beside
+    from keel.lab.watch.serve import serve_while
 
-    return beside(Path(config.run.dir) / config.run.name, PORT if port is None else port, typer.echo)
+    return serve_while(Path(config.run.dir) / config.run.name, PORT if port is None else port, typer.echo)
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:

@@ -131,7 +131,7 @@ def finding_sentence(finding: Record) -> str:
     return f"{finding_name(finding)}{': ' if evidence else ''}{evidence}."
 
 
-def standing(run: RunRecord) -> str:
+def describe_state(run: RunRecord) -> str:
     """The worst error or warning, if any, and the state of the run."""
     worst = worst_finding(run.findings)
     return state(run)[1] if worst is None else f"{finding_name(worst)}; {state(run)[1]}"

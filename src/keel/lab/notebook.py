@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError
-from keel.lab.judge import standing
+from keel.lab.judge import describe_state
 from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, document, verdict
 from keel.lab.report.rollouts import read_step
@@ -77,7 +77,7 @@ class Run:
         return read_step(self.path, step)[1]
 
     def __repr__(self) -> str:
-        return f"keel.Run({str(self.path)!r}): {standing(self.record)}"
+        return f"keel.Run({str(self.path)!r}): {describe_state(self.record)}"
 
     def _repr_html_(self) -> str:
         """The report's verdict, findings and curves, in a frame so that styles and scripts of page and notebook do not

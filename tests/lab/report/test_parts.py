@@ -14,7 +14,7 @@ import pytest
 from keel.envs.toolbox import KINDS
 from keel.kl import KLState
 from keel.lab import runs as reading
-from keel.lab.judge import Accuracy, standing, state
+from keel.lab.judge import Accuracy, describe_state, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -177,7 +177,7 @@ def test_the_verdict_is_that_of_the_worst_finding(run, expected):
         assert tone == expected[0][0]
         assert f"a/{worst}" in first
         assert "x is 3" in first
-        assert standing(run).startswith(f"{worst} a/{worst}")
+        assert describe_state(run).startswith(f"{worst} a/{worst}")
         assert not any(tone == "good" and "completed" in text for tone, text in sentences(run))
 
 

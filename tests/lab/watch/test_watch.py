@@ -266,10 +266,10 @@ def test_a_page_is_told_the_end_only_with_what_was_read_after_it(tmp_path, monke
         monkeypatch.setattr(Watcher, "_draw", ends_meanwhile)
         first = ask("/state")
         assert json.loads(first.text)["final"] is False
-        assert not watcher.told_final
+        assert not watcher.final_sent
         last = ask("/state", If_None_Match=first.getheader("ETag"))
         assert json.loads(last.text)["final"] is True
-        assert watcher.told_final
+        assert watcher.final_sent
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.lab.judge import standing, state
+from keel.lab.judge import describe_state, state
 from keel.lab.runs import Record, RunReader, RunRecord
 from keel.lab.watch.page import RunView, Section, sections, title
 
@@ -60,7 +60,7 @@ class FollowedRun:
         if self.gone:
             return "deleted or moved"
         record = self.shown.record
-        return "nothing has been written yet" if record is None else standing(record)
+        return "nothing has been written yet" if record is None else describe_state(record)
 
     @property
     def shown(self) -> RunView:
@@ -151,7 +151,7 @@ class Watcher:
             for path, name in zip(paths, names, strict=True)
         ]
         self.final = False  # no more will come: pages are told to stop asking
-        self.told_final = False
+        self.final_sent = False
         self._clock = clock
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None

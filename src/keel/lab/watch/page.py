@@ -52,7 +52,7 @@ def sections(runs: Sequence[RunView]) -> Iterator[Section]:
         "state": lambda: states(runs),
         "curves": lambda: curves(records),
         "findings": lambda: block("Findings", findings(records)),
-        "rollouts": lambda: block("Latest rollouts", beside([samples.latest(record) for record in records])),
+        "rollouts": lambda: block("Latest rollouts", side_by_side([samples.latest(record) for record in records])),
         "timeline": lambda: block("Timeline", per_run(records, tables.timeline, opened=False, folded=True)),
         "options": lambda: options(records),
     }
@@ -79,7 +79,7 @@ def resource(name: str) -> str:
 
 def states(runs: Sequence[RunView]) -> str:
     """Every run's state beside the others': how far it is, the few figures, what they come to."""
-    return beside([_state(run, index, len(runs)) for index, run in enumerate(runs)])
+    return side_by_side([_state(run, index, len(runs)) for index, run in enumerate(runs)])
 
 
 def _state(run: RunView, index: int, count: int) -> str:
@@ -159,6 +159,6 @@ def options(runs: Sequence[RunRecord]) -> str:
     return (differing if len(runs) > 1 else "") + whole
 
 
-def beside(parts: Sequence[str]) -> str:
+def side_by_side(parts: Sequence[str]) -> str:
     """Side by side where there is room, below each other where there is not."""
     return f"<div class='beside'>{''.join(f'<div>{part}</div>' for part in parts)}</div>"

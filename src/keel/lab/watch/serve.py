@@ -83,14 +83,14 @@ def show_end(watcher: Watcher) -> None:
     """Tell the pages that are open that no more will come, and wait until they have fetched the last state."""
     watcher.final = True
     begun = time.monotonic()
-    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.told_final else DRAIN_S):
+    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.final_sent else DRAIN_S):
         time.sleep(0.1)
-    if watcher.told_final:
+    if watcher.final_sent:
         time.sleep(REFRESH_S / 2)  # in which its sections are fetched
 
 
 @contextmanager
-def beside(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
+def serve_while(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
     """Serve the page of a run that is trained within the block, by a process of its own, so that no step waits for it.
 
     At the end pages that are open fetch the last state, and the server ends; it also ends where this process dies.
@@ -135,8 +135,8 @@ def _ends(child: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def serve_beside(listener: socket.socket, run: Path) -> None:
-    """The other process of `beside`: it serves until its stdin is closed, and until open pages have seen the end."""
+def serve_process(listener: socket.socket, run: Path) -> None:
+    """The other process of `serve_while`: it serves until its stdin is closed, and until open pages have seen the end."""
     os.nice(5)  # training comes first
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
@@ -155,4 +155,4 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 if __name__ == "__main__":  # with a socket that listens already, and the run's folder
-    serve_beside(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))
+    serve_process(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

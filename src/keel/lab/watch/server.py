@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 "age_s": round(watcher.age(), 1),
                 "final": final,
             }
-            watcher.told_final = watcher.told_final or final
+            watcher.final_sent = watcher.final_sent or final
             etag = f"{snapshot.etag}-final" if final else snapshot.etag
             return self._answer(HTTPStatus.OK, json.dumps(state), "application/json", etag)
         for part in snapshot.sections:
