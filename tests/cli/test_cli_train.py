@@ -172,7 +172,7 @@ def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
         yield
         served.append(len(called))
 
-    monkeypatch.setattr(serving, "beside", beside)
+    monkeypatch.setattr(serving, "serve_while", serve_while)
     assert main(["train", str(config_file)]) == 7
     assert served == []
     assert main(["train", str(config_file), "--watch"]) == 7

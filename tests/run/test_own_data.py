@@ -120,9 +120,7 @@ def test_a_reward_in_python_judges_prompts_alone(tmp_path: Path) -> None:
 )
 def test_rewards_that_need_answers_are_refused_before_a_run_begins(tmp_path: Path, rewards: Any) -> None:
     path = write(tmp_path / "prompts.jsonl", [{"prompt": f"say {a}"} for a in range(24)])
-    with pytest.raises(
-        KeelError, match=r"needs answers, and 'dataset/prompts' has none"
-    ):
+    with pytest.raises(KeelError, match=r"needs answers, and 'dataset/prompts' has none"):
         trained(tmp_path, **{"data.path": path, "rewards": rewards})
     assert not (tmp_path / "runs").exists()
 

@@ -37,7 +37,9 @@ def _root(
         raise KeelError(f"name a command: {context.command.name} --help lists them")
     if process_count() > 1 and command not in MULTIPROCESS_COMMANDS:
         line = f"{context.command.name} {command}"
-        raise KeelError(f"{line} runs in one process: leave torchrun out ({', '.join(MULTIPROCESS_COMMANDS)} run in several)")
+        raise KeelError(
+            f"{line} runs in one process: leave torchrun out ({', '.join(MULTIPROCESS_COMMANDS)} run in several)"
+        )
 
 
 def application(name: str, about: str) -> typer.Typer:

@@ -106,7 +106,9 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
     if path.suffix in (".yaml", ".yml") or is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [qualify_task_option(override) for override in overrides])
+        config, renamed = read_config(
+            {"task": {"name": name}}, [qualify_task_option(override) for override in overrides]
+        )
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)

@@ -61,8 +61,8 @@ def _loss(config: Config) -> None:
         )
     if config.rollout.max_staleness > 0 and loss.mismatch.kind == "none":
         raise KeelError(
-            f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none treats stale samples as "
-            "on-policy: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
+            f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none treats stale samples "
+            "as on-policy: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
         )
 
 
@@ -182,8 +182,8 @@ def advice(config: Config) -> list[str]:
         scale = scale_rewards(config.loss)
         if kl.placement == "reward" and scale != "none":
             notes.append(
-                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard deviation "
-                "σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is that of the "
+                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard "
+                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is that of the "
                 "penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
             )
     if kl.beta == 0 and kl.steers:

@@ -78,7 +78,7 @@ class Arithmetic(Task):
     digits: int
     format: str
     style: str
-    held_out_identities: frozenset[str] | None = None  # set by `holding_out`; None holds out the default share
+    held_out_identities: frozenset[str] | None = None  # set by `with_held_out`; None holds out the default share
 
     @property
     def name(self) -> str:

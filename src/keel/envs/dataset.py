@@ -20,7 +20,7 @@ from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.maths import math_equal, require_math_verify
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, check_split, split_held_out, seeded_rng
+from keel.envs.problems import HELD_OUT_FRACTION, check_split, seeded_rng, split_held_out
 
 COMPARISONS = ("exact", "numeric", "math")
 

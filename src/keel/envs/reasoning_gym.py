@@ -22,8 +22,8 @@ from keel.envs.problems import (
     check_split,
     held_out_problems,
     is_held_out,
-    split_held_out,
     seeded_rng,
+    split_held_out,
     training_problems,
 )
 

@@ -138,7 +138,9 @@ def test_after_too_few_seeds_nothing_is_tested():
 def test_a_difference_without_spread_is_told_without_a_test():
     rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
     texts = texts_of(rows, "a=1")
-    assert texts[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not significantly different from a=1 (")
+    assert texts[0].startswith(
+        "No winner in accuracy: a=2 has the highest mean, 51.0 %, not significantly different from a=1 ("
+    )
     assert texts[2].endswith("a=2 +1.0 points at every seed (no spread, so no test).")
 
 

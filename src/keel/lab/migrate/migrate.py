@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import peers, text
-from keel.config.load import is_option, set_option, read_config
+from keel.config.load import is_option, read_config, set_option
 from keel.config.peer_values import IN_LOSS, IN_REWARD, OWN, R, data, full
 from keel.lab.migrate.peer_files import Reading, read
 

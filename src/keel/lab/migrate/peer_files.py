@@ -82,7 +82,9 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | Non
     conflict = None
     for name, value in pairs:
         if name in values and values[name] != value:
-            conflict = conflict or str(peers.conflict_error("", (name, text.dump(values[name])), (name, text.dump(value))))
+            conflict = conflict or str(
+                peers.conflict_error("", (name, text.dump(values[name])), (name, text.dump(value)))
+            )
         values[name] = value
     return values, conflict
 

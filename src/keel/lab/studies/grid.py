@@ -13,7 +13,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.redact import masked
 from keel.config import Config, load_config, peers, text
 from keel.config.checks import task_specs
-from keel.config.load import is_option, flatten_options, unknown_option
+from keel.config.load import flatten_options, is_option, unknown_option
 from keel.lab.thresholds import check_thresholds
 
 METRICS = ("accuracy_after", "reward", "retention_after")
@@ -223,7 +223,9 @@ def _option_names(overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for item in overrides:
         name, _, value = item.partition("=")
-        names += [native(option) for option, _ in flatten_options("", {name.strip().lstrip("+"): text.parse(value, name)})]
+        names += [
+            native(option) for option, _ in flatten_options("", {name.strip().lstrip("+"): text.parse(value, name)})
+        ]
     return names
 
 

@@ -136,7 +136,7 @@ def _ends(child: subprocess.Popen[bytes], within_s: float) -> bool:
 
 
 def serve_process(listener: socket.socket, run: Path) -> None:
-    """The other process of `serve_while`: it serves until its stdin is closed, and until open pages have seen the end."""
+    """The server process of `serve_while`: it serves until stdin closes and open pages have the final state."""
     os.nice(5)  # training comes first
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
