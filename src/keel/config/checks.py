@@ -183,8 +183,8 @@ def advice(config: Config) -> list[str]:
         if kl.placement == "reward" and scale != "none":
             notes.append(
                 f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard "
-                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is that "
-                "of the penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
+                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is "
+                "that of the penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
             )
     if kl.beta == 0 and kl.steers:
         controller = controller_of(kl, config.episodes_per_step)
