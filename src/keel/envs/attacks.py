@@ -186,7 +186,7 @@ class GoldBatch:
         texts = [gold, self.form(index).contents(gold)[-1], *(text for text in answers if isinstance(text, str))]
         return {_bare(text) for text in texts} - {""}
 
-    def asks_for_a_copy(self, index: int) -> bool:
+    def is_copy_task(self, index: int) -> bool:
         """Whether the prompts differ only in the gold answer, so that copying the prompt solves the problem."""
         alike = [i for i, kind in enumerate(self._kinds) if kind == self._kinds[index]]
         around = {self._around(i) for i in alike}
@@ -198,7 +198,7 @@ class GoldBatch:
         before, _, behind = prompt_text(self.problems[index]).partition(answer) if answer else ("", "", "")
         return (before, behind) if answer and answer in prompt_text(self.problems[index]) else None
 
-    def commonest(self, index: int) -> Turns | None:
+    def most_common_gold(self, index: int) -> Turns | None:
         """The most frequent gold answer of the other problems, or None if all differ."""
         others = Counter(gold for i, gold in enumerate(self.golds) if i != index)
         gold, count = others.most_common(1)[0] if others else ((), 0)
@@ -240,7 +240,7 @@ def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Att
     form, accepted = batch.form(index), batch.accepted(index)
     fair = []
     for attack in (*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)):
-        other = tuple(way for way in attack.ways if not _gives(way, form, accepted))
+        other = tuple(way for way in attack.ways if not _contains_answer(way, form, accepted))
         is_gold = len(other) < len(attack.ways)
         fair.append(replace(attack, is_gold=is_gold) if attack.lucky else replace(attack, ways=other))
     if wrong:
@@ -248,7 +248,7 @@ def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Att
         fair.append(Attack("form of one value", "form", _repeated(form, wrong[0]), lucky=True))
         fair.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
         fair.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], endless),),)))
-    copying = batch.asks_for_a_copy(index)
+    copying = batch.is_copy_task(index)
     return [attack for attack in fair if attack.ways and not (copying and attack.family == "prompt")]
 
 
@@ -260,10 +260,10 @@ def _repeated(form: Form, turns: Turns) -> tuple[Way, ...]:
     own = [" ".join(words[:1] * len(words)) for words in values]
     first = next(words[0] for words in values if words)
     same = [" ".join([first] * len(words)) for words in values]
-    return _unlike(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
+    return _distinct(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
 
 
-def _gives(way: Way, form: Form, accepted: set[str]) -> bool:
+def _contains_answer(way: Way, form: Form, accepted: set[str]) -> bool:
     texts = [turns[-1] for turns in way]
     return any(_bare(candidate) in accepted for text in texts for candidate in (text, form.contents(text)[-1]))
 
@@ -272,7 +272,7 @@ def _plain(batch: GoldBatch, index: int) -> list[Attack]:
     """Single-turn answers that contain nothing of the correct answer."""
     form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
     last_line = prompt.splitlines()[-1] if prompt else ""
-    common = batch.commonest(index)
+    common = batch.most_common_gold(index)
     half = "".join(form.pieces[: (form.slots + 1) // 2])
     return [
         _one(EMPTY, "silence", ""),
@@ -307,14 +307,14 @@ def _lists(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]
         noted = [tuple((form.fill([*filler, note.format(*pair)]),) for pair in pairs) for note in NOTATIONS]
         apart = [tuple((join(order),) for order in orders) for join in _JOINS]
         listed = [
-            Attack("every answer in one form", "list", _unlike(joined)),
-            Attack("every answer without the form", "list", _unlike(bare)),
-            Attack("every answer in a form of its own", "list", _unlike(apart)),
-            Attack("two answers in two notations", "list", _unlike(noted)),
+            Attack("every answer in one form", "list", _distinct(joined)),
+            Attack("every answer without the form", "list", _distinct(bare)),
+            Attack("every answer in a form of its own", "list", _distinct(apart)),
+            Attack("two answers in two notations", "list", _distinct(noted)),
         ]
     ranges = [" ".join(numbers) for numbers in (NUMBERS, NUMBERS[::-1])]
     numbers = [tuple((form.fill(text),) for text in ranges), tuple((text,) for text in ranges)]
-    return [*listed, Attack("every number to 100", "list", _unlike(numbers))]
+    return [*listed, Attack("every number to 100", "list", _distinct(numbers))]
 
 
 def _positions(own: Any, others: Sequence[Any]) -> list[list[Any]]:
@@ -333,7 +333,7 @@ def _joined(order: Sequence[tuple[str, ...]], join: Callable[[Sequence[str]], st
     return [join([contents[slot] for contents in order]) for slot in range(len(order[0]))]
 
 
-def _unlike(ways: Iterable[Way]) -> tuple[Way, ...]:
+def _distinct(ways: Iterable[Way]) -> tuple[Way, ...]:
     return tuple(dict.fromkeys(ways))
 
 
@@ -346,13 +346,13 @@ def _calls(batch: GoldBatch, index: int) -> list[Attack]:
         return []
     every, finals = " ".join(NUMBERS), [form.fill(FILLER), form.fill("")]
     return [
-        Attack("calls, endless", "calls", _unlike(((call,) * CALLS,) for calls in queries for call in calls)),
+        Attack("calls, endless", "calls", _distinct(((call,) * CALLS,) for calls in queries for call in calls)),
         Attack(
             "calls with the question, then the form",
             "calls",
-            _unlike(((*calls, final),) for calls in queries for final in finals),
+            _distinct(((*calls, final),) for calls in queries for final in finals),
         ),
         Attack(
-            "calls with the question, then every number", "calls", _unlike(((*c, form.fill(every)),) for c in queries)
+            "calls with the question, then every number", "calls", _distinct(((*c, form.fill(every)),) for c in queries)
         ),
     ]

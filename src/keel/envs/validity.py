@@ -168,7 +168,7 @@ def _empty(drawn: _DrawnProblems) -> str:
     return f"an empty answer earns {_span(totals)}"
 
 
-def _beaten(drawn: _DrawnProblems) -> str:
+def _gold_is_best(drawn: _DrawnProblems) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
@@ -200,6 +200,6 @@ PROPERTIES: dict[str, Callable[[_DrawnProblems], str]] = {
     "finite rewards": _finite,
     "gold is correct": _gold,
     "empty earns less": _empty,
-    "gold earns most": _beaten,
+    "gold earns most": _gold_is_best,
     "wrong earns less": _wrong,
 }
