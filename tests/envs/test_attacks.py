@@ -521,7 +521,7 @@ def test_one_answer_to_every_problem_is_a_warning_and_no_hole() -> None:
 def test_the_commonest_answer_is_that_of_the_others() -> None:
     batch = batch_of("yes", "yes", "no", "yes")
     assert attack_called("commonest answer", batch, 2).ways == ((("yes",),),)
-    assert batch_of("1", "2", "3").commonest(0) is None
+    assert batch_of("1", "2", "3").most_common_gold(0) is None
 
 
 def test_a_text_that_is_the_gold_answer_is_no_attack() -> None:
