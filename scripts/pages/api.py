@@ -20,7 +20,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "keel.envs.registry: build_task check_task",
             "keel.envs.mixture: Mixture mixture",
             "keel.envs.base: played",
-            "keel.envs.problems: HELD_OUT_FRACTION Draw check_sides held_out_problems is_held_out split_held_out",
+            "keel.envs.problems: HELD_OUT_FRACTION Draw check_split held_out_problems is_held_out split_held_out",
             "keel.envs.problems: stream training_problems",
             "keel.envs.options: SourceOptions",
             "keel.envs.layouts: LoadedProblems source_of",

@@ -229,7 +229,7 @@ def test_filling_reads_the_environment_and_covers_what_it_read(monkeypatch: pyte
 
 def test_a_masked_configuration_is_not_taken_for_one() -> None:
     tree = masked(reward(headers={"Authorization": "Bearer abc-def-1"}))
-    with pytest.raises(KeelError, match=r"covers a secret .* write \$NAME"):
+    with pytest.raises(KeelError, match=r"mask of a secret .* write \$NAME"):
         load_config(tree)
 
 

@@ -231,13 +231,13 @@ def test_mistakes_in_a_file(tmp_path):
         (["loss.delta=1.1"], "must be above"),
         (["loss.loss_type=grpoo"], "did you mean 'grpo'?"),
         (["loss.mismatch.kind=icepop"], "needs a floor"),
-        (["loss.loss_type=policy_gradient", "loss.num_iterations=2"], "one update a batch"),
+        (["loss.loss_type=policy_gradient", "loss.num_iterations=2"], "one update per batch"),
         (["optim.minibatches=20"], "optim.minibatches is 20"),
         (["model.quantization=4bit"], "needs LoRA"),
         (["task.name=arithmetik"], "did you mean 'arithmetic'?"),
         (["task.foo=1"], "task: "),
-        (["--datasets=rows.jsonl", "task.name=capitals"], "makes its own problems"),
-        (["data.split=test"], "data.split is given, but task arithmetic makes its own problems"),
+        (["--datasets=rows.jsonl", "task.name=capitals"], "generates its problems"),
+        (["data.split=test"], "data.split is given, but task arithmetic generates its problems"),
         (["task.name=dataset"], "needs data.path"),
         (["data.truncation=drop"], "needs data.max_prompt_length"),
         (["data.path=a.jsonl", "task.data={path: b.jsonl}"], "both name data"),
@@ -246,7 +246,7 @@ def test_mistakes_in_a_file(tmp_path):
         (["task.name=nowhere:task"], "cannot import"),
         (["loss.loss_type=nowhere:loss"], "cannot import loss.loss_type=nowhere:loss"),
         (["eval.temperature=0"], "pass@8"),
-        (["rollout.max_staleness=1", "loss.mismatch.kind=none"], "leaves stale samples unweighted"),
+        (["rollout.max_staleness=1", "loss.mismatch.kind=none"], "loss.mismatch.kind=none"),
         (["rollout.max_staleness=1", "kl.beta=0.1", "kl.estimator=k2", "kl.gradient=rho"], "no divergence's gradient"),
         (["rollout.max_staleness=1", "loss.loss_type=policy_gradient", "loss.num_iterations=2"], "has no ratio"),
     ],
@@ -321,8 +321,8 @@ def test_aliases_say_what_they_became():
 
 
 def test_aliases_that_disagree_are_refused():
-    assert "disagree about kl.beta" in refused({"beta": 0.1, "kl_coef": 0.2})
-    assert "disagree about kl.beta" in refused({"kl": {"beta": 0.1}, "kl_coef": 0.2})
+    assert "both set kl.beta" in refused({"beta": 0.1, "kl_coef": 0.2})
+    assert "both set kl.beta" in refused({"kl": {"beta": 0.1}, "kl_coef": 0.2})
     assert load_config({"beta": 0.1, "kl_coef": 0.1}).kl.beta == 0.1
 
 

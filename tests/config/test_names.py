@@ -268,7 +268,7 @@ def test_names_that_share_a_line_agree_with_each_other():
     config = load_config({"ref_update_steps": 10, "reference.kind": "snapshot"})
     assert config.reference.params["every"] == 10
     assert load_config({"use_lora": False, "lora_r": 8}).model.lora is None
-    with pytest.raises(KeelError, match=r"disagree about kl\.beta"):
+    with pytest.raises(KeelError, match=r"both set kl\.beta"):
         load_config({"use_kl_penalty": False, "kl_coef": 0.02})
     config = load_config({"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse"})
     assert (config.kl.beta, config.kl.estimator, config.kl.placement) == (0.02, "k2", "loss")

@@ -20,7 +20,7 @@ import pytest
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import programs
-from keel.envs.base import Task, played
+from keel.envs.base import Task, play_turns
 from keel.envs.code import OPERATIONS, code, compose
 from keel.envs.exploits import exploit
 from keel.envs.judge import Judge
@@ -530,7 +530,7 @@ def test_the_tool_has_state_within_an_episode_and_none_across() -> None:
     assert "python" in str(problem.tools)
 
     def replies(*codes: str) -> list[str]:
-        with played(task, problem, map(_call, codes)) as (_, answers):
+        with play_turns(task, problem, map(_call, codes)) as (_, answers):
             return [answer[0]["content"] for answer in answers if answer is not None and not isinstance(answer, str)]
 
     first = replies("x = 20\nopen('f', 'w').write('kept')", "x + 1", "print(open('f').read())\nx / 0", "x * 2")
@@ -541,7 +541,7 @@ def test_the_tool_has_state_within_an_episode_and_none_across() -> None:
         "ran out of time; its variables are gone",
         "NameError: name 'x' is not defined",
     ]
-    with played(task, problem, [_call("x = 1")]) as (episode, _):
+    with play_turns(task, problem, [_call("x = 1")]) as (episode, _):
         program = episode.sessions["python"].program  # type: ignore[attr-defined]
     assert program.closed
 
@@ -558,7 +558,7 @@ def test_the_tool_says_that_the_sandbox_was_started_anew(monkeypatch: pytest.Mon
         return ask(self, request, until, *args)
 
     monkeypatch.setattr(Program, "ask", dies)
-    with played(task, problem, map(_call, ("x = 1", "x + 1", "x"))) as (_, answers):
+    with play_turns(task, problem, map(_call, ("x = 1", "x + 1", "x"))) as (_, answers):
         said = [answer[0]["content"] for answer in answers if answer is not None and not isinstance(answer, str)]
     assert "variables are gone" in said[1]
     assert said[2].startswith("NameError")

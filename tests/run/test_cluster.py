@@ -188,7 +188,7 @@ def test_what_cannot_be_placed_or_started_is_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "the section ray is for --on ray: give --on ray, or ray=null"),
+        ([], "the section ray has no effect without --on ray: give --on ray, or set ray=null"),
         (["--on", "mars"], "--on mars is not known: use local, ray or ray:ADDRESS"),
         (["--on", "ray", "--nproc", "0"], "ray.trainers"),
         (["--on", "ray", "kl.beta=x"], "kl.beta"),

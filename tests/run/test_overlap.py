@@ -94,7 +94,7 @@ class Counting(Letters):
         super().__init__()
         object.__setattr__(self, "judged", [0])
 
-    def totals(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return {"judged": float(self.judged[0])}
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:

@@ -175,7 +175,7 @@ class Fit(TaskWrapper):
     def __init__(self, fits: Callable[[Problem], bool]) -> None:
         self.inner, self.fits = build_task("arithmetic"), fits
 
-    def demonstrates(self, problem: Problem) -> bool:
+    def usable_for_sft(self, problem: Problem) -> bool:
         return self.fits(problem)
 
 

@@ -91,7 +91,7 @@ def evaluate(
     if ks[0] < 1 or ks[-1] > count:
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     sampling = replace(collector.sampling, temperature=temperature, num_generations=count)
-    judge = collector.judge if task.unanswered else collector.judge.with_task_reward(task)
+    judge = collector.judge if task.prompts_only else collector.judge.with_task_reward(task)
     groups = replace(collector, sampling=sampling, judge=judge).collect(problems)
     return summarise(task, groups, ks, greedy=greedy, task_reward=judge.task_part(task) or TASK)
 
@@ -101,7 +101,7 @@ def summarise(
 ) -> EvalResult:
     """The figures of judged groups of equal size; `task_reward` names the task's own reward in them."""
     samples = len(groups[0].completions)
-    answered = not task.unanswered
+    answered = not task.prompts_only
     right = [_count_correct(task, group, task_reward) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
     shown = k if answered else ()

@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.base.world import SINGLE_PROCESS, World
 from keel.envs.base import Task
-from keel.envs.calls import CallFailed, call_now
+from keel.envs.calls import CallFailed, call_sync
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
 from keel.envs.judge import Judge
 from keel.rollout.engine import Engine, check_engine, turn_by_turn
@@ -107,7 +107,7 @@ class Collector:
         check_engine(engine)
         if self.max_turns < 1:
             raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
-        if self.max_turns > 1 and not task.several_turns:
+        if self.max_turns > 1 and not task.multi_turn:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
         _check_keys(problems)
         all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
@@ -130,7 +130,7 @@ class Collector:
                 trajectory = trajectories.setdefault(key, _Trajectory(*key))
                 _check_appended(turn, prompts[key[0]], trajectory)
                 trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
-                if task.several_turns:
+                if task.multi_turn:
                     runner.submit([(key, problems[key[0]], turn.completion.text)])
             return next_requests("no" if self.overlap_tools else "all")
 
@@ -253,7 +253,7 @@ def _judged(
         by_group[trajectory.group].append(trajectory)
     for problem, prompt, members in zip(problems, prompts, by_group, strict=True):
         transcripts = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
-        counts = [{"turn/count": float(len(t.turns))} if task.several_turns else {} for t in members]
+        counts = [{"turn/count": float(len(t.turns))} if task.multi_turn else {} for t in members]
         read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
         rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
         if rewards is not None:
@@ -272,10 +272,10 @@ def _read_counts(
 ) -> bool:
     """Add what an episode counts; False, with the failure recorded, where it does not say."""
     episode = transcripts[sample].episode
-    if episode is None or not task.several_turns:
+    if episode is None or not task.multi_turn:
         return True
     try:
-        counts[sample].update(call_now(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
+        counts[sample].update(call_sync(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
     except CallFailed as failure:
         judge.record(f"{task.name}.counts", problem, sample, failure)
         return False

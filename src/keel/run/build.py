@@ -105,7 +105,7 @@ def without_long_prompts(
         return task, []
     limit = config.data.max_prompt_length
     try:
-        filtered = task.keep(_fits(config, tokenizer))
+        filtered = task.filter_problems(_fits(config, tokenizer))
     except PromptsTooLong as error:
         raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
     if filtered is None and required:
@@ -123,7 +123,7 @@ def _check_rows(renderer: Renderer, task: Task) -> None:
         return True
 
     if not renderer.allow_control_tokens:
-        task.keep(checked)
+        task.filter_problems(checked)
 
 
 def build_renderer(config: Config, tokenizer: Any) -> Renderer:
@@ -142,7 +142,7 @@ def build_judge(config: Config, task: Task, reward: RewardFunction | None = None
     if reward is not None:
         return Judge([wrap(reward)], config.reward)
     entries = reward_entries(config)
-    if config.loss.policy_weight == 0 and task.unanswered and [entry["name"] for entry in entries] == ["task"]:
+    if config.loss.policy_weight == 0 and task.prompts_only and [entry["name"] for entry in entries] == ["task"]:
         entries = [{"name": "none"}]  # a teacher needs prompts alone
     return Judge.of(task, entries, config.reward)
 
@@ -317,7 +317,7 @@ def _sampler_differs(
 
 def _turn_notes(config: Config, task: Task) -> list[str]:
     """Notes on a task of several turns that is given one, and on turns that depend on the clock."""
-    if not task.several_turns:
+    if not task.multi_turn:
         return []
     if config.rollout.max_turns == 1:
         return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
@@ -368,7 +368,7 @@ def build_collector(
 
 def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: Any, world: World) -> RolloutQueue:
     """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own = collector.judge.apart()
+    own = collector.judge.for_thread()
     apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
     def sample(attempt: int, step: int) -> StepRollouts:

@@ -13,7 +13,7 @@ import torch
 
 import keel
 from keel.config import Config
-from keel.config.load import leaves
+from keel.config.load import flatten_options
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic"),
@@ -45,7 +45,7 @@ def package_versions() -> dict[str, str | None]:
 def settings_of(config: Config) -> dict[str, Any]:
     """What all processes of a run must have alike: versions and every option."""
     versions = {"Keel": keel.__version__, "Python": platform.python_version(), "torch": torch.__version__}
-    return {**versions, "transformers": _version("transformers"), **dict(leaves("", config.to_dict()))}
+    return {**versions, "transformers": _version("transformers"), **dict(flatten_options("", config.to_dict()))}
 
 
 def _version(name: str) -> str | None:

@@ -54,7 +54,7 @@ def entries(
     options = config.reward.model_copy(update={"aggregate": "sum", "shuffle": None})
 
     def judge(task: Task) -> Judge:
-        if not task.unanswered:
+        if not task.prompts_only:
             return Judge.of(task, options=options)
         return Judge.of(task, reward_entries(config), options) if rewards is None else Judge(rewards, options)
 
@@ -114,7 +114,7 @@ def evaluate_entry(
     collector = replace(
         build_collector(config, engine, entry.task, tokenizer, entry.judge, world),
         seed=config.run.seed + 1 if seed is None else seed,
-        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
+        max_turns=config.rollout.max_turns if entry.task.multi_turn else 1,
         overlap_tools=False,
     )
     problems = drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples))

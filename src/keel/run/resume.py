@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.files import read_json
 from keel.base.redact import masked, secrets_in
 from keel.config import Config, load_config
-from keel.config.declared import own_defaults
+from keel.config.declared import plugin_defaults
 from keel.config.text import absolute_paths
 from keel.envs import Task
 from keel.loggers import RunDirectory
@@ -77,7 +77,7 @@ def check_same_run(folder: Path, config: Config) -> None:
     before = _leaves(absolute_paths(written))
     now = _leaves(absolute_paths(config.to_dict()))
     before |= _added_since(before, now)
-    own = _leaves(own_defaults(config))  # one that is written out is the one that is not
+    own = _leaves(plugin_defaults(config))  # one that is written out is the one that is not
     before, now = {**own, **before}, {**own, **now}
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and not may_change(name):

@@ -197,7 +197,7 @@ def describe_staleness(completions: Sequence[Completion], version: int) -> dict[
 
 def task_totals(task: Task) -> dict[str, float]:
     """What a task has counted since this process began."""
-    return {f"task/{name}": float(total) for name, total in task.totals().items()}
+    return {f"task/{name}": float(total) for name, total in task.counters().items()}
 
 
 def counted(task: Task, before: Mapping[str, float], world: World) -> dict[str, float]:

@@ -19,8 +19,8 @@ from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
 from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
-from keel.envs.base import played
-from keel.envs.problems import stream
+from keel.envs.base import play_turns
+from keel.envs.problems import seeded_rng
 from keel.kl import masked_mean
 from keel.models.control_tokens import ControlTokens, control_token_refused
 from keel.models.fused_linear import cast_weights_once
@@ -210,7 +210,7 @@ def gold_examples(
     rendered by `reply`. `draws` counts the problems that are no demonstrations.
     """
     counted = draws or DrawCount()
-    several, allowed = task.several_turns and reply is not None, {"allow_control_tokens": allow_control_tokens}
+    several, allowed = task.multi_turn and reply is not None, {"allow_control_tokens": allow_control_tokens}
 
     def example(problem: Problem) -> Group:
         if several:
@@ -230,7 +230,7 @@ def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: Dr
     pool, chosen, left_out, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0, 0
     while len(chosen) < len(first):
         problem = next(pool)
-        if task.demonstrates(problem):
+        if task.usable_for_sft(problem):
             chosen.append(problem)
             in_a_row = 0
             continue
@@ -278,7 +278,7 @@ def episode_example(
 
 def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
     """What the environment says after each turn but the last."""
-    with played(task, problem, turns[:-1]) as (_, replies):
+    with play_turns(task, problem, turns[:-1]) as (_, replies):
         if None in replies:
             raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {len(replies)}")
     return replies
@@ -313,7 +313,7 @@ def file_examples(
 @lru_cache(maxsize=2)  # a batch may lie across two epochs
 def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
-    stream("sft", seed, epoch).shuffle(order)
+    seeded_rng("sft", seed, epoch).shuffle(order)
     return tuple(order)
 
 

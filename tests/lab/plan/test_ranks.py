@@ -92,7 +92,7 @@ def test_the_command_answers_for_a_number_of_devices(tmp_path, capsys):
     assert [rank["chosen"] for rank in ranks] == [True, False, False]
     assert main([*asked, "--hardware", "h100:0.001", "--nproc", "2"]) == 1
     shown = capsys.readouterr().out
-    assert "parallel.sharding=full is what this run takes, and does not fit" in shown
-    assert "no layout fits: take more devices" in shown
+    assert "this run uses parallel.sharding=full, which does not fit" in shown
+    assert "no layout fits: use more devices" in shown
     assert main([*asked, "--nproc", "0"]) == 2
     assert "--nproc is 0: a run has at least one process" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from keel.base.errors import KeelError
 from keel.base.options import Options
 from keel.config import Config, peers, read_config
-from keel.config.load import is_option, put, validate
+from keel.config.load import is_option, set_option, validate
 from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_from_options
 from keel.losses.options import MismatchOptions
 from keel.reference.kinds import check_reference
@@ -230,7 +230,7 @@ def _accepted(tree: dict[str, Any], groups: Sequence[tuple[str, dict[str, Any]]]
     changed = copy.deepcopy(tree)
     for _, options in groups:
         for name, value in options.items():
-            put(changed, name, value)
+            set_option(changed, name, value)
     try:
         read_config(changed, installed=False)
     except KeelError as error:

@@ -81,7 +81,7 @@ def preflight(
         ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
     )
     decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
-    several = config.rollout.max_turns > 1 and setup.run.task.several_turns
+    several = config.rollout.max_turns > 1 and setup.run.task.multi_turn
     left_out = [f"{codes}: {name} is left out by --quick" for name, codes in LEFT_OUT.items() if quick]
     unchecked = (*(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided)), *left_out)
     bounded = () if affordable is setup else (budget_note(affordable, setup),)
@@ -89,7 +89,7 @@ def preflight(
         findings=explain(findings, log=False),
         hypotheses=judge_hypotheses(
             findings,
-            figures_in_scope(preflight_figures(decisive, several_turns=several), config.to_dict()),
+            figures_in_scope(preflight_figures(decisive, multi_turn=several), config.to_dict()),
             limits,
             unchecked,
             formula_of(config.to_dict()),

@@ -1,7 +1,4 @@
-"""The models of a run as shapes: parameters with a size and a dtype and no memory; weights are never read.
-
-`CudaAutocast` shows what autocast widens on CUDA, on such tensors.
-"""
+"""The models of a run as meta tensors; weights are never read. `CudaAutocast` emulates CUDA autocast on them."""
 
 from __future__ import annotations
 
@@ -139,10 +136,7 @@ def prompt_lengths(config: Config, tokenizer: Any) -> list[int]:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """What autocast does on CUDA beyond what it does on a CPU: these functions compute in fp32, and keep fp32 inputs.
-
-    GPT-2's activation is made of a power, so its intermediate results are twice as large there.
-    """
+    """Emulate the functions that autocast runs in fp32 on CUDA but not on a CPU, such as powers in GPT-2's GELU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""One run of a study in a process of its own: warm start linked in, training, drift, outcome."""
+"""One run of a study in its own process: link the warm start, train, measure the drift, write the outcome."""
 
 from __future__ import annotations
 

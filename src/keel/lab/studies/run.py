@@ -38,14 +38,14 @@ POLL_S = 0.3
 def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
 ) -> dict[str, Outcome]:
-    """Run what is not finished yet; the outcome of each job by label. Killed at any time, it can be started again."""
+    """Run all unfinished jobs and return the outcomes by label. After an interruption, call it again."""
     check_backend(on)
     path = path.resolve()
     with open_folder(path, study, max(1, cores() // parallel)) as threads:
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
-        workers = parallel if on == "local" else None  # a cluster starts as many as it has room for
+        workers = parallel if on == "local" else None  # the cluster decides
         watched = Progress(all_jobs, outcomes, say, workers)
         with watched as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
             try:
