@@ -91,7 +91,7 @@ class RewardOptions(Options):
     warmup_steps: NonNegativeInt = Field(
         default=0, description="Steps over which the weight of the advantages rises linearly from 0 to 1."
     )
-    timeout_s: Above0 | None = Field(default=30.0, description="Time limit of a reward in seconds; null: none.")
+    timeout_s: PositiveFloat | None = Field(default=30.0, description="Time limit of a reward in seconds; null: none.")
     shuffle: int | None = Field(
         default=None,
         description="Seed to permute rewards within each group, a control that must not learn; null: off.",
