@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 ENDS = frozenset(range(5))
 
 
-def engine(model, *, graphs, kept_bytes=2**26):
-    native = NativeEngine(model, Tokens(), graphs=graphs, kept_bytes=kept_bytes)
+def engine(model, *, graphs, kv_cache_bytes=2**26):
+    native = NativeEngine(model, Tokens(), graphs=graphs, kv_cache_bytes=kv_cache_bytes)
     native.eos_ids = ENDS
     return native
 
@@ -94,7 +94,7 @@ def test_turns_that_join():
     captured = graphed.captured_graphs
     graphed.converse(requests, sampling, talk("again"), seed=3)
     assert graphed.captured_graphs == captured
-    engine(model, graphs=False, kept_bytes=0).converse(requests, sampling, talk("without"), seed=3)
+    engine(model, graphs=False, kv_cache_bytes=0).converse(requests, sampling, talk("without"), seed=3)
     assert by_side["with"].keys() == by_side["without"].keys()
     for key, turns in by_side["with"].items():
         assert_close([turns], [by_side["without"][key]])

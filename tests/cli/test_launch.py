@@ -47,7 +47,7 @@ def test_sigterm_at_the_launcher_saves_and_the_run_goes_on_to_its_end(config: Pa
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (143, "")
     step = len(metrics.read_text().splitlines())
-    assert out == f"stopped after step {step}; go on with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
+    assert out == f"stopped after step {step}; resume with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
     assert (tmp_path / "small" / "checkpoints" / f"step-{step}").is_dir()
     process = start("keel", "train", "--resume", str(tmp_path / "small"), f"run.max_steps={step + 2}", "--nproc=2")
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -114,8 +114,8 @@ def test_what_cannot_run_is_refused_before_anything_is_launched(
 
 def test_one_process_that_is_killed_is_named_with_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch._status({0: 0}, 1) == 0
-    assert launch._status({0: -9}, 1, "; go on with: keel train --resume r --on ray") == 137
-    expected = "keel: error: rank 0 of 1 was ended by SIGKILL; go on with: keel train --resume r --on ray\n"
+    assert launch._status({0: -9}, 1, "; resume with: keel train --resume r --on ray") == 137
+    expected = "keel: error: rank 0 of 1 was ended by SIGKILL; resume with: keel train --resume r --on ray\n"
     assert capsys.readouterr().err == expected
 
 

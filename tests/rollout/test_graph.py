@@ -34,15 +34,15 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the kernels in torch, and a replay does the work again."""
     monkeypatch.setitem(sys.modules, "keel.rollout.native.kernels", torch_kernels)
     monkeypatch.setattr("keel.rollout.native.kernels", torch_kernels, raising=False)
-    for why in ("why_not_graphed", "why_not_fused"):
+    for why in ("graph_obstacle", "fusion_obstacle"):
         monkeypatch.setattr(f"keel.rollout.native.choose.{why}", lambda model: None)
     monkeypatch.setattr(graph, "capture", lambda work, device: work)
     monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", 0.5)
 
 
-def plain(name: str, kept_bytes: int = 2**24) -> NativeEngine:
+def plain(name: str, kv_cache_bytes: int = 2**24) -> NativeEngine:
     """An engine that keeps its steps as they are."""
-    made = NativeEngine(shapes.model(name), shapes.tokenizer(), kept_bytes=kept_bytes, graphs=False)
+    made = NativeEngine(shapes.model(name), shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes, graphs=False)
     made.eos_ids = frozenset(range(200, 257))
     return made
 
@@ -252,13 +252,13 @@ def test_the_option_reaches_the_engine() -> None:
 def test_only_a_gpu_and_fixed_rotations_are_graphed(kind: str) -> None:
     model = shapes.model("llama")
     model.model.rotary_emb.rope_type = kind
-    assert "CUDA" in str(graph.why_not_graphed(model))
+    assert "CUDA" in str(graph.graph_obstacle(model))
 
     class OnGpu:
         is_cuda = True
 
     model.parameters = lambda: iter([OnGpu()])
-    assert (graph.why_not_graphed(model) is None) == (kind == "default")
+    assert (graph.graph_obstacle(model) is None) == (kind == "default")
 
 
 @pytest.mark.usefixtures("graphed")

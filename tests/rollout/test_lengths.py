@@ -307,7 +307,7 @@ def test_rows_leave_a_cache_whose_reordering_forgets_its_linear_part() -> None:
 @pytest.mark.parametrize("variant", [Variant("phi3", "longrope"), Variant("ministral3"), Variant("bamba")])
 def test_a_second_turn_goes_on_across_the_lengths(variant: Variant) -> None:
     model = build(variant)
-    engine = engine_of(model, kept_bytes=2**24)
+    engine = engine_of(model, kv_cache_bytes=2**24)
     sampling = SamplingParams(num_generations=1, max_completion_length=6, ignore_eos=True)
     context = tokens(10, 0)
     for turn in range(5):

@@ -70,7 +70,7 @@ def launch_on_ray(on: str, arguments: list[str], config: Any) -> int:
         raise KeelError(f"--on {on} inside of torchrun: leave torchrun out, Ray starts the processes")
     exits = train_on_ray(on, without(arguments, "--nproc", "--on"), config)
     resume = f"keel train --resume {Path(config.run.dir) / config.run.name} --on {on}"
-    return _status(exits, len(exits), go_on=f"; go on with: {resume}")
+    return _status(exits, len(exits), go_on=f"; resume with: {resume}")
 
 
 def without(arguments: list[str], *flags: str) -> list[str]:

@@ -17,7 +17,7 @@ from keel.models.adapters import is_lora
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
-from keel.reference.weights import OffloadedTensors, Shard, unwrap
+from keel.reference.weights import OffloadedTensors, Sharder, unwrap
 
 
 class AdapterWeights:
@@ -92,7 +92,7 @@ class AdapterWeights:
     def backup(self) -> Callable[[], None]:
         return partial(self.load, self.tensors())
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Nothing to do: the base is the policy's, and adapters stay whole."""
 
     def _add(self) -> None:
@@ -203,7 +203,7 @@ class DeltaAverage:
     def backup(self) -> Callable[[], None]:
         return partial(self.load, self.tensors())
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Nothing to do: the base is the policy's, and the average stays whole."""
 
     def _stored(self, delta: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from keel.base.errors import KeelError
 if TYPE_CHECKING:
     from torch import nn
 
-    from keel.reference.weights import ReferenceWeights, Shard
+    from keel.reference.weights import ReferenceWeights, Sharder
 
 
 @runtime_checkable
@@ -112,9 +112,9 @@ class RuleReference:
     def fingerprint(self) -> str:
         return self._weights.fingerprint()
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Spread the weights over the processes, where they are not the policy's own."""
-        self._weights.spread(shard)
+        self._weights.shard(sharder)
 
 
 def starts_at_policy(reference: Reference | None) -> bool:

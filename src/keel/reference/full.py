@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
 from keel.models.sharding import own_part, put, whole_in_memory
-from keel.reference.weights import OffloadedTensors, Shard, unwrap
+from keel.reference.weights import OffloadedTensors, Sharder, unwrap
 
 
 class FullCopy:
@@ -88,11 +88,11 @@ class FullCopy:
                 put(master, tensors[name])
                 self._masters[name] = master
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is not None:
             offloaded.restore()
-        shard(self._copy, offload=offloaded is not None)
+        sharder(self._copy, offload=offloaded is not None)
         self._tensors = _state(self._copy)
 
     def fingerprint(self) -> str:

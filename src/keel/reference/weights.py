@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Shard(Protocol):
+class Sharder(Protocol):
     """Spreads a model's weights over the processes, in place."""
 
     def __call__(self, model: nn.Module, *, offload: bool = False) -> None: ...
@@ -40,7 +40,7 @@ class ReferenceWeights(Protocol):
     def fingerprint(self) -> str:
         """A digest of the effective weights."""
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Spread weights that are a model of their own over the processes, as the policy's are by now."""
 
 

@@ -499,7 +499,7 @@ def test_why_a_run_ended(tmp_path):
         step(log, 1)
         assert why_ended(read_run(run.path), "running") == ""
     record = read_run(run.path)
-    assert why_ended(record, "interrupted") == f"It was killed or failed; go on with: keel train --resume {run.path}"
+    assert why_ended(record, "interrupted") == f"It was killed or failed; resume with: keel train --resume {run.path}"
     with RunDirectory.resume(run.path) as again:
         JsonlLogger(again).event("interrupted", step=1, time=1.0, message="SIGINT: stopped after step 1")
     assert why_ended(read_run(run.path), "interrupted") == "SIGINT: stopped after step 1"

@@ -26,7 +26,7 @@ from keel.base.world import ALONE
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import OtherModel
+from keel.rollout.engine import ModelMismatch
 from keel.rollout.vllm import client
 from keel.rollout.vllm.client import SECRET, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
@@ -93,7 +93,7 @@ def test_an_option_that_changes_logits(name: str) -> None:
     facts = {**PlainBackend().facts["model"], name: 123}
     with (
         hosted(PlainBackend(model=facts)) as (server,),
-        pytest.raises(OtherModel, match=f"its {name} is 123 ") as error,
+        pytest.raises(ModelMismatch, match=f"its {name} is 123 ") as error,
     ):
         connect(server.url)
     assert_one_line(error)

@@ -295,7 +295,7 @@ def test_rows_that_a_load_overtakes_are_not_answered_as_the_old_weights(tmp_path
 
 
 def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 0.2)
+    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 0.2)
     service = Service(backend := Held(), PASSWORD)
     backend.rows = 5
     with asked(service, "one") as routes:
@@ -309,7 +309,7 @@ def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: 
         busy = routes.post("/keel/weights/bb", json={}, headers=other)
         assert (busy.status_code, busy.json()["error"]) == (409, "it is busy: another training uses this server")
         assert service.weights == "aa"
-        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 20)
+        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 20)
         commit = in_background(lambda: routes.post("/keel/weights/bb", json={}, headers=other))
         routes.portal.call(backend.free.set)  # type: ignore[union-attr]
         assert commit().status_code == 200

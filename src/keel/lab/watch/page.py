@@ -134,7 +134,7 @@ def why_ended(run: RunRecord, kind: str) -> str:
     if endings and endings[-1].get("kind") != "resume":
         return str(endings[-1].get("message", ""))
     if kind == "interrupted":
-        return f"It was killed or failed; go on with: keel train --resume {run.path}"
+        return f"It was killed or failed; resume with: keel train --resume {run.path}"
     return ""
 
 

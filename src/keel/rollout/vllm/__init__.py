@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from keel.base.world import World
     from keel.rollout.vllm.engine import VllmEngine
 
-__all__ = ["TO_BE_PLACED", "check_vllm", "vllm"]
+__all__ = ["PLACEHOLDER_URL", "check_vllm", "vllm"]
 
 
-TO_BE_PLACED = "http://ray"  # stands for servers that are still to be started
+PLACEHOLDER_URL = "http://ray"  # stands for servers that are still to be started
 _OF_SERVERS = ("url", "secret", "transfer", "wait_s")
 _OF_ENGINES = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "cuda_graphs")
 
@@ -44,7 +44,7 @@ def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
         if not url.startswith(("http://", "https://")):
             raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
     own = [f"vllm.{name}" for name in _changed(options, _OF_ENGINES)] + _changed(rollout, ("dtype",))
-    if own and not placed and options.urls != (TO_BE_PLACED,):
+    if own and not placed and options.urls != (PLACEHOLDER_URL,):
         flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
         flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
         raise KeelError(f"rollout.{own[0]} is the server's own: leave it out, and give keel serve {flag}")

@@ -31,26 +31,26 @@ from keel.base.world import World
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import Interrupted, OtherModel, StaleWeights
+from keel.rollout.engine import Interrupted, ModelMismatch, StaleWeights
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import (
     NOT_RUN,
-    Broken,
     NcclSender,
+    TransferBroken,
     check_transfer,
     loopback_only,
+    run_concurrently,
     sender,
-    together,
 )
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
-    Held,
+    PartDigests,
     adapter_of,
     check_digests,
     checkpoint_weights,
     lora_rank,
-    own_folder,
+    process_folder,
     save_adapter,
     save_shards,
 )
@@ -69,11 +69,11 @@ _STATUS = {
 }
 
 
-class Lost(Exception):
+class ServerLost(Exception):
     """The server does not answer, or no longer has the weights."""
 
 
-class Loading(Lost):
+class Loading(ServerLost):
     """It has other weights for now: another process of this training may be loading those of the last sync."""
 
 
@@ -93,7 +93,7 @@ class Server:
     def call(
         self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
     ) -> dict[str, Any]:
-        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line.
+        """One request and its answer as data; what is not an answer is `ServerLost`, what is refused a line.
 
         `timeout_s` is for silence, `deadline_s` for the whole.
         """
@@ -113,11 +113,11 @@ class Server:
 
         deadline_s = deadline_s or timeout_s + CONNECT_S
         try:
-            [(code, content)] = together(exchange, timeout_s=deadline_s)
+            [(code, content)] = run_concurrently(exchange, timeout_s=deadline_s)
         except httpx2.RequestError as error:
-            raise Lost(first_line(error) or type(error).__name__) from error
-        except Broken:
-            raise Lost(f"no whole answer in {deadline_s:.0f} s") from None
+            raise ServerLost(first_line(error) or type(error).__name__) from error
+        except TransferBroken:
+            raise ServerLost(f"no whole answer in {deadline_s:.0f} s") from None
         return self.read(code, content)
 
     def client(self, timeout_s: float) -> Any:
@@ -143,9 +143,9 @@ class Server:
         if data.get("loading"):
             raise Loading("its weights are being loaded")
         if code == 409:
-            raise Lost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
+            raise ServerLost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
         if code == 503:
-            raise Lost(str(data.get("error")))
+            raise ServerLost(str(data.get("error")))
         if code != 200 or "error" in data:
             raise KeelError(f"{self} refused: {data.get('error', code)}")
         return data
@@ -177,12 +177,12 @@ class ServerSampler(Sampler):
         headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
         self.servers = [Server(url, headers) for url in own]
-        self._leads = world.rank < len(urls)  # of those that share a server
+        self._uploads = world.rank < len(urls)  # of those that share a server
         self._model, self._tokenizer = model, tokenizer
         self._nccl, self._device = options.transfer == "nccl", next(model.parameters()).device
         self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: of which start of it
         self.notes = (NOT_RUN,) if self._nccl else ()
-        self._folder = own_folder("sync")
+        self._folder = process_folder("sync")
         self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
         self._streams: list[Stream] = []
@@ -191,10 +191,10 @@ class ServerSampler(Sampler):
         self._events: list[tuple[str, str]] = []
         try:
             for server in self.servers:
-                self._until(self._connect, [server])
+                self._retry(self._connect, [server])
             first = self.servers[0].status
             self._dtype = _dtype(self.servers[0])
-            self._held = Held(first["parts"], model)
+            self._part_digests = PartDigests(first["parts"], model)
             context = min(server.status["context"] for server in self.servers)
             self.info = SamplerInfo(context, first["model"]["vocab_size"])
             self.load(model)
@@ -215,12 +215,14 @@ class ServerSampler(Sampler):
             raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         if name := first_difference(own, theirs):
-            raise OtherModel(
+            raise ModelMismatch(
                 f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's "
                 f"{str(own.get(name))[:40]}; start keel serve with this run's model"
             )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+            raise ModelMismatch(
+                f"{server} has another tokenizer than the policy: start keel serve with this run's model"
+            )
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(
@@ -238,14 +240,14 @@ class ServerSampler(Sampler):
                 )
         server.status = status
 
-    def _until(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
-        """Try servers in turn until one is not `Lost`, for `wait_s`."""
+    def _retry(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
+        """Try servers in turn until one is not `ServerLost`, for `wait_s`."""
         end, warned = time.monotonic() + self._wait_s, False
         while True:
             for server in servers:
                 try:
                     return attempt(server)
-                except Lost as error:
+                except ServerLost as error:
                     lost = server, error
             if time.monotonic() >= end:
                 raise KeelError(
@@ -309,9 +311,9 @@ class ServerSampler(Sampler):
                         missing.discard(result.id)
                         yield result
         except httpx2.RequestError as error:
-            raise Lost(first_line(error)) from error
+            raise ServerLost(first_line(error)) from error
         if missing:
-            raise Lost("it ended its answer too early")
+            raise ServerLost("it ended its answer too early")
 
     def finished(self) -> list[Sampled]:
         ended: list[Sampled] = []
@@ -322,8 +324,8 @@ class ServerSampler(Sampler):
             stream, result = arrived
             if stream.closed:
                 continue
-            if isinstance(result, Lost):
-                self._again(stream.server, result)
+            if isinstance(result, ServerLost):
+                self._resample_rows(stream.server, result)
             elif isinstance(result, Exception):
                 raise result
             elif stream.rows.pop(result.id, None) is not None:
@@ -337,7 +339,7 @@ class ServerSampler(Sampler):
             stream.closed = True
             self._streams.remove(stream)
 
-    def _again(self, server: Server, error: Lost) -> None:
+    def _resample_rows(self, server: Server, error: ServerLost) -> None:
         """Draw a lost server's rows again: by the others, or by itself once it is back."""
         streams = [stream for stream in self._streams if stream.server is server]
         rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
@@ -351,9 +353,9 @@ class ServerSampler(Sampler):
         server.alive = False
         try:
             self._restore(server)
-        except Lost:
+        except ServerLost:
             if not any(other.alive for other in self.servers):
-                self._until(self._restore, self.servers)
+                self._retry(self._restore, self.servers)
         self.start(rows, drawing)
 
     def _restore(self, server: Server) -> None:
@@ -375,25 +377,25 @@ class ServerSampler(Sampler):
         folder = self._folder / self._sync
         folder.mkdir()
         adapted = is_lora(policy)
-        if not adapted or not self._held.digests:
-            self._held.reset()
-            weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
-            if adapted or not self._leads:
+        if not adapted or not self._part_digests.digests:
+            self._part_digests.reset()
+            weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
+            if adapted or not self._uploads:
                 deque(weights, maxlen=0)
             else:
                 save_shards(weights, folder)
         if adapted:
             adapter = adapter_of(policy, self._dtype)
             self._ranks, self._expected = adapter.ranks, adapter.digests()
-            if self._leads:
-                _flat(save_adapter(policy, folder / "adapter"), folder)
+            if self._uploads:
+                _flatten_adapter(save_adapter(policy, folder / "adapter"), folder)
         else:
-            self._expected = dict(self._held.digests)
-        if self._leads:
+            self._expected = dict(self._part_digests.digests)
+        if self._uploads:
             for server in self.servers:
                 self._sync_one(server)
             if not any(server.alive for server in self.servers):
-                self._until(self._restore, self.servers)
+                self._retry(self._restore, self.servers)
         shutil.rmtree(self._folder / (previous or "-"), ignore_errors=True)
         self._world.wait()
 
@@ -404,7 +406,7 @@ class ServerSampler(Sampler):
             self._connect(server)
             self._send(server)
             server.alive = True
-        except Lost as error:
+        except ServerLost as error:
             if server.alive:
                 self._events.append(("sampler/lost", f"{server} was lost in a sync ({error})"))
             server.alive = back = False
@@ -413,14 +415,14 @@ class ServerSampler(Sampler):
 
     def _send(self, server: Server) -> None:
         """Send the files of the last sync; a server that then holds anything else is refused."""
-        read_back = 0 if self._ranks is None else len(self._held.digests)  # the base, now or before
+        read_back = 0 if self._ranks is None else len(self._part_digests.digests)  # the base, now or before
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
-            answer = self._patient(server, "/keel/digests", {})
-            check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
+            answer = self._call_with_heartbeats(server, "/keel/digests", {})
+            check_digests(_digests(server, answer), self._part_digests.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
-            raise Lost("it has other weights, and those of the last sync lie on another machine")
-        direct = self._ranks is None and self._leads and self._send_direct(server, folder)
+            raise ServerLost("it has other weights, and those of the last sync lie on another machine")
+        direct = self._ranks is None and self._uploads and self._send_direct(server, folder)
         for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
@@ -431,15 +433,15 @@ class ServerSampler(Sampler):
                     "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
                 )
             if sent.get("sha256") != own:
-                raise Lost(f"{path.name} did not arrive as it was sent")
-        answer = self._patient(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
+                raise ServerLost(f"{path.name} did not arrive as it was sent")
+        answer = self._call_with_heartbeats(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
         if self._ranks is None and answer.get("adapter"):
             raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: start it again")
         self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
 
-    def _patient(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
+    def _call_with_heartbeats(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
         """Ask for what may take long: it goes on as long as heartbeats come."""
         return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
@@ -453,7 +455,7 @@ class ServerSampler(Sampler):
         boot, channel = self._senders.get(server.url, ("", None))
 
         def call(step: str, info: dict[str, Any]) -> None:
-            self._patient(server, f"/keel/transfer/{self._sync}/{step}", info)
+            self._call_with_heartbeats(server, f"/keel/transfer/{self._sync}/{step}", info)
 
         try:
             if boot != server.status["boot"]:
@@ -464,7 +466,7 @@ class ServerSampler(Sampler):
         except Exception as error:
             if channel is not None:
                 channel.close()
-            if isinstance(error, Lost):
+            if isinstance(error, ServerLost):
                 self._senders[server.url] = "lost", None
                 raise
             if not boot:
@@ -541,7 +543,7 @@ def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
     try:
         data = json.loads(line)
         if "error" in data:
-            raise Lost(str(data["error"]))
+            raise ServerLost(str(data["error"]))
         tokens = tuple(map(int, data["tokens"]))
         before, after = (tuple(map(float, data[name])) for name in ("sample_logp", "filtered_logp"))
         result = Sampled(str(data["id"]), tokens, before, after)
@@ -560,7 +562,7 @@ def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
         now = time.monotonic()
         begun = now if lines else begun
         if now - begun > silence_s or len(rest) > ANSWER_BYTES:
-            raise Lost("its answer has no end of line")
+            raise ServerLost("its answer has no end of line")
         yield from (line.decode(errors="replace") for line in lines)
     yield rest.decode(errors="replace")
 
@@ -570,7 +572,7 @@ def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:
         yield chunk
 
 
-def _flat(source: Path, target: Path) -> None:
+def _flatten_adapter(source: Path, target: Path) -> None:
     """The adapter's files where the others lie, and nothing else."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (source / name).rename(target / name)

@@ -25,12 +25,12 @@ from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
 from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
-    Held,
+    PartDigests,
     adapter_of,
     check_digests,
     checkpoint_weights,
     lora_rank,
-    own_folder,
+    process_folder,
     save_adapter,
     save_shards,
 )
@@ -46,7 +46,7 @@ class ColocatedSampler(Sampler):
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
-        self._folder = own_folder("vllm")
+        self._folder = process_folder("vllm")
         inner.config.save_pretrained(str(self._folder))
         tokenizer.save_pretrained(str(self._folder))
         self._adapter: Any = None
@@ -78,7 +78,7 @@ class ColocatedSampler(Sampler):
         self._asleep: set[str] = set()
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            self._held = Held(self._rpc("keel_parts"), model)
+            self._part_digests = PartDigests(self._rpc("keel_parts"), model)
             self.load(model)
             on_error.pop_all()
 
@@ -109,15 +109,15 @@ class ColocatedSampler(Sampler):
         """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
         self._wake("weights")
         self._salt = secrets.token_hex(8)
-        if not is_lora(policy) or not self._held.digests:
-            self._held.reset()
-            weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
+        if not is_lora(policy) or not self._part_digests.digests:
+            self._part_digests.reset()
+            weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
             if is_lora(policy):
                 deque(weights, maxlen=0)
             else:
                 self._rpc("keel_load", weights)
-            check_digests(self._rpc("keel_digests"), self._held.digests, _NAME, sent=not is_lora(policy))
-        self.read_back = len(self._held.digests)
+            check_digests(self._rpc("keel_digests"), self._part_digests.digests, _NAME, sent=not is_lora(policy))
+        self.read_back = len(self._part_digests.digests)
         if is_lora(policy):
             self.read_back += self._load_adapter(policy)
         self._llm.reset_prefix_cache()

@@ -25,11 +25,11 @@ NOT_RUN = "rollout.vllm.transfer=nccl is experimental: tested without a GPU, but
 Call = Callable[[str, dict[str, Any]], None]  # a step of the transfer (init, start, update, finish) at a server
 
 
-class Broken(Exception):
+class TransferBroken(Exception):
     """The transfer cannot go on: the weights are sent as files."""
 
 
-class Meta(NamedTuple):
+class TensorMeta(NamedTuple):
     """A tensor that will be sent, as vLLM asks for it."""
 
     name: str
@@ -37,14 +37,14 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Files:
+class FileSource:
     """The tensors of a folder's files on a device, as often as they are asked for; vLLM's `WeightSource`."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
 
-    def metadata(self) -> list[Meta]:
-        return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read_weights(str(self.folder))]
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read_weights(str(self.folder))]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self.device)) for name, tensor in read_weights(str(self.folder)))
@@ -93,7 +93,7 @@ class NcclSender:
             world_size=1 + workers,
             packed=True,
         )
-        joined = together(
+        joined = run_concurrently(
             lambda: uid_init_process_group(identity, 0, 1 + workers, device),
             lambda: self._client.init_weight_transfer_engine(worker_init_payload(info)),
             timeout_s=timeout_s,
@@ -104,7 +104,7 @@ class NcclSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
         engine = NCCLTrainerWeightTransferEngine(
-            client=self._client, source=Files(folder, self._device), is_sender=True, packed=True
+            client=self._client, source=FileSource(folder, self._device), is_sender=True, packed=True
         )
         engine.model_update_group = self._group
         self._client.on_error = self.close
@@ -145,7 +145,7 @@ def loopback_only(url: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def together(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
+def run_concurrently(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
     """The results of calls that wait for each other; the first error is raised, whatever the others still wait for."""
     answers: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
@@ -162,7 +162,7 @@ def together(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
         try:
             index, result, error = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise Broken(f"the two sides have not met in {timeout_s:.0f} s") from None
+            raise TransferBroken(f"the two sides have not met in {timeout_s:.0f} s") from None
         if error is not None:
             raise error
         results[index] = result

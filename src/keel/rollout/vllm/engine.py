@@ -93,7 +93,7 @@ class VllmEngine(Engine):
             while waiting or running:
                 room = len(waiting) if width is None else width - len(running)
                 admitted, waiting = waiting[:room], waiting[room:]
-                rows = [_rest(pending, next(self._numbers)) for pending in admitted]
+                rows = [_remaining_row(pending, next(self._numbers)) for pending in admitted]
                 running |= {row.id: pending for row, pending in zip(rows, admitted, strict=True)}
                 if rows:
                     self.sampler.start(rows, drawing)
@@ -121,7 +121,7 @@ class VllmEngine(Engine):
                 return
 
 
-def _rest(row: OpenRow, number: int) -> Row:
+def _remaining_row(row: OpenRow, number: int) -> Row:
     """What is left to sample: a completion takes several rows of vLLM's where that stops too early."""
     tokens, start = (*row.request.tokens, *row.tokens), row.request.start + len(row.tokens)
     return Row(str(number), tokens, row.limit - len(row.tokens), row.key, start)

@@ -23,7 +23,7 @@ from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params, 
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
-from keel.rollout.vllm.transfer import one_of_workers
+from keel.rollout.vllm.transfer import merge_worker_digests
 
 
 class VllmBackend(Backend):
@@ -110,7 +110,7 @@ class VllmBackend(Backend):
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
         call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
         workers = await self.engine.collective_rpc(call[0], args=call[1])
-        return one_of_workers(workers)
+        return merge_worker_digests(workers)
 
     async def alive(self) -> None:
         await self.engine.collective_rpc("keel_alive", timeout=60)
@@ -153,7 +153,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    _listening(host, port).close()  # known before vLLM starts, whose processes must not inherit it
+    _bind(host, port).close()  # known before vLLM starts, whose processes must not inherit it
     try:
         backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
     except KeelError:
@@ -162,10 +162,10 @@ async def _serve(
         raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
-        with _listening(host, port) as listener, _signals_return():
+        with _bind(host, port) as listener, _signals_return():
             server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
             service.on_end = partial(setattr, server, "should_exit", True)
-            await announced(server, listener, ready)
+            await serve_and_announce(server, listener, ready)
         if service.ended:  # so that whatever watches over this process starts it again
             raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
@@ -183,7 +183,7 @@ def _signals_return() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     """A socket that is bound; an address that cannot be had is one line."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -194,7 +194,7 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-async def announced(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
+async def serve_and_announce(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
     """Serve, and say so once requests are taken."""
     import asyncio
 

@@ -26,9 +26,9 @@ from starlette.routing import Route
 
 from keel.base.errors import KeelError, first_line
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
-from keel.rollout.vllm.transfer import own_folder
+from keel.rollout.vllm.transfer import process_folder
 
-BUSY_S = 10.0  # that a sync waits for rows of another training
+BUSY_TIMEOUT_S = 10.0  # that a sync waits for rows of another training
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
@@ -73,7 +73,7 @@ class Backend:
         """End it."""
 
 
-class Busy(Exception):
+class ServerBusy(Exception):
     """Rows of another training run."""
 
 
@@ -86,7 +86,7 @@ class Service:
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
         self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
-        self.folder = own_folder("serve")
+        self.folder = process_folder("serve")
         self.loading, self.epoch = asyncio.Lock(), 0
         self.streams: dict[object, str] = {}  # rows that run, and which training's they are
         self.arriving = Counter[str]()  # open PUTs by sync
@@ -175,10 +175,10 @@ class Service:
 
     async def _begin(self, training: str) -> None:
         """Begin to change the weights: half loaded is nothing. Rows of another training may end first."""
-        end = time.monotonic() + BUSY_S
+        end = time.monotonic() + BUSY_TIMEOUT_S
         while any(owner != training for owner in self.streams.values()):
             if time.monotonic() >= end:
-                raise Busy("it is busy: another training uses this server")
+                raise ServerBusy("it is busy: another training uses this server")
             await asyncio.sleep(0.05)
         self.epoch += 1
         self.weights = ""
@@ -192,20 +192,20 @@ class Service:
         if task.done():
             return JSONResponse(*task.result())
 
-        async def beats() -> AsyncIterator[str]:
+        async def heartbeats() -> AsyncIterator[str]:
             while not task.done():
                 yield "\n"
                 await asyncio.wait({task}, timeout=HEARTBEAT_S)
             data, code = task.result()
             yield json.dumps({**data, "code": code})
 
-        return StreamingResponse(beats(), media_type="application/json")
+        return StreamingResponse(heartbeats(), media_type="application/json")
 
     async def _outcome(self, work: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], int]:
         """What is answered, and the status: 503 where the backend has died of it."""
         try:
             return await work, 200
-        except Busy as error:
+        except ServerBusy as error:
             return {"error": str(error), "busy": True}, 409
         except Exception as error:
             await self._check_backend()

@@ -20,12 +20,12 @@ from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
 from keel.models.sharding import whole
-from keel.rollout.engine import OtherModel, StaleWeights
+from keel.rollout.engine import ModelMismatch, StaleWeights
 
 SHARD_BYTES = 2**30  # of one file on its way
 
 
-def own_folder(kind: str) -> Path:
+def process_folder(kind: str) -> Path:
     """A temporary folder of this process; those that processes which were killed have left are removed."""
     namespace = Path("/proc/self/ns/pid")  # numbers of processes are those of a machine, or of a container on it
     where = f"{platform.node()}-{namespace.stat().st_ino if namespace.exists() else 0}"
@@ -125,7 +125,7 @@ def read_weights(source: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def one_of_workers(workers: Iterable[dict[str, str]]) -> dict[str, str]:
+def merge_worker_digests(workers: Iterable[dict[str, str]]) -> dict[str, str]:
     """The digests of all workers together; those that hold the same part must agree."""
     digests: dict[str, str] = {}
     for worker in workers:
@@ -151,7 +151,7 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
     foreign = sorted(set(held) - set(expected))
     missing = foreign or sorted(set(expected) - set(held))
     if missing:
-        raise (OtherModel if foreign or not sent else StaleWeights)(
+        raise (ModelMismatch if foreign or not sent else StaleWeights)(
             f"{sampler} holds other tensors than the policy, such as {missing[0]}: it cannot be shown that it samples "
             "from the policy; start it on this model"
         )
@@ -164,7 +164,7 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
             f"{sampler} does not hold the policy's weights after they were sent: {differ}; its samples would be of "
             "another policy"
         )
-    raise OtherModel(
+    raise ModelMismatch(
         f"{sampler} serves another model than the one under the policy's adapter: {differ}; start it on the run's model"
     )
 
@@ -216,7 +216,7 @@ def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
     return Adapter(name, matrices)
 
 
-class Held:
+class PartDigests:
     """The parts that a sampler holds, and the digests they must have: made of the weights that pass by to it."""
 
     def __init__(self, parts: Iterable[str], policy: nn.Module) -> None:
@@ -230,7 +230,7 @@ class Held:
         """Forget the digests of the last weights."""
         self.digests = {}
 
-    def pass_by(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def recorded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, noted; one that no part is of is noted too, under its own name."""
         for name, tensor in named:
             for part in self._by_name.get(name, [Part(name)]):
