@@ -292,4 +292,4 @@ def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.Mo
 def test_a_model_that_decodes_in_the_plain_way_says_so() -> None:
     with pytest.warns(RuntimeWarning, match="without shared prompts"):
         engine = NativeEngine(shapes.model("mamba"), shapes.tokenizer())
-    assert engine.notes == (f"sampling goes without shared prompts: {engine.fallback_reason}",)
+    assert engine.notes == (f"sampling without shared prompts: {engine.fallback_reason}",)

@@ -107,7 +107,7 @@ def test_a_run_whose_sampler_is_killed_again_and_again_is_the_run_left_alone(
     assert any(line.startswith("letters, 4 steps") for line in out.splitlines())
     notes = [line for line in err.splitlines() if "was lost" in line and line.startswith("keel: note: sampler 0")]
     assert [("SIGKILL" in note, "actor has died" in note) for note in notes] == [(1, 0), (0, 1), (1, 0)]
-    assert notes[2].endswith("it is started again (3 of 3)")
+    assert notes[2].endswith("it is restarted (3 of 3)")
     run, alone = tmp_path / "small", tmp_path / "alone"
     assert metrics(run) == metrics(alone)
     assert rollouts(run) == rollouts(alone)
@@ -124,7 +124,7 @@ def test_a_sampler_that_is_lost_too_often_ends_the_run_which_can_go_on_by_anothe
     options = ["ray.max_restarts=0", "rollout.vllm.wait_s=2", "checkpoint.every=1"]
     assert main(["train", str(config), "--on", cluster, *options]) == 2
     lines = capfd.readouterr().err.splitlines()
-    assert any("is not started again: ray.max_restarts is 0" in line for line in lines)
+    assert any("is not restarted: ray.max_restarts is 0" in line for line in lines)
     assert sum(line.startswith("keel: error: ") and "has not answered for 2 s" in line for line in lines) == 1
     done, run = len(metrics(tmp_path / "small")), tmp_path / "small"
     assert 0 < done < 4

@@ -118,7 +118,7 @@ def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: st
     (message,) = damage_messages(run)
     assert message.startswith(f"the checkpoint step-6 is damaged: {file} ")
     if file == "trainer/reference.pt":
-        assert message.endswith("it was made again from the run's start")
+        assert message.endswith("it was rebuilt from the run's initial weights")
         assert all(find_damage(path) == [] for path in (run / "checkpoints").glob("step-*"))
     else:
         assert (run / "checkpoints" / "damaged-step-6").is_dir()
@@ -153,7 +153,7 @@ def test_a_run_without_a_whole_checkpoint_ends_with_status_2(run: Path, capsys: 
     for folder in (run / "checkpoints").glob("step-*"):
         flip(folder / "model.safetensors")
     assert main(["train", "--resume", str(run)]) == 2
-    assert "step-6/model.safetensors is not as it was saved" in capsys.readouterr().err
+    assert "step-6/model.safetensors has changed since it was saved" in capsys.readouterr().err
 
 
 def test_a_record_without_checksums_is_damaged(run: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_damaged_warm_start_is_made_again(tmp_path: Path) -> None:
         (first.directory / name).unlink()
     again = keel.train(BASE, overrides=start, resume=True)
     assert lines(again.directory, "metrics.jsonl") == before
-    assert "is made again" in damage_messages(again.directory)[0]
+    assert "warm start" in damage_messages(again.directory)[0]
     assert find_damage(warmstart) == []
 
 
@@ -351,7 +351,7 @@ def test_what_keel_sft_leaves_is_checked_too(tmp_path: Path, capsys: pytest.Capt
     assert find_damage(folder) == []
     flip(folder / "model.safetensors")
     assert main(["export", str(tmp_path / "sft"), str(tmp_path / "out")]) == 2
-    assert "model.safetensors is not as it was saved" in capsys.readouterr().err
+    assert "model.safetensors has changed since it was saved" in capsys.readouterr().err
 
 
 def test_unreadable_lines_are_said_and_a_broken_configuration_is_named(whole: Path, run: Path) -> None:
@@ -361,8 +361,8 @@ def test_unreadable_lines_are_said_and_a_broken_configuration_is_named(whole: Pa
     resume(run)
     messages = [event["message"] for event in lines(run, "events.jsonl") if event["kind"] == "lines/damaged"]
     assert messages == [
-        "line 2 of metrics.jsonl cannot be read and is left out",
-        "line 1 of events.jsonl cannot be read and is left out",
+        "line 2 of metrics.jsonl cannot be read and is dropped",
+        "line 1 of events.jsonl cannot be read and is dropped",
     ]
     assert lines(run, "metrics.jsonl") == [line for line in lines(whole, "metrics.jsonl") if line["step"] != 2]
     zero(run / "config.yaml")

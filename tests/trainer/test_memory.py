@@ -127,7 +127,7 @@ def test_a_supervised_start_that_runs_out_of_memory(
     overrides = ["model.name=trainer.exhausted:exhausted_model", "warmstart.steps=3", "warmstart.batch_size=16"]
     assert main([command, str(config), f"run.dir={tmp_path}", "run.max_steps=1", *overrides]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"out of memory in step 3 of the supervised start {CAUSE}: optim.microbatch_tokens is 8192 (" in last
+    assert f"out of memory in step 3 of the SFT warm start {CAUSE}: optim.microbatch_tokens is 8192 (" in last
 
 
 def test_an_evaluation_that_runs_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
