@@ -131,7 +131,7 @@ def test_a_model_that_no_graph_can_hold_decodes_without():
         layer.mlp.down_proj.__class__ = Looks
     tried = engine(waits, graphs=True)
     assert not tried._new_decoder().traits.graphed
-    assert tried.notes[0].startswith("sampling goes without CUDA graphs: ")
+    assert tried.notes[0].startswith("sampling without CUDA graphs: ")
     assert_close(tried.generate(requests, sampling, seed=3), expected)
     torch.randn(4, device="cuda")  # the device is left as it was
     graphed = engine(model, graphs=True)

@@ -273,7 +273,7 @@ def test_a_graph_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(graph, "capture", fails)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs: CUDA out of memory$"):
         sampled = engine.generate(REQUESTS, sampling, seed=4)
-    assert engine.notes == ("sampling goes without CUDA graphs: CUDA out of memory",)
+    assert engine.notes == ("sampling without CUDA graphs: CUDA out of memory",)
     assert_close(sampled, plain("llama").generate(REQUESTS, sampling, seed=4))
 
 

@@ -146,7 +146,7 @@ def test_a_server_killed_in_a_rollout_and_started_again_gives_the_same_rows() ->
         again.stop()
     (lost, message), (back, _) = engine.events()
     assert (lost, back) == ("sampler/lost", "sampler/back")
-    assert f"{second.rows} rows are drawn again" in message
+    assert f"{second.rows} rows are sampled again" in message
     assert engine.events() == []
 
 
@@ -289,7 +289,9 @@ def test_rows_that_a_load_overtakes_are_not_answered_as_the_old_weights(tmp_path
         assert backend.begun.wait(20)
         assert routes.post("/keel/weights/bb", json={}).status_code == 200
         lines = [json.loads(line) for line in wait() if line]
-        assert [line.get("error") for line in lines] == ["KeelError: other weights were loaded while these rows ran"]
+        assert [line.get("error") for line in lines] == [
+            "KeelError: other weights were loaded while these rows were running"
+        ]
         assert len(routes.post("/keel/generate", json={**ROWS, "weights": "bb"}).text.split()) > 2
     assert service.streams == {}
 

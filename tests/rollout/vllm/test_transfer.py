@@ -155,7 +155,7 @@ def test_what_arrives_is_proven() -> None:
 def test_a_first_transfer_that_fails_is_one_line(step: str) -> None:
     backend = Receiver()
     backend.fail = step
-    line = r"weights do not go to the sampler at .* by nccl \(.*no such device\): .*transfer=http"
+    line = r"weights cannot be sent to the sampler at .* by nccl \(.*no such device\): .*transfer=http"
     with hosted(backend) as (server,), pytest.raises(KeelError, match=line):
         engine_of(shapes.model("llama"), server.url)
 

@@ -1,7 +1,7 @@
-"""Samplers behind servers (`keel serve`): rows over HTTP, weights under a secret, and what to do when one is lost.
+"""The client of sampling servers (`keel serve`): rows over HTTP, weight syncs with a secret, and recovery.
 
-A lost server's rows are drawn again, by another server or by itself once it is back: the noise is theirs, so that they
-come out as they would have. A server that comes back gets the weights of the last sync again before it samples.
+Rows of a lost server are sampled again by another server, or by the same one once it is back. Noise belongs to the row,
+so the result is the same. A server that comes back gets the weights of the last sync before it samples.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from keel.rollout.vllm.transfer import (
 )
 
 logger = logging.getLogger("keel")
-SECRET = "KEEL_SERVE_SECRET"  # where the secret is read from unless rollout.vllm.secret names another variable
-SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat
-TRIES = 5  # of one row
+SECRET = "KEEL_SERVE_SECRET"  # environment variable of the secret, unless rollout.vllm.secret is set
+SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat the server counts as lost
+TRIES = 5  # attempts per row
 CONNECT_S = STATUS_S = 5.0
-LOAD_S = 3600.0  # of a load that sends heartbeats
-UPLOAD_BYTES_S = 2**20  # slower is lost
+LOAD_S = 3600.0  # limit of a weight load with heartbeats
+UPLOAD_BYTES_S = 2**20  # a slower upload counts as lost
 ANSWER_BYTES = 2**26
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
@@ -70,22 +70,22 @@ _STATUS = {
 
 
 class ServerLost(Exception):
-    """The server does not answer, or no longer has the weights."""
+    """The server does not answer, or has other weights."""
 
 
 class Loading(ServerLost):
-    """It has other weights for now: another process of this training may be loading those of the last sync."""
+    """The server is loading weights, possibly for another process of this training."""
 
 
 @dataclass
 class Server:
-    """One server as this process knows it."""
+    """One server, with its last known status."""
 
     url: str
     headers: Mapping[str, str]
     status: Mapping[str, Any] = field(default_factory=dict)
     alive: bool = False
-    base: tuple[str, str] = ("", "")  # the start and the sync up to which its own base is known to be the policy's
+    base: tuple[str, str] = ("", "")  # (boot, sync) for which the server's base weights were verified
 
     def __str__(self) -> str:
         return f"the sampler at {self.url}"
@@ -93,9 +93,9 @@ class Server:
     def call(
         self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
     ) -> dict[str, Any]:
-        """One request and its answer as data; what is not an answer is `ServerLost`, what is refused a line.
+        """Send one request and return its JSON answer; raises `ServerLost` without an answer, `KeelError` if refused.
 
-        `timeout_s` is for silence, `deadline_s` for the whole.
+        `timeout_s` limits silence, `deadline_s` the whole request.
         """
         import httpx2
 
@@ -108,7 +108,9 @@ class Server:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) > ANSWER_BYTES:
-                        raise KeelError(f"{self} answers without an end: no sampler of Keel's; start keel serve there")
+                        raise KeelError(
+                            f"{self} sends an endless answer, so it is no keel serve: start keel serve there"
+                        )
                 return response.status_code, bytes(content)
 
         deadline_s = deadline_s or timeout_s + CONNECT_S
@@ -121,7 +123,7 @@ class Server:
         return self.read(code, content)
 
     def client(self, timeout_s: float) -> Any:
-        """Speaks to the server itself, whatever proxy the environment names."""
+        """An HTTP client that ignores proxies of the environment."""
         import httpx2
 
         timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
@@ -130,16 +132,18 @@ class Server:
         )
 
     def read(self, code: int, content: bytes) -> dict[str, Any]:
-        """An answer as data; what began with heartbeats has its status in it."""
+        """Parse an answer; after heartbeats the status code is in the JSON."""
         try:
             data = json.loads(content)
         except ValueError:
             data = None
         if not isinstance(data, dict):
-            raise KeelError(f"{self} answers {content[:40]!r}: no sampler of Keel's; start one with keel serve")
+            raise KeelError(f"{self} answers {content[:40]!r}, so it is no keel serve: start keel serve there")
         code = data.get("code", code)
         if code == 401:
-            raise KeelError(f"{self} wants another secret: give both the same in {SECRET}, or as rollout.vllm.secret")
+            raise KeelError(
+                f"401 from {self}: {SECRET} (or rollout.vllm.secret) does not match the server's; set both to the same"
+            )
         if data.get("loading"):
             raise Loading("its weights are being loaded")
         if code == 409:
@@ -153,7 +157,7 @@ class Server:
 
 @dataclass(eq=False)
 class Stream:
-    """Rows asked of a server in one request, those that have not ended; what comes once it is closed is dropped."""
+    """The unfinished rows of one request to a server; results after `closed` are dropped."""
 
     server: Server
     rows: dict[str, Row]
@@ -162,7 +166,7 @@ class Stream:
 
 
 class ServerSampler(Sampler):
-    """The servers of this process: each of several processes has its own where there are enough of them."""
+    """Samples by the servers of this process; processes share servers if there are too few."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
@@ -173,17 +177,17 @@ class ServerSampler(Sampler):
         training = world.agree(secrets.token_hex(8))
         secret = shared_secret(options.secret)
         if not secret:
-            raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
+            raise KeelError(f"the sampling server needs a secret: set {SECRET} to the one that keel serve printed")
         headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
         self.servers = [Server(url, headers) for url in own]
-        self._uploads = world.rank < len(urls)  # of those that share a server
+        self._uploads = world.rank < len(urls)  # one process per server uploads weights
         self._model, self._tokenizer = model, tokenizer
         self._nccl, self._device = options.transfer == "nccl", next(model.parameters()).device
-        self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: of which start of it
+        self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: (boot, sender)
         self.notes = (NOT_RUN,) if self._nccl else ()
         self._folder = process_folder("sync")
-        self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
+        self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the uploading process
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
         self._streams: list[Stream] = []
         self._sync, self._ranks = "", None  # type: str, dict[str, int] | None
@@ -203,16 +207,16 @@ class ServerSampler(Sampler):
             raise
 
     def _connect(self, server: Server) -> None:
-        """Ask a server what it is, and refuse one of another model, tokenizer or version."""
+        """Get a server's status, and refuse another model, tokenizer or version."""
         status = server.call("GET", "/keel/status", timeout_s=STATUS_S, deadline_s=STATUS_S)
         if status.get("protocol") != PROTOCOL:
             raise KeelError(
-                f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
+                f"{server} has another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
                 "install the same version on both sides"
             )
         odd = next((name for name, kind in _STATUS.items() if not isinstance(status.get(name), kind)), None)
         if odd is not None:
-            raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
+            raise KeelError(f"{server} says {status.get(odd)!r} as its {odd}, so it is no keel serve: start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         if name := first_difference(own, theirs):
             raise ModelMismatch(
@@ -241,7 +245,7 @@ class ServerSampler(Sampler):
         server.status = status
 
     def _retry(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
-        """Try servers in turn until one is not `ServerLost`, for `wait_s`."""
+        """Try servers in turn until one does not raise `ServerLost`, for at most `wait_s`."""
         end, warned = time.monotonic() + self._wait_s, False
         while True:
             for server in servers:
@@ -275,7 +279,7 @@ class ServerSampler(Sampler):
                 threading.Thread(target=self._read, args=arguments, name="keel-sampler", daemon=True).start()
 
     def _read(self, stream: Stream, rows: Sequence[Row]) -> None:
-        """Ask for rows and pass on each that ends; at the end, what went wrong."""
+        """Request rows and queue each finished one, or the error."""
         end = time.monotonic() + LOAD_S
         try:
             while True:
@@ -287,7 +291,7 @@ class ServerSampler(Sampler):
                     if stream.closed or time.monotonic() >= end:
                         raise
                     time.sleep(0.2)
-        except Exception as error:  # raised where the results are waited for
+        except Exception as error:  # `finished` raises it
             self._queue.put((stream, error))
 
     def _results(self, stream: Stream, rows: Sequence[Row]) -> Iterator[Sampled]:
@@ -304,7 +308,7 @@ class ServerSampler(Sampler):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
                 for line in _whole_lines(response.iter_bytes(), self._silence_s):
-                    if stream.closed:  # the connection's end tells the server to give up the rows
+                    if stream.closed:  # closing the connection cancels the rows on the server
                         return
                     if line.strip():
                         result = _sampled(server, line, stream.drawing.vocabulary)
@@ -313,7 +317,7 @@ class ServerSampler(Sampler):
         except httpx2.RequestError as error:
             raise ServerLost(first_line(error)) from error
         if missing:
-            raise ServerLost("it ended its answer too early")
+            raise ServerLost("its answer is incomplete")
 
     def finished(self) -> list[Sampled]:
         ended: list[Sampled] = []
@@ -340,7 +344,7 @@ class ServerSampler(Sampler):
             self._streams.remove(stream)
 
     def _resample_rows(self, server: Server, error: ServerLost) -> None:
-        """Draw a lost server's rows again: by the others, or by itself once it is back."""
+        """Sample a lost server's rows again, on other servers or on the same one once it is back."""
         streams = [stream for stream in self._streams if stream.server is server]
         rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
         self._close(*streams)
@@ -348,8 +352,8 @@ class ServerSampler(Sampler):
         tries = max(self._tries[row.id] for row in rows)
         if tries > TRIES:
             raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
-        time.sleep(0.2 * (tries - 1))  # it may be about to end
-        self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are drawn again"))
+        time.sleep(0.2 * (tries - 1))  # the server may be shutting down
+        self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are sampled again"))
         server.alive = False
         try:
             self._restore(server)
@@ -359,18 +363,18 @@ class ServerSampler(Sampler):
         self.start(rows, drawing)
 
     def _restore(self, server: Server) -> None:
-        """Give a server that answers the weights of the last sync again, if it has others."""
+        """Send the weights of the last sync to a reachable server, if it has others."""
         self._connect(server)
         if server.status["weights"] != self._sync:
             self._send(server)
-            self._events.append(("sampler/back", f"{server} is back and has the weights of the last sync again"))
+            self._events.append(("sampler/back", f"{server} is back and has the weights of the last sync"))
         server.alive = True
 
     def cancel(self) -> None:
         self._close(*self._streams)
 
     def load(self, policy: nn.Module) -> None:
-        """Write the weights (or the adapter) to files, send them to each server, and compare what it then holds."""
+        """Write the weights (or the adapter) to files, send them to each server, and verify their digests."""
         self.cancel()
         self._tries = {}
         previous, self._sync = self._sync, self._world.agree(secrets.token_hex(8))
@@ -400,7 +404,7 @@ class ServerSampler(Sampler):
         self._world.wait()
 
     def _sync_one(self, server: Server) -> None:
-        """Send the weights to a server that answers; one that does not is asked again at the next sync."""
+        """Send the weights to a server; if it does not answer, retry at the next sync."""
         back = not server.alive and bool(server.base[0])
         try:
             self._connect(server)
@@ -414,14 +418,14 @@ class ServerSampler(Sampler):
             self._events.append(("sampler/back", f"{server} is back and has the weights of this sync"))
 
     def _send(self, server: Server) -> None:
-        """Send the files of the last sync; a server that then holds anything else is refused."""
-        read_back = 0 if self._ranks is None else len(self._part_digests.digests)  # the base, now or before
+        """Send the files of the last sync and verify the server's digests."""
+        read_back = 0 if self._ranks is None else len(self._part_digests.digests)  # base tensors verified now or before
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
             answer = self._call_with_heartbeats(server, "/keel/digests", {})
             check_digests(_digests(server, answer), self._part_digests.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
-            raise ServerLost("it has other weights, and those of the last sync lie on another machine")
+            raise ServerLost("it has other weights, and the files of the last sync are on another machine")
         direct = self._ranks is None and self._uploads and self._send_direct(server, folder)
         for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
@@ -442,13 +446,13 @@ class ServerSampler(Sampler):
         server.base = (server.status["boot"], self._sync)
 
     def _call_with_heartbeats(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Ask for what may take long: it goes on as long as heartbeats come."""
+        """Make a request that may take long: it is alive while heartbeats arrive."""
         return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
     def _send_direct(self, server: Server, folder: Path) -> bool:
-        """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
+        """Send full weights by NCCL; returns False if they must be sent as files, until the server restarts.
 
-        A first transfer that fails is an error: it would never have worked.
+        If the first transfer fails, it raises an error.
         """
         if not self._nccl:
             return False
@@ -471,11 +475,11 @@ class ServerSampler(Sampler):
                 raise
             if not boot:
                 raise KeelError(
-                    f"weights do not go to {server} by nccl ({first_line(error)}): see its log, or use "
+                    f"weights cannot be sent to {server} by nccl ({first_line(error)}): see its log, or use "
                     "rollout.vllm.transfer=http"
                 ) from error
             channel = None
-            lost = f"weights no longer go to {server} by nccl ({first_line(error)}); they go as files"
+            lost = f"weights can no longer be sent to {server} by nccl ({first_line(error)}); files are used"
             self._events.append(("sampler/transfer", lost))
         self._senders[server.url] = server.status["boot"], channel
         return channel is not None
@@ -496,7 +500,7 @@ class ServerSampler(Sampler):
 
 
 def shared_secret(given: str | None) -> str:
-    """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
+    """The shared secret from the option (with `$NAME` expanded) or the environment; "" if neither is set."""
     try:
         return fill(given) if given else os.environ.get(SECRET, "")
     except NoVariable as error:
@@ -504,7 +508,7 @@ def shared_secret(given: str | None) -> str:
 
 
 def _dtype(server: Server) -> torch.dtype:
-    """The type of a server's weights."""
+    """The dtype of a server's weights."""
     dtype = getattr(torch, server.status["dtype"].removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise KeelError(f"{server} has weights of type {server.status['dtype']!r}, which torch does not know")
@@ -512,15 +516,15 @@ def _dtype(server: Server) -> torch.dtype:
 
 
 def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
-    """The digests that a server answers with."""
+    """The digests in a server's answer."""
     digests = answer.get("digests")
     if not isinstance(digests, dict):
-        raise KeelError(f"{server} says {str(digests)[:40]!r} of its digests: start keel serve there")
+        raise KeelError(f"{server} says {str(digests)[:40]!r} as its digests: start keel serve there")
     return digests
 
 
 def addresses(urls: Sequence[str]) -> list[str]:
-    """The servers' addresses in one form; the same one twice would be loaded while it samples."""
+    """Normalise the servers' addresses, and refuse duplicates."""
     import httpx2
 
     parsed: dict[str, str] = {}
@@ -528,7 +532,7 @@ def addresses(urls: Sequence[str]) -> list[str]:
         try:
             address = httpx2.URL(url)
         except httpx2.InvalidURL as error:
-            raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
+            raise KeelError(f"rollout.vllm.url is {url!r}, which is not a valid URL ({error})") from None
         if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
             raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
         name = str(address).rstrip("/")
@@ -539,7 +543,7 @@ def addresses(urls: Sequence[str]) -> list[str]:
 
 
 def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
-    """A row from a line of the answer."""
+    """Parse a line of the answer."""
     try:
         data = json.loads(line)
         if "error" in data:
@@ -548,14 +552,14 @@ def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
         before, after = (tuple(map(float, data[name])) for name in ("sample_logp", "filtered_logp"))
         result = Sampled(str(data["id"]), tokens, before, after)
     except (ValueError, KeyError, TypeError) as error:
-        raise KeelError(f"{server} answers {line[:40]!r}, which is no completion: start keel serve there") from error
+        raise KeelError(f"{server} answers {line[:40]!r}, which is not a completion: start keel serve there") from error
     if not len(tokens) == len(before) == len(after):
         raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
     return check_sampled(result, vocabulary, str(server))
 
 
 def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
-    """Lines of an answer; one that does not end in time, or is longer than any completion, is no sign of life."""
+    """Lines of an answer; a line that does not end in time or is too long raises `ServerLost`."""
     rest, begun = b"", time.monotonic()
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -573,7 +577,7 @@ def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:
 
 
 def _flatten_adapter(source: Path, target: Path) -> None:
-    """The adapter's files where the others lie, and nothing else."""
+    """Move the adapter's files into `target`, and remove its folder."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (source / name).rename(target / name)
     shutil.rmtree(target / "adapter")
