@@ -47,7 +47,7 @@ When = Callable[[int, float | None], bool]
 class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
 
-    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it can score
+    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
     several completions in one row, `context_length` is its largest number of tokens.
     """
 
