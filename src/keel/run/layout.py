@@ -49,11 +49,8 @@ def choose_layout(
         return next(layout for layout in candidates if layout.sharding == chosen)
     if memory is None:
         return candidates[0]
-    fitting = (
-        layout
-        for layout in candidates
-        if sum(resident_bytes(shape, job, layout).values()) <= MAX_RESIDENT_SHARE * memory
-    )
+    limit = MAX_RESIDENT_SHARE * memory
+    fitting = (layout for layout in candidates if sum(resident_bytes(shape, job, layout).values()) <= limit)
     return next(fitting, candidates[-1])
 
 

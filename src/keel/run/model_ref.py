@@ -145,9 +145,7 @@ def _of_run(run: Path, overrides: Sequence[str], which: str | None) -> ModelRef:
         folder = checkpoint_of(run, which)
         return ModelRef(f"{run}@{step_of(folder)}", config, folder)
     name, as_run = f"{run}@{which}", load_config(run / "config.yaml")
-    supervised = any(
-        not (path / TRAINER).exists() for path in saved_steps(run)
-    )  # a run of keel sft, which has no warm start
+    supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # keel sft has no warm start
     if as_run.warmstart is None or supervised:
         if which == "warmstart":
             raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")

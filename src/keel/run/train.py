@@ -322,9 +322,8 @@ def _policy(
     done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
     message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the reference"
     loggers.event("warmstart", step=0, message=message)
-    return (
-        build_policy(config, start) if layout.sharded else loaded
-    )  # engine and reference are built from unsharded weights
+    # Engine and reference are built from unsharded weights.
+    return build_policy(config, start) if layout.sharded else loaded
 
 
 def _start_reference(config: Config, folder: Path) -> Reference | None:

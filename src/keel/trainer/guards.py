@@ -20,10 +20,7 @@ from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.state import State
 
-NORM_WINDOW, MIN_NORMS = (
-    50,
-    10,
-)  # gradient norms in the running median, and the minimum for a limit
+NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and the minimum for a limit
 P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
 
 

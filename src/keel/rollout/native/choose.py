@@ -26,10 +26,7 @@ from keel.rollout.native.turn_cache import CachedRow
 _PROBE_STEPS = 4  # tokens decoded in a probe
 _PROBE_LENGTH = 32  # cache length of a probe, long enough for CUDA graphs
 _HALF_DRAWS, _HALF_FAILURES = 7, 4  # in half precision: draws of a probe, and failing draws that reject a decoder
-_HALF_TOLERANCE = (
-    0.2,
-    1.0,
-)  # in standard deviations of the logits: always allowed, and never allowed in half precision
+_HALF_TOLERANCE = (0.2, 1.0)  # of the logits' deviation: always allowed, and never allowed, in half precision
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,7 @@ class Server:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) > ANSWER_BYTES:
-                        raise KeelError(
-                            f"{self} sends an endless answer, so it is no keel serve: start keel serve there"
-                        )
+                        raise KeelError(f"{self} sends an endless answer: start keel serve there")
                 return response.status_code, bytes(content)
 
         deadline_s = deadline_s or timeout_s + CONNECT_S
@@ -141,9 +139,7 @@ class Server:
             raise KeelError(f"{self} answers {content[:40]!r}, so it is no keel serve: start keel serve there")
         code = data.get("code", code)
         if code == 401:
-            raise KeelError(
-                f"401 from {self}: {SECRET} (or rollout.vllm.secret) does not match the server's; set both to the same"
-            )
+            raise KeelError(f"401 from {self}: {SECRET} (or rollout.vllm.secret) does not match the server's")
         if data.get("loading"):
             raise Loading("its weights are being loaded")
         if code == 409:
@@ -224,9 +220,7 @@ class ServerSampler(Sampler):
                 f"{str(own.get(name))[:40]}; start keel serve with this run's model"
             )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise ModelMismatch(
-                f"{server} has another tokenizer than the policy: start keel serve with this run's model"
-            )
+            raise ModelMismatch(f"{server} has another tokenizer: start keel serve with this run's model")
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(

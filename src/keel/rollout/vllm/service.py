@@ -228,10 +228,8 @@ class Service:
         try:
             self._sweep(sync, self.weights)
             folder.mkdir(exist_ok=True)
-            digest, incoming = (
-                hashlib.sha256(),
-                folder / f"{secrets.token_hex(8)}.part",
-            )  # other processes may upload the same file
+            # A unique name, because other processes may upload the same file.
+            digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"
             with incoming.open("wb") as file:
                 async for chunk in request.stream():
                     digest.update(chunk)
