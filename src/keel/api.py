@@ -21,7 +21,7 @@ from keel.lab.thresholds import check_thresholds
 from keel.run import sft
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model
-from keel.run.result import EndedRun
+from keel.run.result import RunOutcome
 from keel.run.train import run_training
 from keel.trainer.loop import Callback
 
@@ -29,7 +29,7 @@ ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
-class TrainResult(EndedRun):
+class TrainResult(RunOutcome):
     """The result of a run: its summary, and `run` to read its files. Notebooks show the report."""
 
     @property
@@ -91,7 +91,7 @@ def _checked(config: ConfigSource, overrides: Sequence[str] = ()) -> Config:
 
 def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: run only the SFT of the `warmstart` section, in its own run folder."""
-    return TrainResult(**vars(sft.supervise(_checked(config), AT_END)))
+    return TrainResult(**vars(sft.run_sft(_checked(config), AT_END)))
 
 
 def evaluate(

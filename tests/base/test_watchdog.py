@@ -51,7 +51,7 @@ def test_an_error_on_one_rank_is_named_there_and_ends_the_others(rank: int, hang
     ended = run_ranks(fail_on, rank, "raised", hang, size=3)
     failed = ended.pop(rank)
     assert "ZeroDivisionError: oops" in failed.err
-    assert f"rank {rank} of 3; the others exited; go on with: {RESUME}" in failed.err
+    assert f"rank {rank} of 3; the others exited; resume with: {RESUME}" in failed.err
     assert [(other.status, other.err) for other in ended] == [(1, "")] * 2
 
 

@@ -210,7 +210,7 @@ def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: P
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text("run: {name: empty}\n")
-    with pytest.raises(KeelError, match="no whole checkpoint yet"):
+    with pytest.raises(KeelError, match="no complete checkpoint yet"):
         resolve_model(str(empty))
     with pytest.raises(KeelError, match="had no warm start"):
         resolve_model(f"{empty}@warmstart")

@@ -47,7 +47,7 @@ def test_sigterm_at_the_launcher_saves_and_the_run_goes_on_to_its_end(config: Pa
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (143, "")
     step = len(metrics.read_text().splitlines())
-    assert out == f"stopped after step {step}; go on with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
+    assert out == f"stopped after step {step}; resume with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
     assert (tmp_path / "small" / "checkpoints" / f"step-{step}").is_dir()
     process = start("keel", "train", "--resume", str(tmp_path / "small"), f"run.max_steps={step + 2}", "--nproc=2")
     out, err = process.communicate(timeout=PATIENCE_S)

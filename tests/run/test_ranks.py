@@ -56,7 +56,7 @@ def test_a_run_stopped_and_killed_and_gone_on_with_equals_the_run_left_alone(tmp
     killed = run_ranks(train, parts, True, env={"KILL_AT": "4"})
     assert statuses(killed) == [KILLED_STATUS, -signal.SIGKILL]
     assert "rank 1 of 2 has died" in killed[0].err
-    assert f"go on with: keel train --resume {parts / 'small'} --nproc 2" in killed[0].err
+    assert f"resume with: keel train --resume {parts / 'small'} --nproc 2" in killed[0].err
     assert statuses(run_ranks(train, parts, True)) == [0, 0]
     assert_same(parts / "small", whole / "small")
 

@@ -151,7 +151,7 @@ def _handle_failure(error: BaseException, resume: str) -> None:
 
 
 def _resume_hint(resume: str) -> str:
-    return f"; go on with: {resume}" if resume else ""
+    return f"; resume with: {resume}" if resume else ""
 
 
 def _in_collective(error: BaseException) -> bool:

@@ -109,13 +109,13 @@ def train(
     from keel import api
     from keel.base.world import is_main_process
     from keel.lab.hooks import worst
-    from keel.run.result import closing_line, next_lines
+    from keel.run.result import next_steps, result_line
 
     with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
         result = api.train(config, resume=resume, dry_run=dry_run)
         if is_main_process():
             found = worst(result.directory) if result.summary.get("findings") and result.stopped is None else []
-            print("\n".join([*found, closing_line(result), *next_lines(result)]))
+            print("\n".join([*found, result_line(result), *next_steps(result)]))
     return int(result.exit_status)
 
 
@@ -154,11 +154,11 @@ def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:
-    from keel.rollout.vllm import TO_BE_PLACED
-    from keel.run.cluster.train import by_servers
+    from keel.rollout.vllm import PLACEHOLDER_URL
+    from keel.run.cluster.train import server_overrides
 
     given = args if nproc == 1 else [*args, f"ray.trainers={nproc}"]
-    config = configuration([*given, *by_servers(TO_BE_PLACED)], resume=resume, notes=False)
+    config = configuration([*given, *server_overrides(PLACEHOLDER_URL)], resume=resume, notes=False)
     if config.ray is not None and config.ray.samplers == 0:
         config = configuration(given, resume=resume, notes=False)
     return print_config_of(config) if print_config else launch_on_ray(on, arguments, config)

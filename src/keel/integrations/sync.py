@@ -16,7 +16,7 @@ from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.sharding import full_tensor
 from keel.rollout.engine import StaleWeights
-from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights, one_of_workers
+from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weights, merge_worker_digests
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
@@ -73,11 +73,11 @@ class Sampler:
         return parts
 
     def digests(self) -> dict[str, str]:
-        return one_of_workers(self._call("keel_digests"))
+        return merge_worker_digests(self._call("keel_digests"))
 
     def adapter(self, slot: int, ranks: Mapping[str, int]) -> dict[str, str]:
         """The digests of an adapter's matrices; none where it is not loaded."""
-        return one_of_workers(self._call("keel_adapter", slot, dict(ranks)))
+        return merge_worker_digests(self._call("keel_adapter", slot, dict(ranks)))
 
 
 class _Worker(KeelWorker):
@@ -157,9 +157,9 @@ class SyncLedger:
 
     def note(self, step: int) -> None:
         """Remember the digests that the sampler must have once it is synced with the policy as it is now."""
-        held = Held(self._parts, self.policy)
+        held = PartDigests(self._parts, self.policy)
         weights = merged_weights if self.slot is None else checkpoint_weights
-        for _ in held.pass_by(weights(self.policy, self.sampler.dtype)):
+        for _ in held.recorded(weights(self.policy, self.sampler.dtype)):
             pass
         digests = {part: held.digests[part] for part in self._parts if part in held.digests}
         if missing := sorted(set(self._parts) - set(digests)):

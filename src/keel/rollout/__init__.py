@@ -1,4 +1,4 @@
-"""What an engine is: it samples completions from the policy. Engines are made by name in `keel.rollout.registry`."""
+"""Engines sample completions from the policy; `keel.rollout.registry` builds them by name."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The policy that a run ends with, measured: no later step looks at what the last update has done."""
+"""Measure the final policy: no later step sees the effect of the last update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from keel.trainer.state import State, TrainingRun, step_seed
 
 
 def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
-    """KL of the policy as it is, on the rollouts that the next step would begin with: the numbers it would report.
+    """Measure the current policy's KL on the rollouts of the next step.
 
-    `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
-    that never ended. Without a reference only the weights are looked at.
+    `state` and the random states are unchanged, so a run that is extended later samples the same rollouts. Without a
+    reference only the weights are checked for NaN and infinity.
     """
     finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
     if run.world.any(not finite):

@@ -24,7 +24,7 @@ from keel.envs.options import TaskOptions
 
 
 class OptimOptions(Options):
-    """The optimizer and how a batch is cut."""
+    """The optimizer and how a batch is split."""
 
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
@@ -32,12 +32,12 @@ class OptimOptions(Options):
     )
     learning_rate: PositiveFloat = Field(default=1.0e-6, description="Peak step size.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course of the learning rate after its warm-up."
+        default="constant", description="Schedule of the learning rate after its warm-up."
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises from 0.")
     decay_steps: Annotated[PositiveInt | None, RequiresOption("schedule", ("linear", "cosine"))] = Field(
         default=None,
-        description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
+        description="Step at which the decay ends; null is the run.max_steps that the run started with.",
     )
     final_ratio: Fraction = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
     betas: tuple[Fraction, Fraction] = Field(
@@ -51,44 +51,45 @@ class OptimOptions(Options):
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
     minibatches: PositiveInt = Field(
-        default=1, description="Parts into which a step's groups are cut, one update each."
+        default=1, description="Parts into which a step's groups are split, one update each."
     )
     microbatch_tokens: PositiveInt = Field(
         default=8192,
-        description="Tokens a pass holds at most, fewer where a GPU's free memory is short; gradients are accumulated.",
+        description="Largest number of tokens in a pass, fewer if a GPU lacks memory; gradients are accumulated.",
     )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the mixed-precision passes; auto is the weights' own type."
+        default="auto", description="Dtype of mixed-precision passes; auto is the dtype of the weights."
     )
-    offload: Flag = Field(default=False, description="Keep the optimizer's state in the CPU's memory between updates.")
+    offload: Flag = Field(default=False, description="Keep the optimizer's state in CPU memory between updates.")
 
 
 def check_optim(optim: OptimOptions) -> None:
-    """Refuse moments that never forget."""
+    """Refuse betas of 1 and above."""
     if any(beta >= 1 for beta in optim.betas):
         raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
 
 
 def warmup_within(optim: OptimOptions, total_steps: int) -> int:
-    """The steps of the warm-up: before a decay at most all but its last, so that the rate reaches its peak."""
+    """The steps of the warm-up: before a decay at most all but its last step, so that the rate reaches its peak."""
     if optim.schedule == "constant":
         return optim.warmup_steps
     return min(optim.warmup_steps, (optim.decay_steps or total_steps) - 1)
 
 
 class ParallelOptions(Options):
-    """How the weights of a run on several devices are laid out; `keel train --nproc N` starts one."""
+    """How weights are sharded over several devices; `keel train --nproc N` starts such a run."""
 
     sharding: Literal["auto", "none", "full", "hybrid"] = Field(
         default="auto",
-        description="Weights whole on every device (none), spread over all of them (full), or over shard_size of them "
-        "and repeated (hybrid); auto is none where training fits one device.",
+        description="Weights replicated on every device (none), sharded over all of them (full), or over shard_size of "
+        "them and replicated (hybrid); auto is none where training fits one device.",
     )
     shard_size: Annotated[PositiveInt | None, RequiresOption("sharding", ("hybrid",))] = Field(
-        default=None, description="Devices that hold one copy of the weights under hybrid; null is those of a machine."
+        default=None,
+        description="Devices that hold one copy of the weights under hybrid; null is the devices of a machine.",
     )
     offload: Annotated[Flag, RequiresOption("sharding", ("auto", "full", "hybrid"))] = Field(
-        default=False, description="Keep sharded weights, gradients and moments in the CPU's memory between passes."
+        default=False, description="Keep sharded weights, gradients and moments in CPU memory between passes."
     )
 
 
@@ -99,11 +100,14 @@ class RayOptions(Options):
     samplers: NonNegativeInt = Field(
         default=1, description="vLLM servers that sample for them; 0: rollout.engine samples as it does without Ray."
     )
-    trainer_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a trainer process, and so its threads.")
-    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a sampler, and so its threads.")
-    max_restarts: NonNegativeInt = Field(default=3, description="How often a lost sampler is started again.")
+    trainer_cpus: PositiveFloat = Field(
+        default=1.0, description="CPUs of a trainer process, which set its number of threads."
+    )
+    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a sampler, which set its number of threads.")
+    max_restarts: NonNegativeInt = Field(default=3, description="How often a lost sampler is restarted.")
     sampler_python: str | None = Field(
-        default=None, description="Interpreter with Keel and vLLM that starts the samplers; null: that of Ray's nodes."
+        default=None,
+        description="Interpreter with Keel and vLLM that starts the samplers; null is that of Ray's nodes.",
     )
 
 
@@ -111,14 +115,14 @@ class GuardOptions(Options):
     """What the loop does when numbers go wrong."""
 
     max_consecutive_nans: PositiveInt = Field(
-        default=5, description="Steps in a row with a skipped update that call for on_nans."
+        default=5, description="Consecutive steps with a skipped update before on_nans applies."
     )
     on_nans: Literal["rollback", "stop", "warn"] = Field(
         default="rollback",
-        description="Back to the last good checkpoint after them, a clean stop there, or an event and no more.",
+        description="Then: roll back to the last good checkpoint, stop there, or only log an event.",
     )
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="Factor of the learning rate after each rollback; they multiply."
+        default=0.5, description="Factor on the learning rate after each rollback; factors multiply."
     )
     max_rollbacks: NonNegativeInt = Field(
         default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
@@ -126,21 +130,21 @@ class GuardOptions(Options):
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
         default=10.0, description="A gradient norm above this many running medians is a spike."
     )
-    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Say so, or also skip that update.")
+    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Log the spike, or also skip that update.")
     on_step0_kl: Literal["stop", "warn"] = Field(
         default="stop",
         description="Stop or warn if policy, reference and sampler disagree before the first update.",
     )
     constant_steps: NonNegativeInt = Field(
-        default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
+        default=10, description="Consecutive steps with one constant reward before an event is logged; 0 is never."
     )
 
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """The limits that a run acts on or warns at; `doctor.thresholds` sets those of the same name.
+    """The limits of the guards; `doctor.thresholds` sets those of the same name.
 
-    Units, sources and reasons stand in the table of thresholds (docs/doctor.md).
+    Units, sources and reasons are in the table of thresholds (docs/doctor.md).
     """
 
     kl_at_start: float = 1e-3
@@ -154,7 +158,7 @@ class GuardLimits:
 
     @classmethod
     def of(cls, guards: GuardOptions, thresholds: Mapping[str, Any]) -> GuardLimits:
-        """The limits of a run: `guards.grad_spike`, and what `doctor.thresholds` says."""
+        """The limits of a run: `guards.grad_spike`, and `doctor.thresholds`."""
         given = {field.name: float(thresholds[field.name]) for field in fields(cls) if field.name in thresholds}
         return cls(**{"grad_spike": guards.grad_spike, **given})
 
@@ -163,25 +167,25 @@ class CheckpointOptions(Options):
     """Checkpoints, from which a run resumes exactly."""
 
     every: PositiveInt = Field(default=50, description="Steps between checkpoints; the last step always has one.")
-    keep: PositiveInt = Field(default=3, description="Checkpoints kept, the last good one always among them.")
+    keep: PositiveInt = Field(default=3, description="Checkpoints kept; the last good one is always kept.")
     best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
 
 
 class WarmstartOptions(Options):
-    """A supervised start (behaviour cloning of gold answers); its result is the reference."""
+    """An SFT warm start on gold answers; its result is the reference."""
 
     task: tuple[TaskOptions | str, ...] = Field(
         default=(),
-        description="Tasks whose gold answers are learned, names or {name, …}; empty means the run's own task.",
+        description="Tasks whose gold answers are learned, names or {name, …}; empty is the run's own task.",
     )
     path: str | None = Field(
-        default=None, description="JSONL of prompt and completion to learn from in place of tasks."
+        default=None, description="JSONL file of prompt and completion to learn from, instead of tasks."
     )
-    steps: PositiveInt = Field(default=200, description="Supervised updates.")
-    batch_size: PositiveInt = Field(default=64, description="Examples an update.")
+    steps: PositiveInt = Field(default=200, description="SFT updates.")
+    batch_size: PositiveInt = Field(default=64, description="Examples per update.")
     learning_rate: PositiveFloat = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="Course of the learning rate over the warm start's steps."
+        default="cosine", description="Schedule of the learning rate over the warm start's steps."
     )
     warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises from 0.")
     weight_decay: NonNegativeFloat = Field(
@@ -191,10 +195,11 @@ class WarmstartOptions(Options):
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
     entropy_coef: NonNegativeFloat = Field(
-        default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
+        default=0.0,
+        description="Weight of an entropy bonus; above 0 the policy keeps more entropy, so that groups differ.",
     )
 
     @property
     def optim(self) -> OptimOptions:
-        """The optimizer of the warm start: the options that both sections have, and the defaults of `optim`."""
+        """The warm start's optimizer: the options that both sections share, and the defaults of `optim`."""
         return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

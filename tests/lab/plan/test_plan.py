@@ -227,7 +227,7 @@ def test_half_precision_passes_hold_more_on_cuda():
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
     native = [override for override in job("rollout.join_turns=false") if not override.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
-    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.00005"])
+    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kv_cache_gib=0.00005"])
     cache, both, limited = (plan(config, cpu()).parts["cache"] for config in (one, several, small))
     assert both == 2 * cache
     joining = plan(load_config({}, [*native[:-1], "rollout.max_turns=3"]), cpu()).parts["cache"]

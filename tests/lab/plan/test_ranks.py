@@ -35,7 +35,7 @@ def test_one_device_is_the_dry_run(job):
     assert alone.phases == estimate.phases
     assert alone.parts == {**estimate.parts, "gathered": 0, "rows": 0}
     assert set(alone.sent.values()) == {0}
-    spread = [rank for rank in estimate.ranks if rank.layout.spread]
+    spread = [rank for rank in estimate.ranks if rank.layout.sharded]
     assert [rank.layout.devices for rank in spread] == ([] if job == "offloaded" else [2, 4, 8])
     for rank in spread:
         smaller = ("weights",) if job == "LoRA" else ("weights", "reference", "optimizer", "gradients")

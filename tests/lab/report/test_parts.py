@@ -41,7 +41,7 @@ from keel.lab.thresholds import load_thresholds
 from keel.loggers import RunDirectory
 from keel.loggers.rundir import JsonlLogger
 from keel.run.result import EndHooks
-from keel.run.train import findings_of
+from keel.run.train import collect_findings
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
@@ -229,7 +229,7 @@ def test_a_run_that_nobody_judged_is_not_a_good_one(tmp_path):
         raise ValueError
 
     loggers = SimpleNamespace(event=lambda kind, **fields: events.append(kind))
-    found = findings_of(run, loggers, EndHooks(findings=fail))
+    found = collect_findings(run, loggers, EndHooks(findings=fail))
     assert (found, events) == (None, ["doctor/failed"])
     run.write_json("findings.json", found)
     run.write_json("summary.json", summarise("sort", State(kl=KLState(0.1, 0.1)), found))

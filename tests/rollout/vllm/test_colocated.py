@@ -19,7 +19,7 @@ from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import build_engine
-from keel.rollout.vllm import TO_BE_PLACED, check_vllm
+from keel.rollout.vllm import PLACEHOLDER_URL, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.transfer import Part, adapter_of
@@ -295,7 +295,7 @@ def test_options_of_the_engine_are_the_servers_unless_it_is_placed(options: dict
     with pytest.raises(KeelError, match=f"rollout.{flag}$"):
         check_vllm(rollout)
     check_vllm(rollout, placed=True)
-    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": TO_BE_PLACED})}))
+    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": PLACEHOLDER_URL})}))
 
 
 def test_without_vllm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_a_server_killed_in_a_rollout_and_started_again_gives_the_same_rows() ->
         again.stop()
     (lost, message), (back, _) = engine.events()
     assert (lost, back) == ("sampler/lost", "sampler/back")
-    assert f"{second.rows} rows are drawn again" in message
+    assert f"{second.rows} rows are sampled again" in message
     assert engine.events() == []
 
 
@@ -291,13 +291,15 @@ def test_rows_that_a_load_overtakes_are_not_answered_as_the_old_weights(tmp_path
         assert backend.begun.wait(20)
         assert routes.post("/keel/weights/bb", json={}).status_code == 200
         lines = [json.loads(line) for line in wait() if line]
-        assert [line.get("error") for line in lines] == ["KeelError: other weights were loaded while these rows ran"]
+        assert [line.get("error") for line in lines] == [
+            "KeelError: other weights were loaded while these rows were running"
+        ]
         assert len(routes.post("/keel/generate", json={**ROWS, "weights": "bb"}).text.split()) > 2
     assert service.streams == {}
 
 
 def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 0.2)
+    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 0.2)
     service = Service(backend := Held(), PASSWORD)
     backend.rows = 5
     with asked(service, "one") as routes:
@@ -311,7 +313,7 @@ def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: 
         busy = routes.post("/keel/weights/bb", json={}, headers=other)
         assert (busy.status_code, busy.json()["error"]) == (409, "it is busy: another training uses this server")
         assert service.weights == "aa"
-        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 20)
+        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 20)
         commit = in_background(lambda: routes.post("/keel/weights/bb", json={}, headers=other))
         routes.portal.call(backend.free.set)  # type: ignore[union-attr]
         assert commit().status_code == 200

@@ -21,15 +21,15 @@ from keel.trainer.guards import (
     GuardViolation,
     find_violation,
     first_nonfinite,
-    judged_state,
+    next_guard_state,
     no_signal_events,
     over_budget,
     spike_limit,
 )
 from keel.trainer.measure import peak_gib
 from keel.trainer.options import GuardLimits
-from keel.trainer.start import start_limits, start_violations
 from keel.trainer.state import Skipped, State
+from keel.trainer.step0 import step0_limits, step0_violations
 
 logger = logging.getLogger("keel")
 
@@ -117,7 +117,7 @@ class Steps(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         if trainer._trained:
             return None
-        limits = start_limits(
+        limits = step0_limits(
             trainer.model,
             trainer.keel_reference,
             self.limits,
@@ -126,7 +126,7 @@ class Steps(TrainerCallback):
             weighed=trainer._mismatch.kind != "none",
         )
         advice = "next: keel doctor --trl module:build_trainer, or guards={'on_step0_kl': 'warn'} to train on"
-        found = start_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
+        found = step0_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
         for violation in found:
             self._event(violation.code, violation.message)
         return next((violation for violation in found if violation.action == "stop"), None)
@@ -151,7 +151,7 @@ class Steps(TrainerCallback):
         last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
         steered = trainer.keel_controller.update(before.kl, controlled_kl(line, trainer.keel_controller.unit))
         state = before.next(kl=steered, skipped=Skipped.of(line), tokens=update.tokens, last_kl=last_kl)
-        judged = judged_state(
+        judged = next_guard_state(
             replace(state, step=trainer.state.global_step),
             line,
             trainer.keel.kl.budget,

@@ -24,7 +24,7 @@ from keel.lab.doctor.probes.result import failed_probe
 from keel.lab.doctor.scope import figures_in_scope, in_scope
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.lab.thresholds import Thresholds, load_thresholds
-from keel.rollout.engine import OtherModel, StaleWeights
+from keel.rollout.engine import ModelMismatch, StaleWeights
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -51,7 +51,7 @@ def preflight(
     began = time.monotonic()
     try:
         setup = build_setup(config, task=task, reward=reward, warmstart_s=warmstart_s)
-    except (OtherModel, StaleWeights) as refusal:
+    except (ModelMismatch, StaleWeights) as refusal:
         outcome = _refused("*", refusal)
         if on_probe is not None:
             on_probe(replace(outcome, name="engine"), time.monotonic() - began)
@@ -66,7 +66,7 @@ def preflight(
             began = time.monotonic()
             try:
                 outcome = probe(affordable if name in PASSES else setup, limits)
-            except (OtherModel, StaleWeights) as refusal:
+            except (ModelMismatch, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
             except TooManyHungCalls as hung:
                 outcome = _hung(name, hung)
@@ -119,7 +119,7 @@ LEFT_OUT = {
 
 def _refused(name: str, refusal: KeelError) -> ProbeResult:
     """An engine's refusal as the finding that it is; `name` is what cannot be told then."""
-    if isinstance(refusal, OtherModel):
+    if isinstance(refusal, ModelMismatch):
         code, cause = "sampler/other-model", "the sampler was started on another model than the one that is trained"
         advice = "start the sampler on model.name of this configuration, or correct rollout.vllm.url"
     else:

@@ -303,7 +303,7 @@ class _DryRun:
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
-        return min(int(rollout.kept_gib * 2**30), cache * waves)
+        return min(int(rollout.kv_cache_gib * 2**30), cache * waves)
 
 
 def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def plan(
     smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
     sized = _counted(smaller, hardware, prompt_tokens, devices)
     pairs = zip(counted.ranks, sized.ranks, strict=True)  # where weights are sharded, passes are as configured
-    return replace(sized, ranks=tuple(own if own.layout.spread else other for own, other in pairs))
+    return replace(sized, ranks=tuple(own if own.layout.sharded else other for own, other in pairs))
 
 
 def _counted(config: Config, hardware: Hardware, prompt_tokens: int | None, devices: Sequence[int]) -> Plan:

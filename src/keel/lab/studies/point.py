@@ -25,7 +25,7 @@ from keel.run.build import build_policy, build_warmstart
 from keel.run.train import run_training
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
 from keel.trainer.checkpoint import atomic_folder, no_progress_bars
-from keel.trainer.integrity import damages
+from keel.trainer.integrity import find_damage
 
 
 def shared_warmstart(shared: Path, config: Config) -> Path:
@@ -35,7 +35,7 @@ def shared_warmstart(shared: Path, config: Config) -> Path:
 
 def make_warmstart(config: Config, folder: Path) -> None:
     """Make the warm start as a run itself would, unless it is there and undamaged; it writes a line a step."""
-    if is_complete(folder) and not damages(folder):
+    if is_complete(folder) and not find_damage(folder):
         return
     path = supervised_lines(folder)
     path.unlink(missing_ok=True)

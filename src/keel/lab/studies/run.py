@@ -85,7 +85,7 @@ def _make_warmstarts(
     """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
     from keel.lab.studies.point import shared_warmstart
     from keel.run.warmstart import is_complete
-    from keel.trainer.integrity import damages
+    from keel.trainer.integrity import find_damage
 
     by_folder: dict[Path, list[StudyRun]] = {}
     for job in waiting:
@@ -93,7 +93,7 @@ def _make_warmstarts(
             by_folder.setdefault(shared_warmstart(shared, job.config), []).append(job)
     pending: dict[Future[int], tuple[Path, Path, list[StudyRun]]] = {}
     for folder, sharers in by_folder.items():
-        if not is_complete(folder) or damages(folder):
+        if not is_complete(folder) or find_damage(folder):
             command = (_config_json(sharers[0].config), "--shared", str(shared))
             process = Process(command, shared / f"{folder.name}.log", threads)
             progress.say(f"warm start for seed {sharers[0].seed}, shared by {len(sharers)} points")

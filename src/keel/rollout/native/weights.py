@@ -1,4 +1,4 @@
-"""The weights that an engine decodes with: the policy's, or a copy that can tell whether it is stale."""
+"""The weights of an engine: a copy of the policy's that detects when it is stale."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each weight of the model that merging the active adapters would give: W + scale · BA.
+    """Name and value of each weight with the active adapters merged: W + scale · BA.
 
-    Computed tensor by tensor from what the policy holds, and without touching it: merging the policy itself and
-    unmerging it afterwards would leave rounding behind in the weights being trained.
+    Computed tensor by tensor without changing the policy: merging and unmerging the policy would round its weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -69,7 +68,7 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_mergeable(name: str, module: Any) -> None:
-    """Refuse a layer whose adapter is more than a matrix added to its weight."""
+    """Refuse a layer whose adapter is not a matrix added to its weight."""
     from peft.tuners.lora import LoraLayer
 
     if not isinstance(module, LoraLayer) or hasattr(module, "parameter_name"):
@@ -83,10 +82,10 @@ def _check_mergeable(name: str, module: Any) -> None:
 
 
 def _untie(model: Any) -> bool:
-    """Give adapted layers a weight of their own where another module shares it; whether any did.
+    """Untie the weights of adapted layers from other modules; returns whether any was tied.
 
-    An adapter on a tied head changes the head alone, but merged into the shared weight it would change the input
-    embedding as well.
+    An adapter on a tied head changes only the head; merged into the shared weight it would also change the input
+    embedding.
     """
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     untied = False
@@ -101,7 +100,7 @@ def _untie(model: Any) -> bool:
 
 
 def merge(model: Any) -> Any:
-    """The base with its adapters merged into its weights; the model passed in is used up."""
+    """Merge the adapters into the base's weights; the model passed in must not be used again."""
     untied = _untie(model)
     merged = model.merge_and_unload()
     if untied:
@@ -110,7 +109,7 @@ def merge(model: Any) -> Any:
 
 
 def _copy_adapter_state(twin: Any, policy: Any) -> None:
-    """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
+    """Copy which adapters are active, disabled and merged, and their scaling.
 
     Set layer by layer, since peft's `set_adapter` would unmerge.
     """
@@ -150,7 +149,7 @@ class WeightCopy:
         return _tensors(policy)
 
     def _fits(self, source: dict[str, Tensor]) -> bool:
-        """Whether the copy has the policy's tensors; not after an adapter was added or the architecture changed."""
+        """Whether the copy has the policy's tensors; false after an adapter was added or the architecture changed."""
         if self.model is None:
             return False
         mine = _tensors(self.model)
@@ -160,10 +159,12 @@ class WeightCopy:
 
     @torch.no_grad()
     def sync(self, policy: nn.Module) -> None:
-        """Make the copy equal to the policy, in place where both have the same tensors."""
+        """Make the copy equal to the policy, in place if both have the same tensors."""
         _check_not_merged_and_off(policy)
         source = self._source(policy)
-        self._adapters: list[str] | None = None  # of the policy at the last sync; stale, should anything below fail
+        self._adapters: list[str] | None = (
+            None  # the policy's state at the last sync; None (stale) if a step below fails
+        )
         if not self._fits(source):
             self.model = self._rebuild(policy)
             self._verified = False
@@ -176,9 +177,9 @@ class WeightCopy:
         self._adapters = sorted(adapter_state(policy))
 
     def _verify(self, policy: nn.Module, source: dict[str, Tensor]) -> None:
-        """Compare with the policy bit by bit, and of a merged copy the logits, once the adapter is not zero."""
+        """Compare the copy with the policy bit by bit, and a merged copy's logits once the adapter is not zero."""
         if self._differs(policy, source):
-            raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
+            raise KeelError("the engine's copy does not equal the policy after sync: build a new engine from it")
         if self.merge and not self._verified:
             difference, allowed = _logits_difference(policy, self.model)
             if difference > allowed:
@@ -189,10 +190,9 @@ class WeightCopy:
             self._verified = not adapter_is_zero(policy)
 
     def _differs(self, policy: nn.Module, source: dict[str, Tensor]) -> bool:
-        """Whether any bit of the copy, or its adapters' state, is not what a sync would make it.
+        """Whether any bit of the copy, or its adapters' state, differs from the policy.
 
-        Buffers that are derived may differ. All comparisons are queued before any is read, so that a GPU is waited for
-        once.
+        Non-persistent buffers may differ. All comparisons are queued before any is read, to wait for a GPU only once.
         """
         if not self.merge and sorted(adapter_state(self.model)) != sorted(adapter_state(policy)):
             return True
@@ -206,7 +206,7 @@ class WeightCopy:
 
     @torch.no_grad()
     def is_stale(self, policy: nn.Module) -> bool:
-        """Whether the policy has moved since the last sync, or the copy was changed; what is merged is merged anew."""
+        """Whether policy or copy changed since the last sync."""
         if self._adapters != sorted(adapter_state(policy)):
             return True
         try:
@@ -217,21 +217,21 @@ class WeightCopy:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers: a NaN equals itself."""
+    """The tensor's bits as integers, so that NaN equals itself."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a model computes with; adapters that are not active, such as a reference's own, are none of it."""
+    """The tensors that affect a model's output; inactive adapters, such as a reference's, are excluded."""
     idle = tuple(f"{prefix}." for prefix in inactive_adapters(model))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not idle or not f"{name}.".startswith(idle)}
 
 
 def _check_not_merged_and_off(policy: nn.Module) -> None:
-    """peft unmerges such a layer in its next forward, so that its weights are about to change by themselves."""
+    """Refuse merged adapters that are switched off: peft would unmerge them in the next forward."""
     for name, layer in adapter_layers(policy):
         if layer.disable_adapters and getattr(layer, "merged_adapters", ()):
             raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
@@ -243,7 +243,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
-    """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
+    """The largest difference of two models' logits on a few tokens, relative to their deviation, and its limit."""
     vocabulary = causal_lm(policy).config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
     logits = []
