@@ -47,7 +47,7 @@ ERRNO, ALLOW, EPERM, ENOSYS, MASKED_EQUAL, EQUAL = 0x00050000, 0x7FFF0000, 1, 38
 TCGETS, FIOCLEX = 0x5401, 0x5451
 # All that a program may ask of the kernel: memory, its own files and pipes, threads, time. No new process or program,
 # no address family, no namespace, no mount, no tracing, no shared memory, no keys; and no lock, lease, mode or time of
-# a file, which others could see: where Keel runs as root, the devices' and the library's files are root's own.
+# a file, which others could see: the library's files may be those of Keel's user.
 DESCRIPTOR_COMMANDS = (
     fcntl.F_DUPFD,
     fcntl.F_DUPFD_CLOEXEC,
@@ -282,10 +282,11 @@ class Child:
                 os._exit(1)
             if "value" in reply:
                 return decode(reply["value"])
-            kind = getattr(builtins, str(reply.get("kind")), None)
-            fine = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
-            error: type[Exception] = kind if fine else RuntimeError  # type: ignore[assignment]
-            raise error(reply.get("error"))
+            kind, text = str(reply.get("kind")), str(reply.get("error"))
+            error = getattr(builtins, kind, None)
+            if isinstance(error, type) and issubclass(error, Exception) and not issubclass(error, ENDS):
+                raise error(*([] if text == kind else [text.removeprefix(f"{kind}: ")]))
+            raise RuntimeError(text)
 
         return ask
 
