@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import json
 import os
 import pickle
 import signal
@@ -19,9 +21,12 @@ from typing import Any
 
 import pytest
 
+from keel.api import train
 from keel.base.errors import KeelError
+from keel.envs import programs
 from keel.envs.bubblewrap import _is_root
 from keel.envs.sandbox import LONGEST_ERROR, LONGEST_KIND, WORKER, Answer, Limits, Lost, Program, Sandbox
+from keel.envs.sandbox import sandbox as shared
 from keel.envs.sandbox_worker import THREADS
 
 PATIENCE_S = 60.0  # for what takes milliseconds, on a machine that is busy
@@ -196,6 +201,42 @@ def test_attacks_do_not_disturb_programs_beside_them(sandbox: Sandbox) -> None:
         assert list(threads.map(honest, range(24))) == [f"{2 * number}\n" for number in range(24)]
         assert not any(future.result().ok for future in attacking)
     held(sandbox, warm)
+
+
+@pytest.mark.slow
+def test_attacks_are_held_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every completion and every reward is that of the same run without attacks in the same sandbox."""
+    monkeypatch.setattr(programs, "_memory", programs._Memory(0))  # or the second run would run no program
+    box, over = shared(Limits(timeout_s=PATIENCE_S)), threading.Event()
+    warm = box._process.pid
+    known = f"HOME_FILE = SECRET_FILE = {__file__!r}\nPORT, WARM = 9, {warm}\n"
+    codes = [*(code for code, _ in REFUSED.values()), *ENDLESS.values(), THREAD_BOMB.replace("print(count)", "raise")]
+
+    def run_of(name: str) -> list[tuple[object, ...]]:
+        options = ["warmstart.steps=2", "warmstart.batch_size=4", "run.max_steps=2", "rollout.prompts_per_step=4"]
+        options += ["rollout.num_generations=4", "eval.samples=4", "eval.k=[1]", "checkpoint.every=2"]
+        options += [f"task.timeout_s={PATIENCE_S}", f"run.dir={tmp_path / name}"]
+        result = train(Path(__file__).parents[2] / "configs/code.yaml", overrides=options)
+        records = map(json.loads, (result.directory / "rollouts.jsonl").read_text().splitlines())
+        return [(each["problem"], each["completion"], each["reward"], each["parts"]) for each in records]
+
+    def attack() -> int:
+        for count, code in enumerate(itertools.cycle(codes)):
+            if over.is_set() and count >= len(codes):
+                return count
+            with box.program() as program:
+                assert not program.ask({"exec": known + code, "stdin": ""}, time.monotonic() + 0.3).ok, code
+        raise AssertionError
+
+    alone = run_of("alone")
+    with ThreadPoolExecutor(1) as threads:
+        attacking = threads.submit(attack)
+        try:
+            assert run_of("attacked") == alone
+        finally:
+            over.set()
+        assert attacking.result() >= len(codes)
+    held(box, warm)
 
 
 def test_endless_output_is_cut(sandbox: Sandbox) -> None:
