@@ -254,6 +254,19 @@ def test_each_test_is_told_by_its_name_and_a_line() -> None:
     assert third.startswith("✗ f(3): TypeError: object of type 'int'")
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("def f(x: x", "SyntaxError"), ("  f = 1", "IndentationError"), ("if 1:\n\tx\n        y", "TabError")],
+)
+def test_why_a_program_cannot_be_read_is_told_once(text: str, error: str) -> None:
+    tests = [{"call": "f", "args": [x], "returns": x} for x in range(3)]
+    (judged,) = Judge.of(code(), [{"name": "code"}]).judge(Problem("p", "", info={"tests": tests}), [[text]]) or ()
+    first, second = judged.details.split("\n")
+    assert first.startswith(f"✗ f(0): {error}: ")
+    assert second == "✗ 2 more: the same"
+    assert not judged.parsed
+
+
 def test_errors_are_shown_and_not_compared() -> None:
     program = "import sys\nprint('note', file=sys.stderr)\nprint(1)"
     (outcome,) = run_tests(program, [{"stdin": "", "stdout": "1"}], LIMITS)

@@ -23,7 +23,7 @@ from keel.envs.sandbox_worker import encode
 
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _SHOWN = 200  # characters of an output or a value
-NO_SYNTAX = "SyntaxError"
+NO_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 _DEEPEST = 100  # lists within lists of a value that is compared
 _REMEMBERED = 32 * 2**20  # characters of the outcomes that are kept
 _PARTS = ("correct", "passed")  # of a reward, which no test may be named
