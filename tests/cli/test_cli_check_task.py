@@ -187,7 +187,7 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
     [
         (["arithmetics"], "did you mean 'arithmetic'"),
         (["arithmetic", "skil=sort"], "did you mean 'skill'"),
-        (["arithmetic", "countdown"], "'countdown' is another"),
+        (["arithmetic", "countdown"], "'countdown' is a second one"),
         (["arithmetic", "data.path=x.jsonl"], "generates its problems"),
         (["nowhere.yaml"], "nowhere.yaml"),
         (["nowhere:task"], "nowhere:task"),
@@ -344,7 +344,7 @@ def test_a_judge_elsewhere_is_asked_few_times_and_that_is_said_before(
 def test_a_reward_that_raises_on_odd_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     status, report = run(capsys, "leaks:raises")
     assert (status, failed(report)) == (1, ["attacks are judged"])
-    assert "'form only, endless' is not judged" in detail(report, "attacks are judged")
+    assert "'form only, endless' is not graded" in detail(report, "attacks are judged")
     assert "two tags" in detail(report, "attacks are judged")
     assert verdicts(report)["every answer in a form of its own"] == "raises"
 

@@ -59,7 +59,12 @@ def test_data_and_tables_say_the_same(here, capsys):
     page = capsys.readouterr().out
     assert "temperature 0.7" in page
     assert "standard error over prompts" in page
-    for title in ("KL(policy‖reference), samples", "KL(reference‖policy), samples", "Tokens that", "Positions"):
+    for title in (
+        "KL(policy‖reference), samples",
+        "KL(reference‖policy), samples",
+        "Tokens with the largest KL",
+        "Positions",
+    ):
         assert title in page
     exact = data["policy_ref"]["per_sequence"]["exact"]
     assert f"{exact['mean']:.2f}"[:3] in page
@@ -140,7 +145,7 @@ MISTAKES = [
     (["./a", "./b", "./a", "--prompts", "prompts.txt"], "not 3 models"),
     (["./a", "./b", "--prompts", "prompts.txt", "--task", "arithmetic"], "exclude each other"),
     (["./a", "./b", "--prompts", "prompts.txt", "skill=sort"], "parameter of a task"),
-    (["./a", "./b", "--prompts", "./a/config.yml"], "known are .txt, .jsonl"),
+    (["./a", "./b", "--prompts", "./a/config.yml"], "use one of .txt, .jsonl"),
     (["./a", "./b", "--task", "dataset"], "task dataset needs data.path"),
     (["./a", "./b", "--task", "dataset", "data.path=rows.csv", "data.truncation=left"], "is not a parameter of a task"),
     (["./a", "./b", "--task", "arithmetik"], "did you mean 'arithmetic'"),

@@ -63,7 +63,7 @@ def test_every_part_shows_its_parameters() -> None:
     assert lines.count("width: 3 # Cells a side.") == 5
     own = [line for line in lines if line.startswith("gain: 2.0 #")]
     parts = ("task", "engine", "controller", "reference", "loss")
-    assert own == [f"gain: 2.0 # A parameter of this {part}'s own." for part in parts]
+    assert own == [f"gain: 2.0 # A parameter of this {part}." for part in parts]
     assert load_config(yaml.safe_load(show_config(config(gain=2.0)))).kl.controller.params == {"width": 3, "gain": 2.0}
 
 

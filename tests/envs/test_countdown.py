@@ -174,5 +174,5 @@ def test_a_row_without_a_solution_is_named_when_its_solution_is_asked_for(tmp_pa
 
 
 def test_what_goes_with_rows_is_refused_without_them() -> None:
-    with pytest.raises(KeelError, match=r"go with data\.path"):
+    with pytest.raises(KeelError, match=r"need data\.path"):
         countdown(held_out=20)

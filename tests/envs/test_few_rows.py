@@ -108,7 +108,7 @@ def test_puzzles_that_are_all_for_evaluation_are_checked_as_such(tmp_path: Path,
     result = CliRunner().invoke(app, ["check-task", "chess_puzzles", f"data.path={path}", "--json"])
     assert result.exit_code == 0, result.output
     checks = {one["name"]: one for one in json.loads(result.stdout)["checks"]}
-    assert checks["problems as asked"]["detail"] == (f"evaluation only: {count} held-out problems")
+    assert checks["problems as asked"]["detail"] == f"evaluation only: {count} held-out problems, none for training"
     task = build_task("chess_puzzles", path=path)
     assert task.evaluation_only
     with pytest.raises(KeelError, match="set held_out below 1"):

@@ -237,8 +237,8 @@ def test_broken_lines_are_named_and_refused_unless_skipped(tmp_path: Path) -> No
         ('"text"', "a JSON text, not an object"),
         ('{"question": "", "answer": "1"}', "column 'question' is empty"),
         ('{"question": null, "answer": "1"}', "column 'question' is empty"),
-        ('{"question": 3, "answer": "1"}', "holds a int"),
-        ('{"question": [{"role": "user"}], "answer": "1"}', "role and a content"),
+        ('{"question": 3, "answer": "1"}', "a int, not text"),
+        ('{"question": [{"role": "user"}], "answer": "1"}', "without a role or a text content"),
         ('{"question": "a", "answer": null}', "column 'answer' is empty"),
         ('{"question": "a", "answer": "  "}', "column 'answer' is empty"),
         ('{"answer": "a"}', "column 'question' is missing"),
@@ -313,7 +313,7 @@ def test_files_that_are_not_there_or_not_what_they_say(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     assert "cannot read" in refused(str(tmp_path / "a.parquet"))
     assert "not JSON" in refused(str(tmp_path / "a.json"))
-    assert "known are .jsonl" in refused(str(tmp_path / "a.txt"))
+    assert "use one of .jsonl" in refused(str(tmp_path / "a.txt"))
     assert "give data.path" in refused(None)  # type: ignore[arg-type]
     assert read_rows(str(tmp_path / "mine.jsonl")).columns == ("question", "answer", "level")
 

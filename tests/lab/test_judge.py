@@ -89,7 +89,7 @@ def test_doctor_and_report_share_what_is_a_dropped_skill(tmp_path: Path, overrid
     assert (row.change(thresholds_of(small_config(*overrides).to_dict())) == "dropped") == dropped
     (sentence,) = tones(run, "Retention").values()
     assert ("1 of 1 other skills dropped" in sentence) == dropped
-    assert ("lost at most 50 % of what" in sentence) != dropped
+    assert ("lost at most 50 %" in sentence) != dropped
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_damaged_threshold_is_noted_and_the_shipped_ones_judge(tmp_path: Path,
     (note,) = [note for note in record.missing if note.startswith("config.yaml")]
     assert wrong in note
     assert note.endswith("; using the default thresholds")
-    assert "more than 0.2 nats per token" in tones(run, "KL(policy‖reference)")["warn"]
+    assert "limit is 0.2 nats per token" in tones(run, "KL(policy‖reference)")["warn"]
 
 
 def test_a_runs_own_spike_is_no_loosened_alarm() -> None:

@@ -130,7 +130,7 @@ MISTAKES = [
     (lambda: advantages(REWARDS, GROUP, baseline="mean"), "unknown baseline 'mean': did you mean 'group_mean'?"),
     (lambda: advantages(REWARDS, GROUP, scale="std"), "unknown scale_rewards 'std'"),
     (lambda: advantages(REWARDS, GROUP[:3]), "must both be [B]"),
-    (lambda: advantages(REWARDS[:1], GROUP[:1], baseline="leave_one_out"), "raise num_generations"),
+    (lambda: advantages(REWARDS[:1], GROUP[:1], baseline="leave_one_out"), "raise rollout.num_generations"),
 ]
 
 

@@ -143,7 +143,7 @@ def test_a_record_of_any_content_is_one_line(run: Path, content: str) -> None:
     for folder in (run / "checkpoints").glob("step-*"):
         (folder / "trainer" / "state.json").write_text(content)
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(KeelError, match=r"none of the checkpoints .* is whole: step-6/trainer/state\.json") as caught:
+    with pytest.raises(KeelError, match=r"none of the checkpoints .* is intact: step-6/trainer/state\.json") as caught:
         resume(run)
     assert "\n" not in str(caught.value)
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -236,7 +236,7 @@ def test_a_run_without_its_configuration_is_not_resumed(run: Path, beta: float, 
     if lost == "checkpoints":
         shutil.rmtree(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(KeelError, match=r"config\.yaml is missing.*put it back.*or start a new run") as caught:
+    with pytest.raises(KeelError, match=r"config\.yaml is missing.*restore it") as caught:
         keel.train(BASE, overrides=[*OPTIONS[:3], f"kl.beta={beta}", f"run.dir={run.parent}"], resume=True)
     assert "\n" not in str(caught.value)
     assert (run / "metrics.jsonl").read_bytes() == before

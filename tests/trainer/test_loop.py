@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line_before_any_model_loads() -> None:
     ("given", "said"),
     [
         ({"task": ["run.max_steps=1"]}, r"the task is a list, which does not derive from keel.envs.Task.*overrides="),
-        ({"reward": ["correct"]}, "the reward is a list: give a function"),
+        ({"reward": ["correct"]}, "the reward is a list: pass a function"),
     ],
 )
 def test_what_is_no_task_or_reward_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:

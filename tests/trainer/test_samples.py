@@ -141,7 +141,7 @@ def test_a_token_is_unreported_where_any_term_would_read_it(
     groups = with_completions(groups, lambda c: replace(c, **{unknown: (math.nan, *getattr(c, unknown)[1:])}))
     batch = pack_step(groups, run)
     assert batch.unreported == (pytest.approx(8 / int(batch.rows.action_mask.sum())) if unreported else 0.0)
-    assert unknown not in batch.known
+    assert unknown not in batch.reported
 
 
 def test_the_final_policy_is_measured_on_fresh_samples() -> None:

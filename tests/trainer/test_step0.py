@@ -22,7 +22,7 @@ from keel.trainer.step0 import Step0Limits, step0_limits, step0_violations
 from trainer.small import small_config
 from trainer.test_guards import kinds, read, train
 
-HERE = "trainer.test_start"
+HERE = "trainer.test_step0"
 
 
 def plain(model: Any, rows: ScoreRows, temperature: float) -> Tensor:

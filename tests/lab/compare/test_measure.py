@@ -326,7 +326,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"}\n{broken\n', r"p\.jsonl:2: not JSON"),
         ('{"text": "a", "answer": 1}\n', r"no column of prompts: it has text, answer"),
-        ('{"prompt": 3}\n', r"p\.jsonl:1: column 'prompt' holds a int"),
+        ('{"prompt": 3}\n', r"p\.jsonl:1: column 'prompt' has a int"),
         ("\n \n", "give a file with rows"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: str, message
 
 def test_what_cannot_be_measured_is_refused() -> None:
     policy, reference = small(0), small(1)
-    with pytest.raises(KeelError, match="no prompts"):
+    with pytest.raises(KeelError, match="prompts is empty"):
         measure_drift(policy, reference, [])
     with pytest.raises(KeelError, match="temperature is 0"):
         measure_drift(policy, reference, PROMPTS, temperature=0.0)

@@ -47,7 +47,7 @@ def test_a_learning_rate_100_times_too_high_is_named_first(tmp_path):
     assert "learning rate of 0.01" in findings[0]["evidence"]
     assert json.loads((path / "summary.json").read_text())["findings"] == sorted({f["code"] for f in findings})
     report = (path / "report.html").read_text()
-    assert report.index("optim/lr-too-high") < report.index("What the doctor looked at") < report.index("<h2>Curves")
+    assert report.index("optim/lr-too-high") < report.index("What the doctor checked") < report.index("<h2>Curves")
     assert "E05 explosion chain: learning rate" in report
 
 

@@ -245,7 +245,7 @@ def test_kl_over_budget_is_said():
     tone, text = next((tone, text) for tone, text in sentences(run) if text.startswith("KL"))
     assert tone == "warn"
     assert "0.25 ± 0.01 nats per token (k3)" in text
-    assert "more than 0.2 nats per token" in text
+    assert "limit is 0.2 nats per token" in text
 
 
 def test_no_change_and_no_kl_are_said_plainly():
@@ -460,8 +460,8 @@ def test_waits_and_staleness_are_drawn_of_a_run_that_samples_ahead(tmp_path, sta
     lines = [{"step": step, "reward/mean": 0.5, **line, "staleness/max": staleness} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     drawn = {panel.title: [curve.label for curve in panel.series] for panel in panels([read_run(tmp_path)])}
-    ahead = {title: labels for title, labels in drawn.items() if title in ("Waits", "Staleness")}
-    assert ahead == ({"Waits": ["trainer", "sampler"], "Staleness": ["mean", "largest"]} if staleness else {})
+    ahead = {title: labels for title, labels in drawn.items() if title in ("Idle time", "Staleness")}
+    assert ahead == ({"Idle time": ["trainer", "sampler"], "Staleness": ["mean", "largest"]} if staleness else {})
 
 
 def test_every_kind_of_a_wrong_call_is_drawn():

@@ -157,7 +157,7 @@ def test_one_point_with_figures_is_compared_with_nothing():
     rows += [row("a=2", seed, 0.9, axis="a", state="failed") for seed in range(3)]
     texts = texts_of(rows, "a=2")
     assert "Without a value for accuracy: a=2." in texts
-    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "nothing to compare" in text for text in texts)
+    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "the only point" in text for text in texts)
     assert "The baseline a=2 has no value for accuracy, so there is no comparison." in texts
 
 

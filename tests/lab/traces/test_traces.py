@@ -140,9 +140,9 @@ def gaps(size, seed=0, rows=32, width=512):
 def test_a_gap_that_grows_with_depth_is_found():
     report = check_depth(gaps(lambda at: 0.02 if at < 256 else 0.3))
     assert report.finding.code == "sampler/depth"
-    assert list(report.stretches) == [0, 64, 128, 256, 512]
-    assert report.stretches[0][0] == pytest.approx(0.02**2 / 2, rel=0.2)  # k3 of small gaps is d²/2
-    assert report.stretches[512][0] == pytest.approx(0.3**2 / 2, rel=0.3)
+    assert list(report.depth_bins) == [0, 64, 128, 256, 512]
+    assert report.depth_bins[0][0] == pytest.approx(0.02**2 / 2, rel=0.2)  # k3 of small gaps is d²/2
+    assert report.depth_bins[512][0] == pytest.approx(0.3**2 / 2, rel=0.3)
 
 
 @pytest.mark.parametrize("seed", range(5))

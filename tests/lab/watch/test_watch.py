@@ -439,7 +439,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
             ([str(run), str(run)], "is named twice"),
             (
                 [str(run), "--port", str(port)],
-                f"port {port} of 127.0.0.1 is in use, perhaps by another keel watch: --port ",
+                f"port {port} of 127.0.0.1 is in use, perhaps by another keel watch: set --port ",
             ),
             ([str(run), "--port", "70000"], "'--port': Input should be less than or equal to 65535"),
             ([], "RUN"),

@@ -175,7 +175,7 @@ def test_the_curriculum_begins_with_short_chains(tmp_path: Path, rows: bool) -> 
         ({"weights": {"em": 1}}, "multihop weight"),
         ({"tools": ["nothing"]}, "module:attr"),
         ({"data": {"path": "x.jsonl"}, "documents": 8}, "leave it out"),
-        ({"data": {"path": "nowhere.jsonl"}}, "no file"),
+        ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl not found"),
         ({"data": {"path": " ; "}}, "names no data"),
     ],
 )
