@@ -198,7 +198,7 @@ def row_of(arm: str, seed: int, run: Path, teacher: Path, start: dict[str, float
         "accuracy": last["pass@1"],
         "accuracy_low": last["ci95"][0],
         "accuracy_high": last["ci95"][1],
-        "pass_at_8": last["pass@k"].get("8", ""),
+        "pass_at_4": last["pass@k"].get("4", ""),
         **kl,
         "half_gap_step": "" if reached is None else reached,
         "half_gap_s": sum(s for step, s in seconds.items() if step <= reached) if reached and seconds else "",
