@@ -280,7 +280,11 @@ def cost(student: Path, teacher: Path, overrides: list[str]) -> dict[str, Any]:
             pass
     median = {name: [statistics.median(part) for part in zip(*both, strict=True)] for name, both in seconds.items()}
     ratios = [exact / sampled for exact, sampled in zip(median["exact"], median["sampled"], strict=True)]
-    return {"step_s": {name: both[0] for name, both in median.items()}, "step_ratio": ratios[0], "update_ratio": ratios[1]}
+    return {
+        "step_s": {name: both[0] for name, both in median.items()},
+        "step_ratio": ratios[0],
+        "update_ratio": ratios[1],
+    }
 
 
 def main() -> int:
