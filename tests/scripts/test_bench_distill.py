@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import distill
 import pytest
 import torch
 
+import distill
 from keel.config import text
 from keel.lab.studies.folder import jobs
 from keel.lab.studies.run import run_study

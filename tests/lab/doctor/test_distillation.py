@@ -1,4 +1,4 @@
-"""A run that is distilled: what goes wrong is named, and a sound one gives nothing, however constant its rewards are."""
+"""A run that is distilled: what goes wrong is named, and a sound one with constant rewards gives nothing."""
 
 from __future__ import annotations
 

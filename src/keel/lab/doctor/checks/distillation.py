@@ -59,15 +59,18 @@ def not_approached(history: History, thresholds: Thresholds) -> CheckResults:
     if size < 0 or now.mean <= near or first.mean < thresholds["kl_not_learning"]:
         return
     biased, rate, grown = history.option("kl.allow_biased"), "optim.learning_rate", size > 0
+    if biased:
+        cause = (
+            "kl.allow_biased lets forms through whose expected gradient is zero or wrong: noise alone moves the policy"
+        )
+    elif grown:
+        cause = "updates are so large that they lose more than they gain"
+    else:
+        cause = "updates are too small, or the student cannot come nearer"
     yield finding(
         code,
         f"{name} is {first.mean:.3g} nats per token over {first.span} and {now.mean:.3g} over {now.span}",
-        "kl.allow_biased lets a form through whose expected gradient may be zero or wrong: under Adam noise alone moves "
-        "the policy"
-        if biased
-        else "updates are so large that they lose more than they gain"
-        if grown
-        else "updates are too small, or the student cannot come nearer",
+        cause,
         either(
             setting("{}", changes(history.config, EXACT) if biased else {}),
             times(history.config, rate, 0.3, "a third of") if grown else times(history.config, rate, 3, "three times"),
