@@ -27,7 +27,7 @@ def distilled(start: float = 0.37, rate: float = 0.04, *, last: float = 0.6, **o
     history = configured(healthy(), **options)
     steps = range(1, 61)
     series = {name: Series.of((step, value) for step in steps) for name, value in SERIES.items()}
-    noise = {step: 1 + 0.1 * math.sin(12.9898 * step) for step in steps}
+    noise = {step: 1 + 0.1 * math.sin(12.9898 * (step - 1)) for step in steps}
     series[KL] = Series.of((step, start * math.exp(-rate * (step - 1)) * noise[step]) for step in steps)
     of_policy = {name: values for name, values in history.series.items() if not name.startswith("kl/policy_ref")}
     evaluations = (evaluation("sort", "trained", 0, 0.3), evaluation("sort", "trained", 60, last))
@@ -55,10 +55,10 @@ def test_a_sound_run_gives_nothing() -> None:
     ("history", "code", "severity", "figure"),
     [
         (distilled(3.0, 0.02), "teacher/far", "warning", "5 %"),  # e^-3
-        (distilled(rate=0.0), "teacher/not-approached", "warning", "0.37"),
-        (distilled(rate=-0.02), "teacher/not-approached", "error", "0.37"),
+        (distilled(rate=0.0), "teacher/not-approached", "warning", "0.3"),
+        (distilled(rate=-0.02), "teacher/not-approached", "error", "steps 51–60"),
         (distilled(last=0.1), "teacher/worse", "warning", "0.3 → 0.1"),
-        (lengthening(distilled(), 0.9), "length/explosion", "warning", "92 %"),
+        (lengthening(distilled(), 0.9), "length/explosion", "warning", "88 %"),
     ],
 )
 def test_what_goes_wrong_is_named(history: History, code: str, severity: str, figure: str) -> None:
@@ -86,10 +86,12 @@ def test_accuracy_that_falls_away_from_the_teacher_is_not_the_teachers_fault() -
     assert "teacher/worse" not in codes(distilled(rate=-0.02, last=0.1))
 
 
-def test_the_advice_for_a_biased_form_is_the_exact_one() -> None:
+def test_a_form_without_a_gradient_explains_it_and_the_exact_one_is_advised() -> None:
     history = distilled(rate=-0.02, kl__estimator="k1", kl__gradient="plain", kl__allow_biased=True)
+    assert codes(history)[0] == "kl/no-gradient"
     (found,) = [finding for finding in check_history(history).findings if finding.code == "teacher/not-approached"]
     assert "kl.allow_biased" in found.cause
+    assert found.severity == "note"
     assert "kl.estimator=exact" in found.options[0]
 
 

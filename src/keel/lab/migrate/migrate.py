@@ -144,12 +144,11 @@ def _distils(origin: str, reading: Reading) -> tuple[str, ...]:
 
 def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     """The peer's defaults for what its file does not name."""
-    defaults = peers.defaults(origin)
+    defaults, switches = peers.defaults(origin), dict[str, bool]()
     if distils := _distils(origin, reading):
         defaults = {name: value for config in distils for name, value in peers.defaults(f"TRL with {config}").items()}
         if "GKDConfig" in distils:
             del defaults["max_completion_length"]  # which is max_new_tokens there
-        switches = {}
     elif origin == "TRL":
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
             del defaults["epsilon"]  # those that clip between 1 ± epsilon

@@ -25,11 +25,11 @@ _OBJECTS = {
     "model": "set model.name by hand",
     "teacher_model": "set reference.model by hand",
 }
-# Arguments whose object is itself a call that is read: nothing is left to do about them.
 _CONFIGS = ("GRPOConfig", "DistillationConfig", "GKDConfig")
-_READ_WITH = {"args": _CONFIGS, "peft_config": ("LoraConfig",)}
+# Arguments whose object is itself a call that is read: nothing is left to do about them.
+_READ_WITH: Mapping[str, tuple[str, ...]] = {"args": _CONFIGS, "peft_config": ("LoraConfig",)}
 # The calls that are read, each with the names of its arguments without one.
-_CALLS = {
+_CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_CONFIGS, ("output_dir",)),
     "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset", "processing_class"),
     "GKDTrainer": ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset"),

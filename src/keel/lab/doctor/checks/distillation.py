@@ -8,7 +8,7 @@ from keel.lab.doctor.advice import changes, either, setting, times
 from keel.lab.doctor.checks.base import KL, RECENT, CheckResults, Unchecked, clear, has_teacher, not_recorded
 from keel.lab.doctor.findings import finding
 from keel.lab.doctor.history import History
-from keel.lab.doctor.shapes import trend
+from keel.lab.doctor.shapes import course
 from keel.lab.judge import accuracies
 from keel.lab.thresholds import Thresholds
 
@@ -53,7 +53,7 @@ def not_approached(history: History, thresholds: Thresholds) -> CheckResults:
             code, f"{len(series.finite)} steps are too few to tell whether {name} falls: {least} are needed"
         )
         return
-    first, now, change = series.finite.head(RECENT), series.finite.tail(RECENT), trend(series)
+    first, now, change = series.finite.head(RECENT), series.finite.tail(RECENT), course(series)
     size = change.size if change is not None and clear(change, thresholds) else 0.0
     near = max(thresholds["kl_not_learning"], thresholds["teacher_approached"] * first.mean)
     if size < 0 or now.mean <= near or first.mean < thresholds["kl_not_learning"]:
