@@ -9,7 +9,7 @@ from keel.config.peers import Alias, tables
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
 TITLES = {
     "Keel": "Short names",
-    "TRL": "TRL (GRPOConfig, 1.16)",
+    "TRL": "TRL (GRPOConfig, DistillationConfig, GKDConfig, 1.16)",
     "verl": "verl (YAML)",
     "OpenRLHF": "OpenRLHF (command line)",
     "other": "Other trainers and courses",

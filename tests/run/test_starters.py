@@ -22,6 +22,18 @@ def test_a_countdown_starter_is_sound(name: str) -> None:
         check(build_named_task(spec, config))
 
 
+@pytest.mark.parametrize(("name", "teacher"), [("distill", "default"), ("distill_smollm2", "countdown_smollm2")])
+def test_a_distillation_starter_names_the_end_of_its_teachers_run(name: str, teacher: str) -> None:
+    config, taught = (load_config(CONFIGS / f"{each}.yaml") for each in (name, teacher))
+    end = Path(taught.run.dir) / taught.run.name / "checkpoints" / f"step-{taught.run.max_steps}"
+    assert config.reference.params["model"] == str(end)
+    assert taught.run.max_steps % taught.checkpoint.every == 0
+    assert config.task == taught.task
+    assert config.warmstart == taught.warmstart
+    assert (config.loss.policy_weight, config.kl.estimator) == (0.0, "exact")
+    assert config.rollout.max_completion_length == taught.rollout.max_completion_length
+
+
 @pytest.mark.parametrize("name", ["countdown", "code"])
 def test_every_solution_of_a_small_starter_fits_its_completion(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")

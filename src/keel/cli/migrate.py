@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF to Keel.
 
-The configuration goes to stdout (or --out). A table on stderr lists every option: its new name, the other trainer's
-defaults that differ, options without a counterpart, and options that you must set. Reads YAML (interpolations are
-resolved), JSON, a Python file with GRPOConfig(...) and a shell script with key=value words and variables; it executes
-neither. Exit status 1 if Keel rejects the result.
+The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
+does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled
+in), JSON, a Python file with GRPOConfig(...), DistillationConfig(...) or GKDConfig(...) and a shell script with
+key=value words and variables (neither is executed). Exit status 1 if Keel would refuse the result as it is.
 
 Examples:
 
@@ -50,7 +50,7 @@ def migrate(
             raise KeelError(f"cannot write {out}: {error.strerror or error}") from None
     if as_json:
         rows = [asdict(row) for row in result.rows]
-        verdict = {"refused": result.refused, "missing": result.missing}
+        verdict = {"refused": result.refused, "computes": result.computes, "missing": result.missing}
         print_json({"origin": result.origin, "config": result.tree, "options": rows, **verdict})
     elif out is None:
         typer.echo(page, nl=False)
@@ -75,6 +75,8 @@ def _show(result: Migration, out: str | None) -> None:
     mapped = sum(not row.silent and not row.reason for row in result.rows)
     counts = f"{mapped} options mapped, {dropped} without a counterpart, {len(by_hand)} to set by hand"
     console.print(counts + (f"; wrote {out}" if out else ""))
+    if result.computes is not None:
+        console.print(f"Its KL term: {result.computes}", markup=False)
     if by_hand:
         console.print(f"To set by hand: {', '.join(by_hand)}", style="yellow", markup=False)
     if result.missing is not None:

@@ -32,6 +32,8 @@ OWN = frozenset(
 )
 ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "vllm_importance_sampling_correction"
 V = "rollout.vllm."
+D = "distillation.distillation_loss."
+DISTILS = "distillation.enabled"
 
 
 @cache
@@ -41,9 +43,12 @@ def data() -> Mapping[str, Any]:
 
 
 def full(peer: str, name: str) -> str:
-    """The full option name of the other trainer for a name in the table."""
-    short = peer == "verl" and name.partition(".")[0] in ("actor", "rollout", "model", "ref", "hybrid_engine")
-    return f"actor_rollout_ref.{name}" if short else name
+    """A name of the table as its peer has it."""
+    section, _, rest = name.partition(".")
+    if peer == "verl" and section in ("actor", "rollout", "model", "ref", "hybrid_engine"):
+        return f"actor_rollout_ref.{name}"
+    long = {"distill": D, "teacher": "distillation.teacher_models.teacher_model."} if peer == "verl" else {}
+    return f"{long[section]}{rest}" if section in long else name
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,10 @@ def _has_adapter(given: Given) -> bool:
     return all(given.get(name) is not False for name in ("use_peft", "use_lora")) and given.get(LORA_RANK) != 0
 
 
+def _is_rewarded(given: Given) -> bool:
+    return given.get(DISTILS) is not True or given.get(D + "use_task_rewards") is not False
+
+
 IN_PROCESS = "read where vLLM samples in the training's process; a server has its own, flags of keel serve"
 # Conditions under which the other trainer reads an option: a test, and the default note.
 CONDITIONS: Mapping[str, tuple[Callable[[Given], bool], str]] = {
@@ -144,6 +153,8 @@ CONDITIONS: Mapping[str, tuple[Callable[[Given], bool], str]] = {
     "in_loss": (lambda given: given.get(IN_LOSS) is not False, "read while use_kl_loss is on"),
     "in_reward": (lambda given: given.get(IN_REWARD) is not False, "read while use_kl_in_reward is on"),
     "adaptive": (_is_adaptive, "read while algorithm.kl_ctrl.type is adaptive"),
+    "distilling": (lambda given: given.get(DISTILS) is True, f"read while {DISTILS} is true"),
+    "rewarded": (_is_rewarded, ""),
     "synced": (lambda given: given.get("sync_ref_model") is not False, ""),
     "adapter": (_has_adapter, "read unless use_peft or use_lora is false or lora_rank 0"),
     "ranked": (lambda given: bool(given.get(LORA_RANK)), "read with a lora_rank"),
@@ -193,18 +204,52 @@ def _is_on(given: Given, coefficient: str) -> bool:
     return on
 
 
+def beta(given: Given) -> Options:
+    """A coefficient; beside a teacher of TRL's the weight that chooses the divergence, whose coefficient is 1."""
+    if given.settings.keys().isdisjoint(("lmbda", "teacher_model_name_or_path", "teacher_model")):
+        return given.to(given.value)
+    weight = number(given.name, given.value, "beside a teacher it lies between 0 and 1")
+    if not 0 <= weight <= 1:
+        raise KeelError(f"beta is {weight:g}: beside a teacher it chooses the divergence, from 0 to 1")
+    exact = {0.0: "exact_reverse", 1.0: "exact"}.get(weight)
+    estimator = {"kl.estimator": exact} if exact else {"kl.estimator": "jsd", "kl.jsd_weight": weight}
+    return {**given.to(1.0), **estimator}
+
+
+def distillation_mode(given: Given) -> Options:
+    """verl's estimator of the KL to the teacher, differentiated as it stands where it is a loss."""
+    scored = given.get(D + "use_policy_gradient") is True
+    return {**choice(given), **({} if scored else _gradient(given))}
+
+
+def distillation_coef(given: Given) -> Options:
+    """verl reads it beside rewards; alone the divergence counts once."""
+    return given.to(1.0 if given.get(D + "use_task_rewards") is False else given.value)
+
+
 def use_kl_loss(given: Given) -> Options:
-    """KL in the loss, with the loss's reduction."""
+    """The penalty in the loss, reduced like it."""
+    if given.get(DISTILS) is True:
+        return _beside_teacher(given)
     if _is_on(given, A + "kl_loss_coef"):
         return {"kl.placement": "loss", "kl.reduction": "loss"}
     return {} if given.get(IN_REWARD) is True else {"kl.beta": 0.0}
 
 
 def use_kl_in_reward(given: Given) -> Options:
-    """KL in the reward."""
+    """The penalty in the reward."""
+    if given.get(DISTILS) is True:
+        return _beside_teacher(given)
     if _is_on(given, "algorithm.kl_ctrl.kl_coef"):
         return {"kl.placement": "reward"}
     return {} if IN_LOSS in given.settings else {"kl.beta": 0.0}
+
+
+def _beside_teacher(given: Given) -> Options:
+    """A penalty beside the divergence to the teacher is a second anchor."""
+    if given.boolean():
+        raise given.refused(f"beside {DISTILS} it is a second KL term; set both by hand")
+    return {}
 
 
 def use_kl_penalty(given: Given) -> Options:

@@ -172,7 +172,8 @@ def _named(name: str) -> Alias | None:
         return table()[name]
     if "." not in name and "_" not in name:
         return None
-    endings = [alias for full_name, alias in table().items() if full_name.endswith(f".{name}")]
+    rows = ((whole, alias) for whole, alias in table().items() if not whole.startswith("distillation."))  # named whole
+    endings = [alias for whole, alias in rows if whole.endswith(f".{name}")]
     return endings[0] if len({alias.target for alias in endings}) == 1 else None
 
 

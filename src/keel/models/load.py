@@ -260,7 +260,7 @@ def _loader(name: str) -> Loader:
     # hub for it would retry for half a minute without a network.
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
     if is_path or ("/" in name and path.parent.is_dir()):
-        raise KeelError(f"no model folder at {name!r}: check model.name, or give a hub name, a .gguf file or 'tiny'")
+        raise KeelError(f"no model folder at {name!r}: check the path, or give a hub name, a .gguf file or 'tiny'")
     return _from_transformers
 
 

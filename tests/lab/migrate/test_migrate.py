@@ -167,6 +167,20 @@ def test_the_silent_defaults_are_the_installed_trls():
     }
 
 
+def test_the_silent_defaults_of_a_distillation_are_the_installed_trls():
+    from dataclasses import fields
+
+    from trl import DistillationConfig
+    from trl.experimental.gkd import GKDConfig
+
+    distilled, gkd = (defaults(f"TRL with {name}") for name in ("DistillationConfig", "GKDConfig"))
+    for config, ours in ((DistillationConfig, distilled), (GKDConfig, {**distilled, **gkd})):
+        theirs = {f.name: getattr(f.default, "value", f.default) for f in fields(config)}
+        known = {name: value for name, value in ours.items() if name in theirs}
+        assert {name: str(theirs[name]) for name in known} == {name: str(value) for name, value in known.items()}
+        assert {"beta", "learning_rate"} < known.keys()
+
+
 def test_a_python_file_is_read_and_not_run(tmp_path):
     script = """
 import os
@@ -208,7 +222,7 @@ python3 -m verl.trainer.main_ppo \\
         ("a.yaml", "a: [", "not YAML at line"),
         ("a.json", "{", "not JSON"),
         ("a.py", "def f(:", "not Python: line 1"),
-        ("a.py", "x = 1", "no GRPOConfig"),
+        ("a.py", "x = 1", "GRPOConfig"),
         ("a.yaml", "", "mapping"),
     ],
 )

@@ -80,6 +80,11 @@ def test_a_wrong_pairing_needs_leave():
     assert len(read_study(study(grid={"penalty": wrong, "kl.beta": [0.1]})).points) == 1
 
 
+def test_the_command_line_overrides_the_file():
+    read = read_study(study(set={"run.max_steps": 9}), ["run.max_steps=4"])
+    assert {point.config.run.max_steps for point in read.points} == {4}
+
+
 @pytest.mark.parametrize(
     ("changes", "overrides", "message"),
     [

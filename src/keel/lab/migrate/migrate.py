@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config import peers, text
+from keel.config import kl_pairing, peers, text
 from keel.config.load import is_option, read_config, set_option
-from keel.config.peer_values import IN_LOSS, IN_REWARD, OWN, R, data, full
+from keel.config.peer_values import DISTILS, IN_LOSS, IN_REWARD, OWN, D, R, data, full
 from keel.lab.migrate.peer_files import Reading, read
 
 # The engine if a file names vLLM options but not the engine.
@@ -50,8 +50,9 @@ class Migration:
     origin: str
     tree: Mapping[str, Any]
     rows: tuple[MigratedOption, ...]
-    refused: str | None = None  # why Keel rejects the result
-    missing: str | None = None  # a package that the result needs and this machine lacks
+    refused: str | None = None  # why Keel does not take the result as it is
+    computes: str | None = None  # what the result's KL term computes
+    missing: str | None = None  # the result is right, but this machine lacks a package that it needs
 
     @property
     def unmapped(self) -> list[MigratedOption]:
@@ -64,7 +65,10 @@ class Migration:
 
 
 def migrate(path: Path) -> Migration:
-    """Read a configuration of TRL, verl or OpenRLHF: YAML, JSON, a shell script, Python with `GRPOConfig(…)`."""
+    """Read a configuration of TRL, verl or OpenRLHF: YAML, JSON, a shell script, Python with `GRPOConfig(…)`.
+
+    Of TRL also `DistillationConfig(…)` and `GKDConfig(…)`.
+    """
     reading = read(path)
     names = [*reading.values, *reading.by_hand]
     origin = _origin(names)
@@ -89,7 +93,9 @@ def migrate(path: Path) -> Migration:
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
             set_option(tree, option, value)
-    if origin == "TRL" and _number(values.get("beta")):
+    if "GKDConfig" in _distils(origin, reading):
+        rows = [replace(row, note=_GKD_TEMPERATURE) if row.name == "temperature" else row for row in rows]
+    elif origin == "TRL" and not _distils(origin, reading) and _number(values.get("beta")):
         named = {name for row in rows for name in row.options}
         added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
         for option, value in added.items():
@@ -97,9 +103,9 @@ def migrate(path: Path) -> Migration:
         rows.append(MigratedOption("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     rows += _absent(tree, rows)
     problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
-    refused, missing = _refusal(tree)
+    refused, missing, computes = _judged(tree)
     refusals = [problem for problem in (*problems, refused) if problem]
-    return Migration(origin, tree, tuple(rows), "; ".join(refusals) or None, missing)
+    return Migration(origin, tree, tuple(rows), "; ".join(refusals) or None, None if refusals else computes, missing)
 
 
 def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[MigratedOption]:
@@ -113,6 +119,7 @@ def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[Mig
     return [MigratedOption(name, None, {}, f"the file names {why}", silent=True) for name, why in absent.items()]
 
 
+_GKD_TEMPERATURE = "TRL samples at it and computes GKD's divergence at 1; Keel does both at it"
 _KL_NOTE = (
     "as in TRL; leave out kl.reduction for a β that is comparable between losses, and kl.gradient for Keel's choice of "
     "the gradient"
@@ -121,15 +128,28 @@ _KL_NOTE = (
 
 def _origin(names: Sequence[str]) -> str:
     """The trainer whose names these are."""
-    if any(name.startswith(("actor_rollout_ref.", "algorithm.")) for name in names):
+    if any(name.startswith(("actor_rollout_ref.", "algorithm.", "distillation.")) for name in names):
         return "verl"
     return "TRL" if OWN.isdisjoint(names) else "OpenRLHF"
 
 
+def _distils(origin: str, reading: Reading) -> tuple[str, ...]:
+    """TRL's configurations of a distillation whose defaults hold, the more special last; none of other jobs."""
+    special = reading.config == "GKDConfig" or "lmbda" in reading or "seq_kd" in reading
+    teacher = "teacher_model_name_or_path" in reading or "teacher_model" in reading
+    if origin != "TRL" or not (special or teacher or reading.config == "DistillationConfig"):
+        return ()
+    return ("DistillationConfig", "GKDConfig") if special else ("DistillationConfig",)
+
+
 def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
     """The peer's defaults for what its file does not name."""
-    defaults = peers.defaults(origin)
-    if origin == "TRL":
+    defaults, switches = peers.defaults(origin), dict[str, bool]()
+    if distils := _distils(origin, reading):
+        defaults = {name: value for config in distils for name, value in peers.defaults(f"TRL with {config}").items()}
+        if "GKDConfig" in distils:
+            del defaults["max_completion_length"]  # which is max_new_tokens there
+    elif origin == "TRL":
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
             del defaults["epsilon"]  # those that clip between 1 ± epsilon
         samples = values.get("use_vllm", "use_vllm" in reading.by_hand) is True
@@ -139,7 +159,7 @@ def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> 
             "a server": samples and values.get("vllm_mode") == "server",
         }
     else:
-        switches = {switch: origin == "verl" and values.get(switch) is True for switch in (IN_LOSS, IN_REWARD)}
+        switches = {switch: origin == "verl" and values.get(switch) is True for switch in (IN_LOSS, IN_REWARD, DISTILS)}
     for switch, on in switches.items():
         defaults |= peers.defaults(f"{origin} with {switch}") if on else {}
     found = [alias for name in values if (alias := peers.find(name, is_option))]
@@ -186,8 +206,9 @@ def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
 
 
 def _estimator(rows: Sequence[MigratedOption]) -> str | None:
-    """An error if the file uses an advantage estimator that Keel does not have."""
-    estimators = {"algorithm.adv_estimator": "verl", "advantage_estimator": "OpenRLHF"}
+    """A method that Keel does not have makes another training run of the whole file."""
+    estimators = {"algorithm.adv_estimator": "verl", "advantage_estimator": "OpenRLHF", "lmbda": "GKD", "seq_kd": "GKD"}
+    estimators[D + "loss_mode"] = "verl"
     row = next((row for row in rows if row.name in estimators and row.reason), None)
     if row is None:
         return None
@@ -208,17 +229,18 @@ def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tre
             yield f"the KL term depends on {row.name}={text.dump(row.value)}: {row.reason}"
 
 
-def _refusal(tree: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(why the result is invalid, what this machine lacks to run it)."""
+def _judged(tree: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+    """(why the result is no configuration of Keel's, what this machine lacks to run it, what its KL term computes)."""
     try:
-        read_config(tree, installed=False)
+        config, *_ = read_config(tree, installed=False)
     except KeelError as error:
-        return str(error), None
+        return str(error), None, None
+    computes = kl_pairing(config).note if config.kl.penalizes else None
     try:
         read_config(tree)
     except KeelError as error:
-        return None, str(error)
-    return None, None
+        return None, str(error), computes
+    return None, None, computes
 
 
 def _number(value: Any) -> float:

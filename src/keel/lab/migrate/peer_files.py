@@ -21,14 +21,18 @@ VARIABLE = "contains a shell variable: set by hand"
 INTERPOLATED = "contains an interpolation that this file does not define: set by hand"
 # Arguments of a trainer's class that are objects in Python and options here.
 _OBJECTS = {
-    "args": "no GRPOConfig call was found: set its options by hand",
+    "args": "no call of a TRL configuration was found: set its options by hand",
     "model": "set model.name by hand",
+    "teacher_model": "set reference.model by hand",
 }
+_CONFIGS = ("GRPOConfig", "DistillationConfig", "GKDConfig")
 # Arguments whose object is itself a call that is read: nothing is left to do about them.
-_READ_WITH = {"args": "GRPOConfig", "peft_config": "LoraConfig"}
+_READ_WITH: Mapping[str, tuple[str, ...]] = {"args": _CONFIGS, "peft_config": ("LoraConfig",)}
 # The calls that are read, each with the names of its arguments without one.
-_CALLS = {
-    "GRPOConfig": ("output_dir",),
+_CALLS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_CONFIGS, ("output_dir",)),
+    "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset", "processing_class"),
+    "GKDTrainer": ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset"),
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     "LoraConfig": (),
 }
@@ -43,6 +47,7 @@ class Reading:
     by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (what the file holds, the reason)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # argument → the call that it was read from
     conflict: str | None = None  # an option given twice with two values
+    config: str = ""  # the class of TRL's whose call a Python file holds
 
     def __contains__(self, name: str) -> bool:
         return name in self.values or name in self.by_hand
@@ -127,8 +132,9 @@ def _python(content: str, path: Path) -> Reading:
             try:
                 value = _literal(node, constants) if node is not None else _unknown()
             except ValueError:
-                if _READ_WITH.get(name) in called_names:
-                    elsewhere[name] = _READ_WITH[name]
+                read_with = next((call for call in _READ_WITH.get(name, ()) if call in called_names), None)
+                if read_with is not None:
+                    elsewhere[name] = read_with
                 else:
                     by_hand[name] = ("an object", _by_hand(name))
                 continue
@@ -137,9 +143,11 @@ def _python(content: str, path: Path) -> Reading:
             elif called != "LoraConfig" or name not in ("task_type", "bias"):  # what every causal model's adapter says
                 options.append(("model.name" if name == "model" else name, value))
     if not options and not by_hand:
-        raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: give the training script")
+        raise KeelError(f"{path} calls none of {', '.join(_CALLS)}: there is nothing to migrate")
     values, conflict = _unique(options)
-    return Reading(values, {name: why for name, why in by_hand.items() if name not in values}, elsewhere, conflict)
+    left = {name: why for name, why in by_hand.items() if name not in values}
+    config = next((name for name in _CONFIGS if name in called_names), "")
+    return Reading(values, left, elsewhere, conflict, config)
 
 
 def _by_hand(name: str) -> str:

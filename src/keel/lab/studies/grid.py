@@ -109,7 +109,7 @@ def read_study(
         raise KeelError("the study has no grid: give --grid kl.beta=0,0.01, or a study file with a grid")
     all_overrides = [*shared, *overrides]
     _check_axes(axes, _option_names(all_overrides))
-    config = load_config(config_source, all_overrides)
+    config = load_config(load_config(config_source, shared), overrides)  # the command line overrides the file
     check_thresholds(config)
     combined = [_combined(values) for values in itertools.product(*(axis.values for axis in axes))] if axes else []
     combined += [_listed_point(dict(entry)) for entry in listed]

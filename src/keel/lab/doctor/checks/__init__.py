@@ -10,6 +10,7 @@ from keel.lab.doctor.checks import (
     clip,
     course,
     depth,
+    distillation,
     episodes,
     evaluation,
     exploration,
@@ -23,7 +24,7 @@ from keel.lab.doctor.checks import (
     reward,
     sampler,
 )
-from keel.lab.doctor.checks.base import Check, Unchecked
+from keel.lab.doctor.checks.base import Check, Unchecked, has_teacher
 from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.lab.doctor.findings import Finding, ranked
 from keel.lab.doctor.formula import formula_of
@@ -40,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     *kl.CHECKS,
     *penalty.CHECKS,
     *reference.CHECKS,
+    *distillation.CHECKS,
     *sampler.CHECKS,
     *depth.CHECKS,
     *optim.CHECKS,
@@ -72,7 +74,7 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
-        sound=_sound([row for row in by_check if row[0] != "episodes" or _has_turns(history)]),
+        sound=_sound([row for row in by_check if _concerned(row[0], history)]),
     )
     return with_threshold_notes(diagnosis, limits)
 
@@ -93,9 +95,11 @@ def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tup
     return tuple(names)
 
 
-def _has_turns(history: History) -> bool:
-    """Whether there were tools or turns to judge: the checks of episodes are silent where there were none."""
-    return any(name.startswith(("answer/", "tool/", "turn/")) for name in history.series)
+def _concerned(area: str, history: History) -> bool:
+    """Whether there was a teacher, tools or turns to judge: their checks are silent where there were none."""
+    if area == "distillation":
+        return has_teacher(history)
+    return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in history.series)
 
 
 def _first_step(history: History) -> History:

@@ -227,6 +227,11 @@ def begins_late(series: Series) -> str | None:
     return f"the log begins at step {steps[0]:.0f}: what was learned before is not in it"
 
 
+def has_teacher(history: History) -> bool:
+    """Whether the reference is another model, which the policy is to come nearer to."""
+    return history.option("reference.model") is not None
+
+
 def opt(history: History, dotted: str) -> str:
     """An option under the name that the run's own trainer has for it."""
     return option_name(dotted, history.source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from keel.lab.doctor.advice import either, setting, stronger, times
+from keel.lab.doctor.advice import changes, either, setting, stronger, times
 from keel.lab.doctor.checks.base import (
     LARGE_VOCABULARY,
     RECENT,
@@ -12,6 +12,7 @@ from keel.lab.doctor.checks.base import (
     CheckResults,
     Unchecked,
     clear,
+    has_teacher,
     not_recorded,
     opt,
     reward_rose,
@@ -186,9 +187,23 @@ def longer(history: History, thresholds: Thresholds) -> CheckResults:
         return
     if reward_rose(history, thresholds):
         return
+    if has_teacher(history) and not at_limit:
+        return  # the teacher may write longer
     least = 1.0 if at_limit else thresholds["length_growth"]
     growth = _growth(series, least, thresholds) if series is not None else ""
     if not growth and not at_limit:
+        return
+    if has_teacher(history):
+        yield finding(
+            code,
+            ", and ".join(filter(None, (growth, at_limit))),
+            "repeated text is likely to teacher and student alike: no KL leads out of it",
+            either(
+                "look at the completions",
+                setting("{}", _answering_for_the_future(history)),
+                times(history.config, "optim.learning_rate", 0.3, "a third of"),
+            ),
+        )
         return
     gain = reward_trend(history)
     yield finding(
@@ -203,6 +218,12 @@ def longer(history: History, thresholds: Thresholds) -> CheckResults:
         if _loss(history, "dr_grpo") or _loss(history, "dapo")
         else "a loss whose denominator does not favour length; look at the completions",
     )
+
+
+def _answering_for_the_future(history: History) -> Options:
+    """The level at which a token answers for the KL after it, where the estimator has one."""
+    has_one = history.option("kl.estimator") in ("exact", "k1")
+    return changes(history.config, {"kl.level": "sequence"}) if has_one else {}
 
 
 def _growth(series: Series, least: float, thresholds: Thresholds) -> str:

@@ -10,6 +10,7 @@ from keel.lab.doctor.checks.base import (
     RECENT,
     CheckResults,
     clear,
+    has_teacher,
     movement,
     not_recorded,
     reward_ranges,
@@ -123,7 +124,7 @@ def dropped(history: History, thresholds: Thresholds) -> CheckResults:
     if history.kl is None:
         yield not_recorded("reference/moving", KL)
         return
-    if history.moves_reference:
+    if history.moves_reference or has_teacher(history):  # the policy comes nearer to a teacher
         return
     name, series = history.kl
     finite = series.finite
