@@ -49,8 +49,12 @@ class Task:
         def judged_at_once(self) -> int:
             """How many completions of a group `reward` may be asked about at the same time, in threads."""
 
+        @property
+        def prompts_repeat(self) -> bool:
+            """Whether different problems may have the same prompt, since their episodes hide what tells them apart."""
+
     else:
-        notes, unanswered, evaluation_only, judged_at_once = (), False, False, 1
+        notes, unanswered, evaluation_only, judged_at_once, prompts_repeat = (), False, False, 1, False
 
     @property
     def trusted(self) -> bool:
