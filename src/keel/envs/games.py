@@ -74,8 +74,8 @@ class RandomStream:
 
     def __init__(self, *parts: object) -> None:
         rng = stream(*parts)
-        self._python = random.Random(rng.getrandbits(64)).getstate()
-        self._numpy: Any = np.random.RandomState(rng.getrandbits(32)).get_state()
+        python, numpy = random.Random(rng.getrandbits(64)), np.random.RandomState(rng.getrandbits(32))
+        self._own: tuple[Any, Any] = python.getstate(), numpy.get_state()
 
     def __enter__(self) -> None:
         lock = RandomStream._lock
@@ -83,16 +83,23 @@ class RandomStream:
             lock = RandomStream._lock = threading.Lock()
             lock.acquire()
         self._held = lock
-        self._outer = random.getstate(), np.random.get_state()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        self._outer = _states()
+        _set_states(self._own)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if RandomStream._lock is self._held:
-            self._python, self._numpy = random.getstate(), np.random.get_state()
-            random.setstate(self._outer[0])
-            np.random.set_state(self._outer[1])
+            self._own = _states()
+            _set_states(self._outer)
         self._held.release()
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def _set_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
 
 
 class GameEpisode(Episode):
@@ -137,6 +144,7 @@ class GameTask(Task):
     player: Player | None
     view: View | None
     success: float
+    advice: str = ""  # behind the line that says why an environment does not start
 
     @property
     def trusted(self) -> bool:
@@ -179,6 +187,18 @@ class GameTask(Task):
             episode.close()
         raise KeelError(f"{self.name}: the game of task.player is not over after {LONGEST_GAME} turns")
 
+    def opening(self, problem: Problem) -> list[Message]:
+        """The first observation of a problem's episodes, which is its prompt."""
+        try:
+            episode = GameEpisode(self, problem)
+            episode.close()
+        except KeelError:
+            raise
+        except Exception as error:  # environments assert, and raise what they like
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise KeelError(f"{self.name} does not start: {cause}{self.advice}") from error
+        return episode.opening
+
     def viewed(self, messages: Messages) -> list[Message]:
         """The messages as the model reads them."""
         return [{**m, "content": self.view(m["content"])} if self.view else dict(m) for m in messages]
@@ -193,6 +213,7 @@ class SeededTask(GameTask):
     player: Player | None = None
     view: View | None = None
     success: float = 1.0
+    advice: str = ""
     prompts_repeat: bool = field(default=True, init=False)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
@@ -212,25 +233,14 @@ class SeededTask(GameTask):
     def check(self) -> None:
         """Refuse an environment that cannot start, or that begins anew in another way under the same seed."""
         problem = Problem("0", "", info={"seed": 0})
-        try:
-            first, again = (self._opening(problem) for _ in range(2))
-        except KeelError:
-            raise
-        except BaseException as error:  # environments assert, and raise what they like
-            raise KeelError(f"{self.name} does not start: {type(error).__name__}: {first_line(error)}") from error
-        if first != again:
+        if self.opening(problem) != self.opening(problem):
             raise KeelError(
                 f"{self.name} gives another first observation under the same seed: its problems cannot be repeated, "
                 "so no group of completions could share one"
             )
 
     def _opened(self, problems: Iterable[Problem]) -> list[Problem]:
-        return [Problem(p.key, self._opening(p), info=p.info) for p in problems]
-
-    def _opening(self, problem: Problem) -> list[Message]:
-        episode = GameEpisode(self, problem)
-        episode.close()
-        return episode.opening
+        return [Problem(p.key, self.opening(p), info=p.info) for p in problems]
 
 
 def _draw(rng: random.Random) -> tuple[str, Problem]:

@@ -10,7 +10,6 @@ from keel.base.types import Problem
 from keel.envs.base import Task, TaskWrapper
 from keel.envs.games import (
     Game,
-    GameEpisode,
     GameTask,
     Messages,
     Outcome,
@@ -83,9 +82,7 @@ class SkyRL(GameTask, TaskWrapper):
         return super().keep(lambda problem: fits(self._opened(problem)))
 
     def _opened(self, problem: Problem) -> Problem:
-        episode = GameEpisode(self, problem)
-        episode.close()
-        return replace(problem, prompt=episode.opening, info={**problem.info, "asked": problem.prompt})
+        return replace(problem, prompt=self.opening(problem), info={**problem.info, "asked": problem.prompt})
 
 
 def skyrl_gym(

@@ -17,7 +17,9 @@ class TextArenaGame(Game):
     def __init__(self, library: Any, game: Any, num_players: int, opponent: Player | None) -> None:
         self.game, self.num_players, self.opponent = game, num_players, opponent
         self.env = game
-        while isinstance(self.env, library.Wrapper):  # observations are read without wrappers, which repeat earlier ones
+        while isinstance(
+            self.env, library.Wrapper
+        ):  # observations are read without wrappers, which repeat earlier ones
             self.env = self.env.env
 
     def reset(self, problem: Problem) -> Messages:
@@ -75,6 +77,9 @@ def textarena(
         imported("player", player),
         imported("view", view),
         success,
+        ""
+        if num_players
+        else f" (with {count} players: task.num_players and task.opponent say how many and who plays)",
     )
     task.check()
     return task
