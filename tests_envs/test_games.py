@@ -84,7 +84,7 @@ def last_pile(env: Any, observation: str) -> str:
 
 
 def test_textarena_plays_a_game_that_was_worked_out_by_hand() -> None:
-    """Piles 2 and 2: after [0 2], [1 1] of the opponent and [1 1] the model has taken the last one; [0 1] twice loses."""
+    """Piles 2 and 2: after [0 2], the opponent's [1 1] and [1 1] the model has the last one; [0 1] twice loses."""
     task = build_task("textarena:Nim-v0", piles=[2, 2], opponent=f"{__name__}:last_pile", view=f"{PLAYERS}:piles")
     problem = first(task)
     assert problem.prompt == [{"role": "user", "content": "2 2"}]
