@@ -204,7 +204,7 @@ def test_a_resumed_run_is_the_run_in_one_go(tmp_path: Path, spec: dict[str, Any]
 
 
 class BreaksGem(gem.Env):
-    """Loses its server in the second turn, where its seed is odd."""
+    """Loses its server in the second turn, where its seed is a multiple of 3."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed)
@@ -213,7 +213,7 @@ class BreaksGem(gem.Env):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.turns += 1
-        if self.turns == 2 and self.seed % 2:
+        if self.turns == 2 and self.seed % 3 == 0:
             raise ConnectionError("the server is gone")
         return "again\n", float("e" in action), self.turns == 3, False, {}
 
@@ -222,10 +222,10 @@ class BreaksTextArena(textarena.Env):
     def reset(self, num_players: int, seed: int | None = None) -> None:
         self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed, max_turns=3)
         self.state.reset(game_state={}, player_prompt_function=lambda player_id, game_state: "say")
-        self.odd = (seed or 0) % 2
+        self.breaks = (seed or 0) % 3 == 0
 
     def step(self, action: str) -> tuple[bool, dict[str, Any]]:
-        if self.state.turn == 1 and self.odd:
+        if self.state.turn == 1 and self.breaks:
             raise ConnectionError("the server is gone")
         self.state.add_observation("again", textarena.ObservationType.GAME_MESSAGE)
         if self.state.turn == 2:
@@ -237,11 +237,11 @@ class BreaksTextArena(textarena.Env):
 class BreaksSkyRL(BaseTextEnv):
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.odd = int((extras or {})["reward_spec"]["ground_truth"]) % 2
+        self.breaks = int((extras or {})["reward_spec"]["ground_truth"]) % 3 == 0
 
     def step(self, action: str) -> Any:
         self.turns += 1
-        if self.turns == 2 and self.odd:
+        if self.turns == 2 and self.breaks:
             raise ConnectionError("the server is gone")
         again = [{"role": "user", "content": "again"}]
         return {"observations": again, "reward": float("e" in action), "done": self.turns == 3, "metadata": {}}
