@@ -9,6 +9,8 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.keel-installed
 VERL_VENV  := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.keel-installed
+ENVS_VENV  := .venv-envs
+ENVS_STAMP := $(ENVS_VENV)/.keel-installed
 DOCS_STAMP := $(VENV)/.keel-docs-installed
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
 SEED   ?= 0
@@ -19,7 +21,7 @@ TAG    ?=
 KILLS  ?= 20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-verl setup-vllm train test test-all test-gpu test-verl test-vllm test-wheel test-list bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
+.PHONY: help setup setup-envs setup-verl setup-vllm train test test-all test-envs test-gpu test-verl test-vllm test-wheel test-list bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -71,6 +73,16 @@ $(VERL_STAMP): $(TEST_STAMP) constraints-verl.txt
 	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(VERL_STAMP)
 
+setup-envs: $(ENVS_STAMP)  ## create .venv-envs: other packages' environments on top of .venv (100 MB)
+
+# gem pins older versions of what .venv has: it gets them here, beside .venv's.
+$(ENVS_STAMP): $(TEST_STAMP) constraints-envs.txt
+	@test -x $(ENVS_VENV)/bin/python || $(BIN)/python -m venv $(ENVS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(ENVS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
+	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-envs.txt gem-llm skyrl-gym textarena
+	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(ENVS_STAMP)
+
 train: $(STAMP)  ## train configs/default.yaml and write its report (5 minutes on 2 cores); NPROC=2
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
@@ -88,6 +100,9 @@ test-gpu: $(TEST_STAMP)  ## run the tests that need a large CUDA device (half an
 	$(BIN)/python -m pytest tests_gpu --ignore=tests_gpu/test_kernel_grid_cuda.py
 	$(BIN)/python -m pytest -n 8 --dist worksteal tests_gpu/test_kernel_grid_cuda.py
 
+test-envs: setup-envs  ## test environments of gem, skyrl-gym and textarena (3 minutes)
+	$(ENVS_VENV)/bin/python -m pytest tests_envs
+
 test-verl: setup-verl  ## test Keel inside verl (a minute)
 	$(VERL_VENV)/bin/python -m pytest tests_verl
 
@@ -101,8 +116,9 @@ test-wheel:  ## build, install and train with the wheel (some minutes)
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) scripts/check_wheel.py --dist dist --tag "$(TAG)"
 
-test-list: $(TEST_STAMP) setup-verl setup-vllm
-	@$(BIN)/python -m pytest --collect-only $(filter-out tests_gpu/ tests_verl/ tests_vllm/,$(wildcard tests/ tests_*/))
+test-list: $(TEST_STAMP) setup-envs setup-verl setup-vllm
+	@$(BIN)/python -m pytest --collect-only $(filter-out tests_envs/ tests_gpu/ tests_verl/ tests_vllm/,$(wildcard tests/ tests_*/))
+	@$(ENVS_VENV)/bin/python -m pytest --collect-only tests_envs
 	@$(VERL_VENV)/bin/python -m pytest --collect-only tests_verl
 	@$(VLLM_VENV)/bin/python -m pytest --collect-only tests_vllm
 
@@ -147,4 +163,4 @@ $(DOCS_STAMP): $(TEST_STAMP)
 	@touch $@
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site dist
+	rm -rf $(VENV) $(ENVS_VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site dist

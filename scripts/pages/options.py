@@ -15,7 +15,7 @@ from keel.base.options import Options
 from keel.base.parts import options_class, parameters_of
 from keel.config import text
 from keel.config.schema import Config, plain
-from keel.envs.registry import TASKS, LazyTask
+from keel.envs.registry import PACKAGES, TASKS, LazyTask
 from keel.envs.rewards.registry import REWARDS
 from keel.kl import CONTROLLERS
 from keel.losses import LOSSES
@@ -36,6 +36,7 @@ NUMBERS = {int: "a whole number", float: "a number"}
 # (heading, sentence, option that names the part, parts by name, parameters that Keel gives, how many are positional)
 PARTS: list[tuple[str, str, str, Mapping[str, Any], tuple[str, ...], int]] = [
     ("Tasks", "Beside `task.name`.", "task", TASKS, ("data",), 0),
+    ("Environments", "Beside `task.name=PACKAGE:ENVIRONMENT`.", "task", PACKAGES, (), 1),
     ("Rewards", "Beside `name` in an entry of `rewards`.", "rewards", REWARDS, ("turns", "task"), 2),
     ("Controllers", "Beside `kl.controller.name`.", "kl.controller", CONTROLLERS, ("beta", "episodes_per_step"), 0),
     ("References", "Beside `reference.kind`.", "reference", KINDS, (), 1),

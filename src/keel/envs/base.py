@@ -48,8 +48,12 @@ class Task:
         def reward_concurrency(self) -> int:
             """Number of concurrent threads in which `reward` may be called for a group."""
 
+        @property
+        def prompts_repeat(self) -> bool:
+            """Whether different problems may have the same prompt, since their episodes hide what tells them apart."""
+
     else:
-        notes, prompts_only, evaluation_only, reward_concurrency = (), False, False, 1
+        notes, prompts_only, evaluation_only, reward_concurrency, prompts_repeat = (), False, False, 1, False
 
     @property
     def trusted(self) -> bool:

@@ -40,6 +40,10 @@ class Mixture(Task):
         return min(task.reward_concurrency for task in self.tasks)
 
     @property
+    def prompts_repeat(self) -> bool:
+        return any(task.prompts_repeat for task in self.tasks)
+
+    @property
     def evaluation_only(self) -> bool:
         return all(task.evaluation_only for task in self.tasks)
 

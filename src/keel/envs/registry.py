@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
@@ -16,10 +17,13 @@ from keel.envs.capitals import capitals
 from keel.envs.code import code
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
+from keel.envs.gem import gem
 from keel.envs.gsm8k import gsm8k
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
+from keel.envs.skyrl_gym import SkyRL, skyrl_gym
+from keel.envs.textarena import textarena
 from keel.envs.tool_list import tools_of
 from keel.envs.with_tools import WithTools, with_tools
 
@@ -36,6 +40,26 @@ def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "j
     if not isinstance(task, Mapping) or "name" not in task:
         raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
     return with_tools(build_task(**task), tools_of(tools), format)
+
+
+def skyrl_gym_around(
+    environment: str,
+    task: Mapping[str, Any],
+    extras: Mapping[str, Any] | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    player: str | None = None,
+    view: str | None = None,
+    success: float = 1.0,
+) -> SkyRL:
+    """An environment of skyrl-gym around the problems of `task`, written as in `task:`; answers are its ground truth.
+
+    `extras` are further fields of a row, such as max_turns, and `env_config` the environment's configuration. `player`
+    and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
+    `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
+    """
+    if not isinstance(task, Mapping) or "name" not in task:
+        raise KeelError(f"skyrl_gym:{environment} takes a task with a name, such as {{name: arithmetic, skill: add}}")
+    return skyrl_gym(environment, build_task(**task), extras, env_config, player, view, success)
 
 
 class LazyTask:
@@ -77,7 +101,9 @@ TASKS: dict[str, Callable[..., Task]] = {
     "reasoning_gym": reasoning_gym,
     "tools": tools_around,
 }
-# Additional checks for tasks with parameters that the signature does not show.
+# Environments of other packages, as `task.name: PACKAGE:ENVIRONMENT`.
+PACKAGES: dict[str, Callable[..., Task]] = {"gem": gem, "skyrl_gym": skyrl_gym_around, "textarena": textarena}
+# Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 
 
@@ -119,10 +145,13 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
 
 
 def get_task(name: str) -> Callable[..., Any]:
-    """The factory of a task by name or `module:attr`."""
+    """What makes the task of that name, an environment of a package, or a user's own `module:attr`."""
     if name in TASKS:
         factory = TASKS[name]
         return factory.load() if isinstance(factory, LazyTask) else factory
-    if isinstance(name, str) and is_import_path(name):
+    package, _, environment = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if package in PACKAGES and environment:
+        return partial(PACKAGES[package], environment)
+    if is_import_path(name):
         return import_object(name, "task")
-    raise unknown("task", name, TASKS)
+    raise unknown("task", name, [*TASKS, *(f"{package}:…" for package in PACKAGES)])

@@ -135,10 +135,15 @@ def _keys(drawn: _DrawnProblems) -> str:
 
 
 def _disjoint(drawn: _DrawnProblems) -> str:
-    trained = {str(p.prompt) for batch in drawn.steps for p in batch}
-    shared = [p.key for p in drawn.held if str(p.prompt) in trained]
-    expect(not shared, f"a held-out problem is in the training data: {shared[:1]}")
-    return f"none of {len(drawn.held)} held-out prompts is among {len(trained)} training prompts"
+    what = "keys" if drawn.task.prompts_repeat else "prompts"
+    trained = {_told_apart(drawn.task, p) for batch in drawn.steps for p in batch}
+    shared = [p.key for p in drawn.held if _told_apart(drawn.task, p) in trained]
+    expect(not shared, f"a held-out problem turns up in training: {shared[:1]}")
+    return f"none of {len(drawn.held)} held-out {what} is among {len(trained)} in training"
+
+
+def _told_apart(task: Task, problem: Problem) -> str:
+    return problem.key if task.prompts_repeat else str(problem.prompt)
 
 
 def _finite(drawn: _DrawnProblems) -> str:

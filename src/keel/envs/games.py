@@ -1,0 +1,279 @@
+"""What the adapters to other packages' environments share: episodes, their randomness, demonstrations, problems.
+
+An adapter derives from `Game`. A package whose environments make their own problems gets them as a `SeededTask`: a
+problem is a seed, and the first observation under it is the prompt.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from keel.base.errors import KeelError, first_line, nearest
+from keel.base.imports import import_object
+from keel.base.types import Message, Problem, Reward
+from keel.envs.base import Task
+from keel.envs.episode import Episode
+from keel.envs.problems import held_out_problems, seeded_rng, training_problems
+
+SEEDS = 2**31
+LONGEST_GAME = 1000  # turns of a player after which its game counts as endless
+LOCK_PATIENCE_S = 10.0
+
+Messages = Sequence[Message]
+Player = Callable[[Any, str], str]  # the package's environment and the last observation, to the next turn
+View = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an environment answers to a turn: its messages, the reward of this turn, whether the episode is over."""
+
+    messages: Messages
+    reward: float = 0.0
+    over: bool = False
+
+
+class Game:
+    """One environment of a package; `env` is the package's own object, which players may look into."""
+
+    env: Any
+
+    def reset(self, problem: Problem) -> Messages:
+        """Begin the episode of a problem; the first observation, as the prompt's messages."""
+        raise NotImplementedError
+
+    def step(self, text: str) -> Outcome:
+        """Play one turn of the model."""
+        raise NotImplementedError
+
+    def counts(self) -> Mapping[str, float]:
+        """Figures of the environment's own, which are logged."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of what the environment holds."""
+
+
+class RandomStream:
+    """The streams of `random` and of `numpy.random` as one environment sees them, seeded by `parts`.
+
+    Many environments draw from these global streams. Inside `with` they are this stream's; afterwards they are again
+    what they were. So an episode repeats, whatever runs between its turns.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, *parts: object) -> None:
+        rng = seeded_rng(*parts)
+        python, numpy = random.Random(rng.getrandbits(64)), np.random.RandomState(rng.getrandbits(32))
+        self._own: tuple[Any, Any] = python.getstate(), numpy.get_state()
+
+    def __enter__(self) -> None:
+        lock = RandomStream._lock
+        if not lock.acquire(timeout=LOCK_PATIENCE_S):  # a call that hangs holds it: others take a new one
+            lock = RandomStream._lock = threading.Lock()
+            lock.acquire()
+        self._held = lock
+        self._outer = _states()
+        _set_states(self._own)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if RandomStream._lock is self._held:
+            self._own = _states()
+            _set_states(self._outer)
+        self._held.release()
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def _set_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+
+
+class GameEpisode(Episode):
+    """One episode of a game: its reward is the sum of what its turns earned, and `correct` from `success` on."""
+
+    def __init__(self, task: GameTask, problem: Problem) -> None:
+        self.task, self.total = task, 0.0
+        self.random = RandomStream(task.name, task.identity(problem))
+        with self.random:
+            self.game = task.game(problem)
+            try:
+                self.opening = task.viewed(self.game.reset(problem))
+            except BaseException:
+                with suppress(Exception):
+                    self.game.close()
+                raise
+        self.observation = _text(self.opening)
+
+    def step(self, text: str) -> Messages | str | None:
+        with self.random:
+            outcome = self.game.step(text)
+        self.total += float(outcome.reward)
+        if outcome.over:
+            return None
+        messages = self.task.viewed(outcome.messages)
+        self.observation = _text(messages)
+        return messages or ""
+
+    def reward(self) -> Reward:
+        return Reward(self.total, {"correct": float(self.total >= self.task.success - 1e-9)})
+
+    def counts(self) -> Mapping[str, float]:
+        return self.game.counts()
+
+    def close(self) -> None:
+        self.game.close()
+
+
+class GameTask(Task):
+    """A task whose episodes are games. `player` gives demonstrations, `view` what the model reads of an observation."""
+
+    player: Player | None
+    view: View | None
+    success: float
+    advice: str = ""  # behind the line that says why an environment does not start
+
+    @property
+    def trusted(self) -> bool:
+        return False  # environments are others' code
+
+    def game(self, problem: Problem) -> Game:
+        """The environment of a problem, not reset yet."""
+        raise NotImplementedError
+
+    def identity(self, problem: Problem) -> str:
+        """What the randomness of a problem's episodes is keyed by; problems' keys change in mixtures."""
+        raise NotImplementedError
+
+    def start(self, problem: Problem) -> Episode:
+        """A new game, whose first observation must be the problem's prompt."""
+        episode = GameEpisode(self, problem)
+        if episode.opening != problem.prompt:
+            episode.close()
+            raise KeelError(f"{self.name} began problem {problem.key!r} with another observation than its prompt")
+        return episode
+
+    def gold(self, problem: Problem) -> str:
+        return self.gold_turns(problem)[-1]
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        """The turns of `player`, played on a new episode."""
+        if self.player is None:
+            raise KeelError(
+                f"{self.name} has no gold answer: give task.player=module:attr for a warm start and keel check-task"
+            )
+        episode = GameEpisode(self, problem)
+        own, turns = RandomStream(self.name, "player", self.identity(problem)), list[str]()
+        try:
+            while len(turns) < LONGEST_GAME:
+                with own:
+                    turns.append(self.player(episode.game.env, episode.observation))
+                if episode.step(turns[-1]) is None:
+                    return turns
+        finally:
+            episode.close()
+        raise KeelError(f"{self.name}: the game of task.player is not over after {LONGEST_GAME} turns")
+
+    def opening(self, problem: Problem) -> list[Message]:
+        """The first observation of a problem's episodes, which is its prompt."""
+        try:
+            episode = GameEpisode(self, problem)
+            episode.close()
+        except KeelError:
+            raise
+        except Exception as error:  # environments assert, and raise what they like
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise KeelError(f"{self.name} does not start: {cause}{self.advice}") from error
+        return episode.opening
+
+    def viewed(self, messages: Messages) -> list[Message]:
+        """The messages as the model reads them."""
+        return [{**m, "content": self.view(m["content"])} if self.view else dict(m) for m in messages]
+
+
+@dataclass(frozen=True)
+class SeededTask(GameTask):
+    """Problems are seeds; a hash of the seed decides which are held out. `make` makes one environment."""
+
+    name: str
+    make: Callable[[], Game]
+    player: Player | None = None
+    view: View | None = None
+    success: float = 1.0
+    advice: str = ""
+    prompts_repeat: bool = field(default=True, init=False)
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Training problems of one step."""
+        return self._opened(training_problems(_draw, count, seeded_rng(self.name, "train", seed, step)))
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        """A fixed set of seeds that training never draws."""
+        return self._opened(held_out_problems(_draw, count, seeded_rng(self.name, "held-out", seed)))
+
+    def game(self, problem: Problem) -> Game:
+        return self.make()
+
+    def identity(self, problem: Problem) -> str:
+        return str(problem.info["seed"])
+
+    def check(self) -> None:
+        """Refuse an environment that cannot start, or that begins anew in another way under the same seed."""
+        problem = Problem("0", "", info={"seed": 0})
+        if self.opening(problem) != self.opening(problem):
+            raise KeelError(
+                f"{self.name} gives another first observation under the same seed: its problems cannot be repeated, "
+                "so no group of completions could share one"
+            )
+
+    def _opened(self, problems: Iterable[Problem]) -> list[Problem]:
+        return [Problem(p.key, self.opening(p), info=p.info) for p in problems]
+
+
+def _draw(rng: random.Random) -> tuple[str, Problem]:
+    seed = rng.randrange(SEEDS)
+    return str(seed), Problem(str(seed), "", info={"seed": seed})
+
+
+def _text(messages: Messages) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+def users(text: str) -> Messages:
+    """A text as a user's message."""
+    return [{"role": "user", "content": text}]
+
+
+def need(module: str, what: str, extra: str) -> Any:
+    """The package of an environment, imported now."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise KeelError(f"the task {what} needs {error.name}: pip install 'keel-rl[{extra}]'") from error
+
+
+def check_known(package: str, environment: str, known: Iterable[str], listing: str) -> None:
+    """Refuse a name that the package does not register; there are too many to list them all."""
+    names = list(known)
+    if environment not in names:
+        near = nearest(environment, names)
+        hint = f"did you mean {near}? " if near else ""
+        raise KeelError(f"{package} has no environment {environment!r}: {hint}{listing} lists its {len(names)}")
+
+
+def imported(option: str, spec: str | None) -> Any:
+    """The user's function, None where none is named."""
+    return None if spec is None else import_object(spec, f"task.{option}")
