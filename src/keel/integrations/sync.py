@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,17 +35,19 @@ class Sampler:
     @classmethod
     def colocated(cls, llm: Any) -> Sampler:
         """A `vllm.LLM` whose worker is in this process, as TRL's colocated one is."""
-        try:
-            runner = llm.llm_engine.model_executor.driver_worker.model_runner
-            model = runner.model
-        except AttributeError as error:
-            raise KeelError(
-                f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error}): "
-                "pip install 'vllm==0.32.*', or check by log-probabilities (keel.lab.traces.check_drawn)"
-            ) from None
-        refuse_shards(model)
-        worker = _Worker(runner)
-        return cls(lambda method, *args: [getattr(worker, method)(*args)])
+
+        def call(method: str, *args: Any) -> list[Any]:
+            try:
+                runner = llm.llm_engine.model_executor.driver_worker.model_runner
+                refuse_shards(runner.model)
+                return [getattr(_Worker(runner), method)(*args)]
+            except AttributeError as error:
+                raise KeelError(
+                    f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error})"
+                    ": pip install 'vllm==0.32.*', or check by log-probabilities (keel.lab.traces.check_drawn)"
+                ) from None
+
+        return cls(call)
 
     @classmethod
     def served(cls, url: str) -> Sampler:
@@ -102,21 +105,31 @@ def _sharded(name: str) -> KeelError:
 
 
 def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a sampler without adapters must hold, under a checkpoint's names: W + BA·α/r where there is a LoRA."""
+    """What a sampler without adapters must hold, under a checkpoint's names; adapters are merged as peft merges them."""
     inner: Any = causal_lm(policy)
-    adapted = {
-        f"{path}.base_layer.weight": module for path, module in inner.named_modules() if hasattr(module, "base_layer")
-    }
+    adapted = {path: module for path, module in inner.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in inner.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or ".original_module." in name:
             continue
-        if ".modules_to_save." in name or ".original_module." in name:
-            raise KeelError("modules_to_save are not compared by SyncCheck: train without them, or check_drawn")
-        value = whole(parameter.detach())
-        if (module := adapted.get(name)) is not None:
-            for adapter in module.active_adapters:  # as peft merges: in place, in the weight's own type
-                value = value.clone().add_(module.get_delta_weight(adapter).detach())
-        yield name.replace(".base_layer.", "."), value.to(dtype) if value.is_floating_point() else value
+        path, of_base, leaf = name.rpartition(".base_layer.")
+        value = whole(merged_parameter(adapted[path], leaf) if of_base else parameter.detach())
+        name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
+        yield name, value.to(dtype) if value.is_floating_point() else value
+
+
+@torch.no_grad()
+def merged_parameter(layer: Any, leaf: str) -> Tensor:
+    """A parameter of an adapted layer with its adapters in it. The layer is left as it was, to the last bit."""
+    base = layer.get_base_layer()
+    if layer.merged:
+        return base.get_parameter(leaf).detach()
+    own = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    layer.merge()
+    value = base.get_parameter(leaf).detach().clone()
+    layer.unmerge()
+    for name, parameter in base.named_parameters():
+        parameter.data.copy_(own[name])
+    return value
 
 
 @dataclass(frozen=True)
@@ -157,13 +170,16 @@ class SyncLedger:
 
     def note(self, step: int) -> None:
         """Remember the digests that the sampler must have once it is synced with the policy as it is now."""
+        if any(hasattr(parameter, "ds_id") for parameter in self.policy.parameters()):
+            raise KeelError("SyncCheck does not read weights that DeepSpeed ZeRO-3 shards: use stage 2, or check_drawn")
         held = Held(self._parts, self.policy)
         weights = merged_weights if self.slot is None else checkpoint_weights
         for _ in held.pass_by(weights(self.policy, self.sampler.dtype)):
             pass
-        digests = {part: held.digests[part] for part in self._parts if part in held.digests}
-        if missing := sorted(set(self._parts) - set(digests)):
-            raise KeelError(f"the sampler holds {missing[0]}, which the policy has not: it serves another model")
+        digests = held.digests
+        for name in sorted(set(self._parts) ^ set(digests)):
+            has, lacks = ("policy", "sampler") if name in digests else ("sampler", "policy")
+            raise KeelError(f"the {has} holds {name}, which the {lacks} does not: the sampler serves another model")
         if self.slot is not None:
             digests |= {
                 f"adapter {name}": x for name, x in adapter_of(self.policy, self.sampler.dtype).digests().items()

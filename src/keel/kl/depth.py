@@ -10,6 +10,7 @@ from torch import Tensor
 from keel.base.metrics import Number
 
 FIRST = 64  # tokens: the first stretch ends there, the next at 128, 256, …
+COMPLETIONS = 4  # that must reach a stretch
 DEPTH = "kl/sampler_policy/depth_"  # of the metrics, with where a stretch begins and mean or se behind it
 
 
@@ -25,8 +26,10 @@ def positions(prompts: Sequence[int] | Tensor, width: int, device: torch.device 
 
 
 def occupied(where: Tensor, mask: Tensor) -> tuple[int, ...]:
-    """The stretches that hold a token of the mask."""
-    return tuple(stretch(where[mask]).unique().tolist())
+    """The stretches that hold tokens of at least `COMPLETIONS` rows of the mask: fewer tell no standard error."""
+    own = stretch(where)
+    starts = own[mask].unique().tolist()
+    return tuple(start for start in starts if (mask & (own == start)).any(-1).sum() >= COMPLETIONS)
 
 
 def by_depth(values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]) -> dict[int, tuple[Number, Number]]:
