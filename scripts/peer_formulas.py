@@ -31,7 +31,8 @@ their size. The default of a trainer is in bold.
 TAIL = """
 ## Other trainers
 
-AReaL, tinker-cookbook and OpenRLHF are judged where they are installed and can be imported. By hand on 2026-11-18:
+OpenRLHF, AReaL, tinker-cookbook and prime-rl are judged where they are installed and can be imported. By hand on
+2026-11-18:
 
 | trainer | term | expected gradient |
 | --- | --- | --- |
@@ -44,7 +45,7 @@ AReaL, tinker-cookbook and OpenRLHF are judged where they are installed and can 
 
 OpenRLHF imports flash_attn, which needs a GPU: its imports of flash_attn and deepspeed were replaced here.
 
-prime-rl is named where it is installed; its functions are not known to Keel.
+Not judged, because it is no function of its own: the KL in the reward of TRL's RLOOTrainer.
 """
 
 

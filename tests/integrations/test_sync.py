@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from integrations.fused import Fused
 from keel.base.errors import KeelError
-from keel.integrations.sync import Sampler, SyncLedger
+from keel.integrations.sync import Sampler, SyncLedger, _Worker
 
 
 def llama():
@@ -41,7 +41,7 @@ def test_adapters_are_merged_as_trl_merges_them(kind):
     options = {"r": 4, "target_modules": "all-linear", **KINDS[kind]}
     policy = get_peft_model(llama(), LoraConfig(**options))
     with torch.no_grad():
-        for name, parameter in policy.named_parameters():
+        for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     runner, sampler = colocated(plain := llama())
@@ -52,8 +52,8 @@ def test_adapters_are_merged_as_trl_merges_them(kind):
     assert len(ledger.compare(0).wrong) == (3 if "modules_to_save" in options else 14)
     policy.merge_adapter()
     sent = {
-        name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", ""): tensor
-        for name, tensor in policy.state_dict().items()
+        name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", ""): value
+        for name, value in policy.state_dict().items()
         if "lora_" not in name and "original_module" not in name
     }
     plain.load_state_dict(sent)
@@ -93,3 +93,22 @@ def test_weights_that_deepspeed_shards_are_refused():
     policy.model.norm.weight.ds_id = 0
     with pytest.raises(KeelError, match="ZeRO-3"):
         SyncLedger(colocated(policy)[1], policy).note(0)
+
+
+def test_each_of_several_servers_must_agree():
+    """One of two that is stale, or that lost its adapter, makes those tensors wrong."""
+    policy = llama()
+    runner, _ = colocated(policy)
+    stale, _ = colocated(policy)
+    stale.model.get_submodule("model.norm").weight.data.add_(1)
+
+    def sampler(*runners):
+        return Sampler(lambda method, *args: [getattr(_Worker(runner), method)(*args) for runner in runners])
+
+    for runners, wrong in (((runner, runner), ()), ((runner, stale), ("model.norm.weight",))):
+        ledger = SyncLedger(sampler(*runners), policy)
+        ledger.note(0)
+        assert ledger.compare(0).wrong == wrong
+    answers = [{"layer.A": "1"}, {}]
+    lost = Sampler(lambda method, *args: ["float32"] if method == "keel_dtype" else answers)
+    assert lost.adapter(1, {"layer": 2}) == {}

@@ -193,7 +193,9 @@ def test_drawn_check_sees_truncated_completions(tmp_path):
     assert all(row.completion_ids for row in read_traces(tmp_path / "traces.jsonl"))
 
 
-@pytest.mark.parametrize("option", [{"top_k": 5}, {"repetition_penalty": 1.1}, {"generation_kwargs": {"typical_p": 0.9}}])
+@pytest.mark.parametrize(
+    "option", [{"top_k": 5}, {"repetition_penalty": 1.1}, {"generation_kwargs": {"typical_p": 0.9}}]
+)
 def test_options_that_change_what_is_drawn_are_refused(tmp_path, option):
     with pytest.raises(KeelError, match=next(iter(option))):
         DrawnCheck(build(GRPOTrainer, tmp_path, **FAST, **option))

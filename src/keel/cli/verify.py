@@ -16,8 +16,8 @@ VERIFY_HELP = """Verify every KL fact by exact enumeration, or audit a KL formul
 
 Without options: prove all facts by exact enumeration and print them as tables (exit status 1 if one fails).
 
-With --peers: the same for the KL terms that TRL, verl and other trainers which are installed ship, by calling their
-own functions.
+With --peers: the same for the KL terms of TRL, verl and other trainers that are installed, by calling their own
+functions.
 
 With --formula or --callable: say what the formula's value estimates, what its expected gradient is in the loss and
 in the reward, on- and off-policy, where it overflows, and what to use instead.

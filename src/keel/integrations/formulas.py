@@ -10,16 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.integrations.versions import TRL, VERL, minor
 from keel.verify.shipped import SHOWN, VALUES, Row, examine
 
-# name, what pip calls it, and where its terms are: a function of no arguments that returns them
+# name, distribution, the minor versions whose functions are called here, and where its terms are: a function that
+# returns them
 PEERS = (
-    ("TRL", "trl", "keel.integrations.trl.formulas:formulas"),
-    ("verl", "verl", "keel.integrations.verl.formulas:formulas"),
-    ("OpenRLHF", "openrlhf", "keel.integrations.others:openrlhf"),
-    ("AReaL", "areal", "keel.integrations.others:areal"),
-    ("tinker-cookbook", "tinker-cookbook", "keel.integrations.others:tinker_cookbook"),
-    ("prime-rl", "prime-rl", None),
+    ("TRL", "trl", TRL.tested, "keel.integrations.trl.formulas:formulas"),
+    ("verl", "verl", VERL.tested, "keel.integrations.verl.formulas:formulas"),
+    ("OpenRLHF", "openrlhf", ("0.11",), "keel.integrations.others:openrlhf"),
+    ("AReaL", "areal", ("1.0",), "keel.integrations.others:areal"),
+    ("tinker-cookbook", "tinker-cookbook", ("0.6",), "keel.integrations.others:tinker_cookbook"),
+    ("prime-rl", "prime-rl", ("0.8",), "keel.integrations.others:prime_rl"),
 )
 
 
@@ -35,14 +37,14 @@ class Peer:
 
 def peers() -> Iterator[Peer]:
     """Every peer in turn; a version whose functions are called in another way is a line of its own."""
-    for name, package, where in PEERS:
+    for name, package, tested, where in PEERS:
         try:
             installed = version(package)
         except PackageNotFoundError:
             yield Peer(name, None, reason="not installed")
             continue
-        if where is None:
-            yield Peer(name, installed, reason="Keel does not know its functions")
+        if minor(installed) not in tested:
+            yield Peer(name, installed, reason=f"Keel knows the functions of version {', '.join(tested)} alone")
             continue
         try:
             yield Peer(name, installed, tuple(_rows(name, installed, where)))
@@ -62,7 +64,7 @@ def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
             ) from None
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise KeelError(
-                f"{name} {installed} is none that Keel knows the functions of "
+                f"{name} {installed}: its functions are not those that Keel knows "
                 f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             ) from None
         yield from (examine(name, installed, term) for term in terms)

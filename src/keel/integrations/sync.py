@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.sharding import whole
 from keel.rollout.engine import StaleWeights
-from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights, one_of_workers
+from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
@@ -50,11 +50,11 @@ class Sampler:
         return cls(call)
 
     @classmethod
-    def served(cls, url: str) -> Sampler:
-        """A `vllm serve` that was started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
+    def served(cls, *urls: str) -> Sampler:
+        """One or more `vllm serve` that were started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
         import httpx2
 
-        def call(method: str, *args: Any) -> list[Any]:
+        def ask(url: str, method: str, args: tuple[Any, ...]) -> list[Any]:
             body = {"method": method, "args": list(args)}
             try:
                 answer = httpx2.post(f"{url.rstrip('/')}/collective_rpc", json=body, timeout=600.0)
@@ -62,12 +62,13 @@ class Sampler:
                 raise KeelError(f"{url} does not answer ({error}): is the server up?") from None
             if answer.status_code != 200:
                 raise KeelError(
-                    f"{url} does not tell its weights (status {answer.status_code}): start it with "
-                    "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls keel.rollout.vllm.worker.KeelWorker"
+                    f"{url} does not report its weights (status {answer.status_code}): start it with "
+                    "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls keel.rollout.vllm.worker.KeelWorker (verl: "
+                    "keel.integrations.verl.worker.SyncWorker)"
                 )
             return list(answer.json()["results"])
 
-        return cls(call)
+        return cls(lambda method, *args: [result for url in urls for result in ask(url, method, args)])
 
     def parts(self) -> list[str]:
         parts = [part for worker in self._call("keel_parts") for part in worker]
@@ -76,11 +77,17 @@ class Sampler:
         return parts
 
     def digests(self) -> dict[str, str]:
-        return one_of_workers(self._call("keel_digests"))
+        return _agreed(self._call("keel_digests"))
 
     def adapter(self, slot: int, ranks: Mapping[str, int]) -> dict[str, str]:
         """The digests of an adapter's matrices; none where it is not loaded."""
-        return one_of_workers(self._call("keel_adapter", slot, dict(ranks)))
+        return _agreed(self._call("keel_adapter", slot, dict(ranks)))
+
+
+def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all workers hold alike. A tensor that one of them lacks, or holds otherwise, is left out, so it is wrong."""
+    first, *others = workers
+    return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
 
 class _Worker(KeelWorker):
@@ -105,7 +112,7 @@ def _sharded(name: str) -> KeelError:
 
 
 def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a sampler without adapters must hold, under a checkpoint's names; adapters are merged as peft merges them."""
+    """What a sampler without adapters must hold, under a checkpoint's names; adapters are merged as peft does it."""
     inner: Any = causal_lm(policy)
     adapted = {path: module for path, module in inner.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in inner.named_parameters():

@@ -12,8 +12,8 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import parse_json
 
-# Names that others give to the same: the first that a line has is taken; of masks all, since TRL masks padding and tools
-# apart.
+# Names that others give to the same. The first that a line has is taken; masks are combined, because TRL has one for
+# padding and one for tools.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_ids": ("prompt_ids", "prompt_token_ids", "prompts"),
     "completion_ids": ("completion_ids", "response_ids", "completion_token_ids", "responses"),
