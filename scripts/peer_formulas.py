@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
-from keel.integrations.formulas import Peer, peers, words
+from keel.integrations.formulas import Peer, columns, peers
 from keel.verify.shipped import Row
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "peer-formulas.md"
@@ -57,9 +57,9 @@ def page(found: Iterable[Peer], day: date) -> str:
 
 def section(peer: Peer) -> str:
     """The table of a peer."""
-    rows = [(_term(row), row.options, words(row)) for row in peer.rows]
-    columns = ("term", "options", *rows[0][2])
-    lines = [f"## {peer.name} {peer.version}\n", _line(columns), _line("---" for _ in columns)]
+    rows = [(_term(row), row.options, columns(row)) for row in peer.rows]
+    titles = ("term", "options", *rows[0][2])
+    lines = [f"## {peer.name} {peer.version}\n", _line(titles), _line("---" for _ in titles)]
     lines += [_line((term, f"`{options}`", *texts.values())) for term, options, texts in rows]
     return "\n".join(lines) + "\n"
 

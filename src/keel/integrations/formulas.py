@@ -1,4 +1,4 @@
-"""`keel verify --peers`: the KL terms of every trainer that is installed, judged by their own functions."""
+"""`keel verify --peers`: the KL terms of every installed trainer, by calling its own functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PEERS = (
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: its rows, or why there are none."""
+    """A trainer: its rows, or the reason that there are none."""
 
     name: str
     version: str | None
@@ -36,7 +36,7 @@ class Peer:
 
 
 def peers() -> Iterator[Peer]:
-    """Every peer in turn; a version whose functions are called in another way is a line of its own."""
+    """Every peer in turn. One that cannot be called has a reason of one line."""
     for name, package, tested, where in PEERS:
         try:
             installed = version(package)
@@ -70,8 +70,8 @@ def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
         yield from (examine(name, installed, term) for term in terms)
 
 
-def words(row: Row) -> dict[str, str]:
-    """A row as the page and the terminal show it, by what the column is called."""
+def columns(row: Row) -> dict[str, str]:
+    """A row as the page and the terminal show it, by the column's name."""
     gradient = SHOWN[row.gradient]
     if row.gradient == "none":
         gradient += f" (cosines {row.cosine_policy_ref:.2f} and {row.cosine_ref_policy:.2f})"
@@ -86,10 +86,10 @@ def words(row: Row) -> dict[str, str]:
 
 
 def lines(peer: Peer) -> Iterator[str]:
-    """What a terminal shows of a peer."""
+    """A peer as the terminal shows it."""
     title = f"{peer.name} {peer.version}" if peer.version else peer.name
     yield f"{title}: {peer.reason}" if peer.reason else title
     for row in peer.rows:
         yield f"  {row.name}, {row.file}:{row.line}"
         yield f"    {row.options}{' (default)' if row.default else ''}"
-        yield f"    {'; '.join(f'{name}: {text}' for name, text in words(row).items())}"
+        yield f"    {'; '.join(f'{name}: {text}' for name, text in columns(row).items())}"

@@ -1,4 +1,4 @@
-"""Does a sampler hold the policy's weights? Digests of both, tensor by tensor, for any trainer around vLLM."""
+"""Compare the weights that a sampler holds with the policy's, by a digest of each tensor, for any trainer with vLLM."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
-KEPT = 8  # steps whose digests are remembered, to say which weights the sampler holds instead
-NAMED = 3  # tensors that a message names
+MAX_STEPS = 8  # steps whose digests are remembered, to say which weights the sampler holds instead
+MAX_NAMES = 3  # tensors that a message names
 
 
 class Sampler:
-    """What is read of a vLLM: its parts under a checkpoint's names, their digests, the adapter in a slot, its type."""
+    """Reads of a vLLM: its tensors under a checkpoint's names, their digests, the adapter in a slot, the dtype."""
 
     def __init__(self, call: Callable[..., list[Any]]) -> None:
         self._call = call
@@ -152,7 +152,7 @@ class SyncResult:
     def __str__(self) -> str:
         if not self.wrong:
             return f"step {self.step}: all {self.compared} tensors of the sampler are the policy's"
-        named = ", ".join(self.wrong[:NAMED]) + (", …" if len(self.wrong) > NAMED else "")
+        named = ", ".join(self.wrong[:MAX_NAMES]) + (", …" if len(self.wrong) > MAX_NAMES else "")
         since = "since the beginning" if self.sound_until is None else f"since step {self.sound_until + 1}"
         of = "" if self.weights_of is None else f"; they are the policy's of step {self.weights_of}"
         return (
@@ -192,7 +192,7 @@ class SyncLedger:
                 f"adapter {name}": x for name, x in adapter_of(self.policy, self.sampler.dtype).digests().items()
             }
         self._expected[step] = digests
-        while len(self._expected) > KEPT:
+        while len(self._expected) > MAX_STEPS:
             self._expected.popitem(last=False)
 
     def compare(self, step: int) -> SyncResult:
@@ -218,7 +218,7 @@ class SyncLedger:
         return held
 
 
-def act(result: SyncResult, on_mismatch: Literal["stop", "warn"]) -> None:
+def stop_or_warn(result: SyncResult, on_mismatch: Literal["stop", "warn"]) -> None:
     """Stop or warn on a mismatch."""
     if result.wrong and on_mismatch == "stop":
         raise StaleWeights(str(result))

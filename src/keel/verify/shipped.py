@@ -74,7 +74,7 @@ def examine(peer: str, version: str, shipped: Shipped) -> Row:
     near, far = _worlds(shipped.vocabulary, NEAR), _worlds(shipped.vocabulary, None)
     try:
         gradients = [_gradient(shipped.losses, world, ON) for world in near]
-        path, line = _place(shipped.function)
+        path, line = _source(shipped.function)
         return Row(
             peer=peer,
             version=version,
@@ -172,7 +172,7 @@ def _cosine(gradients: list[Tensor], worlds: list[Bandit], target: str) -> float
     return float(min(torch.cosine_similarity(x, y, 0) for x, y in zip(gradients, exact, strict=True)))
 
 
-def _place(function: Callable[..., Any]) -> tuple[str, int]:
+def _source(function: Callable[..., Any]) -> tuple[str, int]:
     """The file below site-packages, and the line."""
     function = inspect.unwrap(function)
     path = Path(inspect.getsourcefile(function) or "")

@@ -50,7 +50,7 @@ def test_a_template_that_drops_reasoning_is_named_at_its_turn():
     report = check_tokens(traces, tokenizer)
     (difference,) = report.differences
     assert (difference.trace, difference.turn, difference.position, difference.cause) == (1, 1, 0, "template")
-    assert report.behind == 8 + 2  # all that the model sampled there
+    assert report.affected == 8 + 2  # all that the model sampled there
     (finding,) = report.findings()
     assert finding.code == "tokens/encoded-again"
     assert "1 of 2 completions" in finding.evidence
@@ -73,7 +73,7 @@ def test_sampled_tokens_that_encoding_would_merge():
     (difference,) = report.differences
     assert (difference.trace, difference.position, difference.cause) == (1, 1, "merged")
     assert (difference.sampled, difference.encoded) == ("a|b|<eos>", "ab|<eos>")
-    assert report.behind == 3
+    assert report.affected == 3
     assert "keep token ids" in report.findings()[0].advice
 
 

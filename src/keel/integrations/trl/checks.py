@@ -1,4 +1,5 @@
-"""Callbacks for GRPOTrainer as it is: the sampler's weights after every sync, who drew the tokens, traces of a run."""
+"""Callbacks for an unchanged GRPOTrainer: the sampler's weights after every sync, the weights that drew the tokens,
+and a file of traces."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
-from keel.integrations.sync import Sampler, SyncLedger, SyncResult, act, logger, merged_weights
+from keel.integrations.sync import Sampler, SyncLedger, SyncResult, logger, merged_weights, stop_or_warn
 from keel.lab.traces.drawn import LEVEL, DrawnReport, check_drawn
 from keel.lab.traces.records import Trace, write_traces
 from keel.rollout.engine import StaleWeights
@@ -69,7 +70,7 @@ class SyncCheck(TrainerCallback):
             self.results.append(self.ledger.compare(self._step))
             mode = "train" if self.trainer.model.training else "eval"
             self.trainer._metrics[mode]["sync/wrong_tensors"].append(len(self.results[-1].wrong))
-            act(self.results[-1], self.on_mismatch)
+            stop_or_warn(self.results[-1], self.on_mismatch)
 
     def note(self) -> None:
         """Note the policy as it is now; processes without a sampler take part, because shards are gathered."""
@@ -138,7 +139,7 @@ class Drawn:
 
 
 class TraceRecorder(TrainerCallback):
-    """Append the traces of every generation to a file: for check_tokens, check_depth and whatever comes later."""
+    """Append the traces of every generation to a file: for check_tokens and check_depth."""
 
     def __init__(self, trainer: Any, path: Path | str) -> None:
         self.trainer, self.path = trainer, Path(path)

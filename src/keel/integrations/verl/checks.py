@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from keel.integrations.sync import Sampler, SyncLedger, SyncResult, act
+from keel.integrations.sync import Sampler, SyncLedger, SyncResult, stop_or_warn
 from keel.integrations.versions import VERL
 from keel.lab.traces.records import Trace
 
@@ -40,7 +40,7 @@ class SyncCheck:
 
     def check(self, step: int) -> SyncResult:
         self.results.append(self.ledger.compare(step))
-        act(self.results[-1], self.on_mismatch)
+        stop_or_warn(self.results[-1], self.on_mismatch)
         return self.results[-1]
 
 

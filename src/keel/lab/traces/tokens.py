@@ -14,13 +14,13 @@ from keel.lab.traces.records import Trace
 MERGED, TEMPLATE = "merged", "template"
 CAUSES = {
     MERGED: "the sampled tokens of a turn are not those that its text encodes to",
-    TEMPLATE: "the chat template writes earlier turns otherwise than they were sampled",
+    TEMPLATE: "the chat template renders earlier turns differently from how they were sampled",
 }
 ADVICE = {
     MERGED: "keep token ids between turns and append to them, never text that is encoded again (TRL: its own tool loop "
     "or a rollout_func that returns ids; verl: an agent loop that carries response ids)",
-    TEMPLATE: "use a template under which a conversation's beginning never changes, such as one that keeps reasoning "
-    "and blanks of earlier turns (TRL: trl.chat_template_utils.get_training_chat_template), or append token ids",
+    TEMPLATE: "use a template that renders earlier turns unchanged, with their reasoning and white space (TRL: "
+    "trl.chat_template_utils.get_training_chat_template), or append token ids",
 }
 
 
@@ -38,11 +38,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What `check_tokens` found: the differences, and how much of the batch stands behind one."""
+    """What `check_tokens` found: the differences, and how much of the batch they concern."""
 
     traces: int
     tokens: int
-    behind: int  # sampled tokens at or after a first difference
+    affected: int  # sampled tokens at or after a first difference
     differences: tuple[Difference, ...]
     template: str
 
@@ -61,8 +61,8 @@ class TokenReport:
                 finding(
                     "tokens/encoded-again",
                     f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); with "
-                    f"all causes {100 * self.behind / max(1, self.tokens):.3g} % of the sampled tokens stand behind a "
-                    f"change; the first is completion {first.trace}, turn {first.turn}, token {first.position}: "
+                    f"all causes {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens come at or "
+                    f"after a change; the first is completion {first.trace}, turn {first.turn}, token {first.position}: "
                     f"sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
                     f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than were drawn",
                     ADVICE[cause],
@@ -84,17 +84,17 @@ def check_tokens(traces: Sequence[Trace], tokenizer: Any, **template: Any) -> To
     turn is rendered by the tokenizer's chat template too. `template` are arguments of apply_chat_template, such as
     `chat_template` and `tools`.
     """
-    differences, behind = [], 0
+    differences, affected = [], 0
     for index, trace in enumerate(traces):
         found = _first_difference(index, trace, tokenizer, template)
         if found is not None:
             differences.append(found)
-            behind += sum(trace.action[found.position :])
+            affected += sum(trace.action[found.position :])
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     chosen = template.get("chat_template") or getattr(tokenizer, "chat_template", None)
     how = f"chat template of {name}, {len(str(chosen))} characters" if chosen else f"tokenizer {name}, no chat template"
     tokens = sum(sum(trace.action) for trace in traces)
-    return TokenReport(len(traces), tokens, behind, tuple(differences), how)
+    return TokenReport(len(traces), tokens, affected, tuple(differences), how)
 
 
 def _first_difference(index: int, trace: Trace, tokenizer: Any, template: dict[str, Any]) -> Difference | None:
