@@ -67,7 +67,7 @@ def merging():
 
 def test_sampled_tokens_that_encoding_would_merge():
     tokenizer = merging()
-    exact, split = Trace((0,), (2, 1, 3), (True,) * 3), Trace((0,), (1, 0, 1, 3), (True,) * 4)
+    exact, split = Trace((0,), (2, 1, 3), (True,) * 3), Trace((3,), (1, 0, 1, 3), (True,) * 4)
     assert check_tokens([exact], tokenizer).exact
     report = check_tokens([exact, split], tokenizer)
     (difference,) = report.differences

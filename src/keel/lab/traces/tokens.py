@@ -62,8 +62,8 @@ class TokenReport:
                     "tokens/encoded-again",
                     f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); with "
                     f"all causes {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens come at or "
-                    f"after a change; the first is completion {first.trace}, turn {first.turn}, token {first.position}: "
-                    f"sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
+                    f"after a change; the first is completion {first.trace}, turn {first.turn}, token "
+                    f"{first.position}: sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
                     f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than were drawn",
                     ADVICE[cause],
                     share=count / self.traces,
