@@ -5,5 +5,5 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from keel.rollout.vllm.worker import KeelWorker
 
 
-class SyncWorker(vLLMColocateWorkerExtension, KeelWorker):  # type: ignore[misc]
+class SyncWorker(vLLMColocateWorkerExtension, KeelWorker):
     """Takes weights as verl's worker does, and reports digests of them."""
