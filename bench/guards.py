@@ -91,7 +91,7 @@ def measure(job: str, steps: int) -> dict[str, float]:
     """Medians of a step's seconds, in all and for each part, and the shares in per cent."""
     config = load_config(ROOT / "configs" / "default.yaml", [*JOBS[job], "kl.budget.max=1000", "model.device=cpu"])
     run = build_run(config, build_policy(config)).run
-    state = State(kl=run.controller.init(), norms=(1.0,) * guards.WINDOW)
+    state = State(kl=run.controller.init(), norms=(1.0,) * guards.NORM_WINDOW)
     spent: dict[str, float] = {}
     for name in (*GUARDS, *MEASUREMENTS):
         setattr(step_module, name, timed(spent, name, getattr(step_module, name)))

@@ -31,7 +31,7 @@ from keel.base.types import Problem, Reward
 from keel.config import load_config
 from keel.envs import Task
 from keel.run.build import build_policy, build_run
-from keel.trainer.sample import settle
+from keel.trainer.sample import wait_for_sampler
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from random_model import save_random_llama
@@ -78,7 +78,7 @@ class Side:
         for _ in range(steps + 1):
             self.state, metrics, _ = train_step(self.run, self.state)
             lines.append(metrics)
-        settle(self.run, self.state)
+        wait_for_sampler(self.run, self.state)
         names = [name for name in lines[0] if name.startswith("time/")]
         return {name: statistics.median(line[name] for line in lines[1:]) for name in names}
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from keel.envs.bubblewrap import bubblewrap, python_command
+from keel.envs.bubblewrap import confined, python_command
 from keel.envs.sandbox import ENVIRONMENT, Limits, sandbox
 
 PROGRAM = "numbers = list(map(int, input().split()))\nprint(sum(numbers), sorted(numbers)[-1])\n"
@@ -36,10 +36,12 @@ def warm_calls(limits: Limits) -> None:
             assert answer.message["value"] == 6
 
 
-def fresh(command: list[str]) -> None:
+def fresh() -> None:
     """A new bubblewrap with a new Python in it."""
-    done = subprocess.run(command, input=STDIN, capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    assert done.stdout == STDOUT, done
+    pipe = subprocess.PIPE
+    with confined(python_command(PROGRAM), stdin=pipe, stdout=pipe, env=ENVIRONMENT) as process:
+        output, _ = process.communicate(STDIN.encode())
+    assert output.decode() == STDOUT, output
 
 
 def rate(one: Callable[[], None], seconds: float, workers: int) -> float:
@@ -66,12 +68,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0: one a core")
     options = parser.parse_args()
     limits = Limits(workers=options.workers)
-    command = [*bubblewrap(), *python_command(PROGRAM)]
     print(f"{limits.at_once} at a time, programs a minute")
     for name, one in (
         ("warm, a program with an input", lambda: warm_program(limits)),
         ("warm, a function and six calls", lambda: warm_calls(limits)),
-        ("fresh, a program with an input", lambda: fresh(command)),
+        ("fresh, a program with an input", fresh),
     ):
         print(f"{name:32} {rate(one, options.seconds, limits.at_once):10,.0f}", flush=True)
 

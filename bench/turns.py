@@ -113,7 +113,7 @@ def main() -> None:
         save_random_llama(Path(place), WORDS)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     model = model.eval().to(options.device)
-    keeping, reading = NativeEngine(model, tokenizer, kept_bytes=2**33), NativeEngine(model, tokenizer)
+    keeping, reading = NativeEngine(model, tokenizer, kv_cache_bytes=2**33), NativeEngine(model, tokenizer)
     ways = {"joined": (keeping, joined), "kept": (keeping, turn_by_turn), "again": (reading, turn_by_turn)}
     sides = options.sides.split(",")
     if unknown := sorted(set(sides) - set(ways)):

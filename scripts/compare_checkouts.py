@@ -71,7 +71,7 @@ ENVIRONMENT = {
 
 # `sha256` is the seal of a checkpoint's record, which holds times.
 CHANGING_KEY = re.compile(r"time|wall_s|seconds|rows_per_minute|keel|commit|sha256|(time|speed|memory)/.*|.*\brng\.pt")
-CHANGING_CHARTS = ("Time a step", "Speed", "Memory")
+CHANGING_CHARTS = ("Time per step", "Speed", "Memory")
 CHANGING_TEXT = (
     (re.compile(r"\d[\d.,]*(e-?\d+)? (s|ms|seconds?|minutes?|hours?)\b"), rf"{MASK} \2"),
     (re.compile(r"(tok/s|ETA) \S+( \d+ ?\w+)*"), rf"\1 {MASK}"),

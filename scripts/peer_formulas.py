@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from keel.integrations.formulas import Peer, columns, peers
-from keel.verify.shipped import Row
+from keel.verify.peer_terms import PeerTermResult
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "peer-formulas.md"
 PAGED = ("TRL", "verl")
@@ -64,7 +64,7 @@ def section(peer: Peer) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _term(row: Row) -> str:
+def _term(row: PeerTermResult) -> str:
     name = f"**{row.name}**" if row.default else row.name
     return f"{name}, `{row.file}:{row.line}`"
 

@@ -49,7 +49,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks_of(page):
+def transformer_blocks(page):
     found, lines = [], page.read_text().splitlines()
     number = 0
     while number < len(lines):
@@ -66,7 +66,7 @@ def blocks_of(page):
     return found
 
 
-BLOCKS = {page: blocks_of(page) for page in PAGES}
+BLOCKS = {page: transformer_blocks(page) for page in PAGES}
 
 
 def test_every_block_says_what_it_is():

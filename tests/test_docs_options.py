@@ -151,7 +151,7 @@ DEFAULTS = [
     ("migrate.md", r"TRL's default is 512, Keel's is (\d+)", "rollout.max_completion_length"),
     ("migrate.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
     ("migrate.md", r"TRL's default is dapo, Keel's is (\w+);", "loss.loss_type"),
-    ("tools.md", r"up to `rollout\.kept_gib` \(default (\d+)\)", "rollout.kept_gib"),
+    ("tools.md", r"up to `rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
     ("rewards.md", r"`reward\.on_error`: `(\w+)` \(default\)", "reward.on_error"),
     ("case-musique.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
 ]

@@ -201,7 +201,7 @@ def test_a_new_loss_with_its_own_option_is_one_file(tmp_path: Path, from_the_doc
         ("loss.widht=1", "unknown option loss.widht: did you mean loss.width?"),
         ("loss.width=0", "loss.width is 0: it must be above 0"),
         ("loss.width=wide", "loss.width is the text wide: expected a number"),
-        ("loss.sapo_temperature_pos=2", "loss.sapo_temperature_pos has no meaning with my_losses:spo: leave it out"),
+        ("loss.sapo_temperature_pos=2", "loss.sapo_temperature_pos does not apply to my_losses:spo: leave it out"),
     ],
 )
 def test_its_options_are_checked_as_keels_own(tmp_path: Path, from_the_docs: str, override: str, says: str) -> None:

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models import chunked, fuse, gated, prefix_kernels
+from keel.models import chunked, fuse, gated_kernels, prefix_kernels
 from keel.models.chunked import StatsOptions, token_stats
-from keel.models.flash_prefix import Formulas, flash_attend
+from keel.models.flash_prefix import TorchKernels, flash_attend
 from keel.models.fuse import fuse_modules
-from keel.models.gated import gated_silu
+from keel.models.gated_kernels import gated_silu
 from keel.models.head import Head, body_of
 from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
-from keel.models.prefix_attention import AttendAgain, use_prefix_attention
+from keel.models.prefix_attention import RecomputeContext, use_prefix_attention
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native import kernels
 from keel.rollout.native.cache import Prefix, SharedPrefixCache
@@ -120,14 +120,14 @@ def test_what_stands_around_the_flash_calls_equals_its_formulas(heads, kv_heads,
     in_completion = normal(501) > 0
     more_lse[:, ~in_completion] = torch.inf  # as flash kernels leave it where there is no key
     for mine, formula in (
-        (prefix_kernels.rotate(q, k, v, cos, sin), Formulas.rotate(q, k, v, cos, sin)),
+        (prefix_kernels.rotate(q, k, v, cos, sin), TorchKernels.rotate(q, k, v, cos, sin)),
         (
             prefix_kernels.join(more_q, lse, q.contiguous(), more_lse, in_completion),
-            Formulas.join(more_q, lse, q, more_lse, in_completion),
+            TorchKernels.join(more_q, lse, q, more_lse, in_completion),
         ),
         (
             prefix_kernels.add_gradients(tuple(x.contiguous() for x in (q, k, v)), (more_q, more_k, more_k), cos, sin),
-            Formulas.add_gradients((q, k, v), (more_q, more_k, more_k), cos, sin),
+            TorchKernels.add_gradients((q, k, v), (more_q, more_k, more_k), cos, sin),
         ),
     ):
         for result, expected in zip(mine, formula, strict=True):
@@ -153,7 +153,7 @@ def test_mixed_precision_gradients_are_nearer_to_fp32_by_joint_products(monkeypa
         model = model_of("qwen2")
         fuse_modules(model)
         if mode == "autocast":
-            monkeypatch.setattr(fuse, "joint_product", lambda *_: None)
+            monkeypatch.setattr(fuse, "fused_linears", lambda *_: None)
         with torch.autocast("cuda", torch.bfloat16, enabled=mode != "fp32"):
             logp = score_tokens(model, packed).logp
         logp.sum().backward()
@@ -174,7 +174,7 @@ def test_statistics_by_one_kernel_equal_the_formulas(vocabulary, bias, monkeypat
         tokens, weights = torch.randint(vocabulary, (45,), device="cuda"), torch.randn(4, 45, device="cuda")
         options = StatsOptions(0.7, True, True, Head(reference, 0.5), chunk_tokens=20, ref_policy_grad=True)
         if not by_kernel:
-            monkeypatch.setattr(chunked, "why_not_one_kernel", lambda *_: "for comparison")
+            monkeypatch.setattr(chunked, "fused_stats_unsupported_reason", lambda *_: "for comparison")
         stats = token_stats(hidden, Head(head, 0.5), tokens, options, hidden.detach() + 1)
         values = (stats.logp, stats.entropy, stats.kl, stats.ref_policy_kl)
         sum((w * x).sum() for w, x in zip(weights, values, strict=True)).backward()
@@ -190,7 +190,7 @@ def compiled(*jitted):
 def test_new_lengths_compile_nothing_after_the_second_step():
     model = model_of("llama")
     fuse_modules(model)
-    modules = (chunked._kernels(), prefix_kernels, gated)
+    modules = (chunked._kernels(), prefix_kernels, gated_kernels)
     kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
     counts = []
     for step in range(6):
@@ -210,7 +210,7 @@ def test_recomputed_activations_attend_by_flash_too():
         model = model_of("llama", torch.bfloat16)
         fuse_modules(model)
         if checkpointing:
-            kwargs = {"use_reentrant": False, "context_fn": AttendAgain()}
+            kwargs = {"use_reentrant": False, "context_fn": RecomputeContext()}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
         model.train()
         assert use_prefix_attention(body_of(model), packed)

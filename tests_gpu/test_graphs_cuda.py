@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 ENDS = frozenset(range(5))
 
 
-def engine(model, *, graphs, kept_bytes=2**26):
-    native = NativeEngine(model, Tokens(), graphs=graphs, kept_bytes=kept_bytes)
+def engine(model, *, graphs, kv_cache_bytes=2**26):
+    native = NativeEngine(model, Tokens(), graphs=graphs, kv_cache_bytes=kv_cache_bytes)
     native.eos_ids = ENDS
     return native
 
@@ -94,7 +94,7 @@ def test_turns_that_join():
     captured = graphed.captured_graphs
     graphed.converse(requests, sampling, talk("again"), seed=3)
     assert graphed.captured_graphs == captured
-    engine(model, graphs=False, kept_bytes=0).converse(requests, sampling, talk("without"), seed=3)
+    engine(model, graphs=False, kv_cache_bytes=0).converse(requests, sampling, talk("without"), seed=3)
     assert by_side["with"].keys() == by_side["without"].keys()
     for key, turns in by_side["with"].items():
         assert_close([turns], [by_side["without"][key]])
@@ -131,7 +131,7 @@ def test_a_model_that_no_graph_can_hold_decodes_without():
         layer.mlp.down_proj.__class__ = Looks
     tried = engine(waits, graphs=True)
     assert not tried._new_decoder().traits.graphed
-    assert tried.notes[0].startswith("sampling goes without CUDA graphs: ")
+    assert tried.notes[0].startswith("sampling without CUDA graphs: ")
     assert_close(tried.generate(requests, sampling, seed=3), expected)
     torch.randn(4, device="cuda")  # the device is left as it was
     graphed = engine(model, graphs=True)

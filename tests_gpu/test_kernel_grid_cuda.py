@@ -11,8 +11,8 @@ import racing
 import torch
 import triton
 
-from keel.models import flash_prefix, gated, prefix_kernels, vocabulary
-from keel.models.flash_prefix import Formulas
+from keel.models import flash_prefix, gated_kernels, prefix_kernels, vocab_kernels
+from keel.models.flash_prefix import TorchKernels
 from keel.models.head import Head
 from keel.models.pack import pack
 from keel.rollout import SamplingParams
@@ -56,7 +56,7 @@ class WithWarps:
 @pytest.fixture(params=WARPS, ids=lambda warps: f"{warps}-warps")
 def warps(request, monkeypatch):
     """All kernels with so many warps."""
-    for module in (prefix_kernels, gated, vocabulary, kernels):
+    for module in (prefix_kernels, gated_kernels, vocab_kernels, kernels):
         for name, value in list(vars(module).items()):
             if name.endswith("_kernel") and isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, WithWarps(value, request.param))
@@ -99,7 +99,7 @@ def parts_of_attention(heads, size, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_parts_of_a_softmax_are_joined(heads, kv_heads, size, warps):
     def truth(out, lse, more, more_lse, in_completion):
-        return Formulas.join(out.float(), lse, more.float(), more_lse, in_completion)
+        return TorchKernels.join(out.float(), lse, more.float(), more_lse, in_completion)
 
     check(prefix_kernels.join, truth, parts_of_attention(heads, size, torch.bfloat16))
 
@@ -118,7 +118,7 @@ def test_queries_and_keys_are_rotated_and_their_gradients_back(heads, kv_heads, 
         return prefix_kernels.rotate(*parts, cos, sin)
 
     def forward_truth(parts, more, cos, sin):
-        return Formulas.rotate(*(x.float() for x in parts), cos, sin)
+        return TorchKernels.rotate(*(x.float() for x in parts), cos, sin)
 
     check(forward, forward_truth, draw)
     for adds, rotates in ((True, True), (True, False), (False, True)):
@@ -131,7 +131,7 @@ def test_queries_and_keys_are_rotated_and_their_gradients_back(heads, kv_heads, 
         def backward_truth(parts, more, cos, sin, adds=adds, rotates=rotates):
             tables = (cos, sin) if rotates else (None, None)
             others = tuple(x.float() for x in more) if adds else None
-            return Formulas.add_gradients(tuple(x.float() for x in parts), others, *tables)
+            return TorchKernels.add_gradients(tuple(x.float() for x in parts), others, *tables)
 
         check(backward, backward_truth, draw)
 
@@ -152,7 +152,7 @@ def test_the_grid_finds_a_kernel_that_stores_where_it_loads(warps):
         draw, cells = parts_of_attention(heads, 128, torch.bfloat16), 0
         for seed in range(DRAWS):
             out, lse, more, more_lse, in_completion = draw(torch.Generator("cuda").manual_seed(seed))
-            truth = Formulas.join(out.float(), lse, more.float(), more_lse, in_completion)
+            truth = TorchKernels.join(out.float(), lse, more.float(), more_lse, in_completion)
             cells += wrong(compute(out, lse, more, more_lse, in_completion)[0], truth[0])
         found[f"{heads}/{kv_heads}"] = cells
     print(f"\ncells that the racing kernel gets wrong with {warps} warps, by heads:", found)
@@ -210,7 +210,7 @@ def test_gated_activations_and_their_gradients(width, joint, warps):
     def compute(gate, up, grad):
         inputs = (torch.cat((gate, up), dim=-1),) if joint else (gate, up)
         inputs = tuple(x.detach().requires_grad_() for x in inputs)
-        out = gated.gated_silu(*inputs)
+        out = gated_kernels.gated_silu(*inputs)
         gradients = torch.autograd.grad(out, inputs, grad)
         return out.detach(), *(gradients[0].split(width, dim=-1) if joint else gradients)
 
@@ -235,10 +235,10 @@ def test_statistics_of_logits_and_their_gradients(size, warps):
     def compute(logits, ref_logits, tokens, grads):
         # log z, log p, entropy, the reference's log z and log p, KL both ways
         out = tuple(torch.empty(rows, device="cuda") for _ in range(7))
-        vocabulary.stats(logits, ref_logits, tokens, 0.7, out)
+        vocab_kernels.stats(logits, ref_logits, tokens, 0.7, out)
         log_z, logp, entropy, ref_log_z, _, kl, ref_policy = out
         head, kept, logits = Head(torch.nn.Linear(1, 1), 1.0), logits, logits.clone()
-        gradient = vocabulary.gradient(
+        gradient = vocab_kernels.gradient(
             logits,
             ref_logits,
             tokens,

@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.models.fuse import fuse_modules
 from keel.models.logprobs import hidden_states
-from keel.models.memory import count_pass_bytes, free_bytes
+from keel.models.memory import free_bytes, measure_pass_bytes
 from keel.models.pack import pack
 from keel.run.build import build_policy, build_run
 from keel.trainer import memory
@@ -38,7 +38,7 @@ def test_small_passes_foretell_the_allocators_peak(autocast: Any) -> None:
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20_000, attn_implementation="sdpa", **shape)).eval().cuda()
     fuse_modules(model)
-    counted = count_pass_bytes(model, autocast, shared_prefix=True)
+    counted = measure_pass_bytes(model, autocast, shared_prefix=True)
     assert all(p.grad is None for p in model.parameters())
     packed = pack([group(150, 95, 120, 80, 200), group(100, 150, 60, 33, 75)] * 12, 0).to("cuda")
     held = torch.cuda.memory_allocated()

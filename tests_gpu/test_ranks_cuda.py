@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from trainer.ranks import gradients, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def nccl(tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_a_sharded_policy_computes_the_step_of_a_plain_one(name, nccl):
     overrides = [*NATIVE, *CASES[name]]
-    expected, lines, _ = gradients([*overrides, "parallel.sharding=none"], ALONE)
+    expected, lines, _ = gradients([*overrides, "parallel.sharding=none"], SINGLE_PROCESS)
     updates, sharded, _ = gradients([*overrides, "parallel.sharding=full"], nccl)
     half = "bfloat16" in name  # norms are rounded to half precision in a sharded block, and weight gradients with them
     assert relative_error(updates[0], expected[0]) < (0.1 if half else 1e-4)
@@ -59,6 +59,6 @@ def test_gradients_travel_by_nccl(nccl, monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", recorded)
     tensors = [torch.ones(3, device="cuda"), torch.ones(2, device="cuda", dtype=torch.bfloat16)]
-    World(0, 2).sum_(tensors)
+    World(0, 2).all_reduce_(tensors)
     assert sent == [(torch.float32, "cuda")] * 2
     assert all(bool((tensor == 1).all()) for tensor in tensors)

@@ -11,7 +11,7 @@ from keel.models import prefix_attention
 from keel.run.build import build_policy, build_run
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.sft import as_example, sft_step
+from keel.trainer.sft import make_example, sft_step
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 
@@ -92,7 +92,7 @@ def test_a_step_waits_once_an_update(case, long_rows, waits, monkeypatch):
 def test_a_supervised_step_waits_once(precision, waits):
     loaded = build_policy(small_config("model.device=cuda"))
     texts = [("1+2=", "3"), ("10+20=", "30"), ("4+4=", "8"), ("17+1=", "18")]
-    examples = [as_example(loaded.tokenizer.encode(p), c, loaded.tokenizer) for p, c in texts]
+    examples = [make_example(loaded.tokenizer.encode(p), c, loaded.tokenizer) for p, c in texts]
     options, optimizer = WarmstartOptions(entropy_coef=0.1), Optimizer(loaded.model, OptimOptions())
     for number in (1, 2, 3):
         torch.cuda.set_sync_debug_mode("error" if waits else "default")

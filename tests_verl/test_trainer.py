@@ -17,7 +17,7 @@ from verl.utils.metric import Metric
 from conftest import keel_config, nested, verl_config
 from keel.base.errors import KeelError
 from keel.integrations.verl.trainer import KeelPPOTrainerSync
-from keel.kl import KLOptions, controller_of, measure_kl
+from keel.kl import KLOptions, controller_from_options, measure_kl
 
 pytestmark = pytest.mark.peers
 
@@ -136,7 +136,7 @@ def test_beta_follows_keels_controller(rows, queue):
     """Through verl's step and on its own, on the same KL; the target is near it in the controller's unit alone."""
     given = {"name": "ziegler", "target": 0.55, "horizon": 40}
     trainer = build(rows, "+keel.kl.beta=0.1", f"+keel.kl.controller={json.dumps(given)}")
-    alone = controller_of(KLOptions(beta=0.1, controller=given), episodes_per_step=4 * 2)
+    alone = controller_from_options(KLOptions(beta=0.1, controller=given), episodes_per_step=4 * 2)
     state = alone.init()
     for _ in range(3):
         line = step(trainer)

@@ -125,7 +125,7 @@ def gradients_zeroed(config: Config, random: Random) -> Config:
     "scoring/nondeterministic",
     "scoring/mismatch",
     "sampler/mismatch",
-    refusal="depends on the rows beside it",
+    refusal="depend on other rows of the batch",
 )
 def depends_on_the_batch(config: Config, random: Random) -> Config:
     return with_loader(config, "batch_dependent")

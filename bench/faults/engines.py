@@ -62,7 +62,7 @@ def has_full_weights(config: Config) -> bool:
 def with_engine(config: Config, cls: type, changes: Mapping[str, Any] = {}, **parameters: Any) -> dict[str, Any]:
     """The configuration with an engine of this package, without the options that only Keel's own reads."""
     changed = edited(config, {"rollout.engine": {"name": path_of(cls), **parameters}, **changes})
-    for native_only in ("kept_gib", "cuda_graphs", "dtype"):
+    for native_only in ("kv_cache_gib", "cuda_graphs", "dtype"):
         changed["rollout"].pop(native_only, None)
     return changed
 

@@ -359,7 +359,7 @@ def all_float(config: Config) -> bool:
 
 
 @operator(
-    "model/frozen", "No parameter is trainable.", "optim/no-update", fits=all_float, refusal="no parameter to train"
+    "model/frozen", "No parameter is trainable.", "optim/no-update", fits=all_float, refusal="no trainable parameters"
 )
 def frozen(config: Config, random: Random) -> Config:
     return with_loader(config, "frozen")

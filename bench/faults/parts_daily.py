@@ -171,7 +171,7 @@ def freezes_the_policy(loaded: LoadedModel) -> Held:
     "scoring/gradient",
     "loss/no-gradient",
     fits=has_reference,
-    refusal="no parameter to train",
+    refusal="no trainable parameters",
 )
 def policy_frozen(config: Config, random: Random) -> dict[str, Any]:
     return edited(config, {"reference": {"kind": path_of(freezes_the_policy)}})

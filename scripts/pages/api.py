@@ -20,7 +20,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "keel.envs.registry: build_task check_task",
             "keel.envs.mixture: Mixture mixture",
             "keel.envs.base: played",
-            "keel.envs.problems: HELD_OUT_FRACTION Draw check_sides held_out_problems is_held_out split_held_out",
+            "keel.envs.problems: HELD_OUT_FRACTION Draw check_split held_out_problems is_held_out split_held_out",
             "keel.envs.problems: stream training_problems",
             "keel.envs.options: SourceOptions",
             "keel.envs.layouts: LoadedProblems source_of",
@@ -85,7 +85,7 @@ def api_pages() -> dict[str, str]:
     return {name: _page(name, about, modules) for name, (about, modules) in PAGES.items()}
 
 
-def public_names(module: str) -> tuple[str, list[str]]:
+def lazy_attributes(module: str) -> tuple[str, list[str]]:
     """A module's path, and which of its names are shown."""
     path, _, names = module.partition(":")
     return path, names.split() or sorted(importlib.import_module(path).__all__)
@@ -94,7 +94,7 @@ def public_names(module: str) -> tuple[str, list[str]]:
 def _page(name: str, about: str, modules: tuple[str, ...]) -> str:
     parts = [f"# {name if name == 'keel' else f'keel.{name}'}\n\n{about}"]
     for module in modules:
-        path, names = public_names(module)
+        path, names = lazy_attributes(module)
         listed = "\n".join(f"        - {each}" for each in names)
         parts.append(f"::: {path}\n    options:\n      members:\n{listed}")
     return "\n\n".join(parts) + "\n"

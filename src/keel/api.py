@@ -1,6 +1,6 @@
-"""What a program calls: `keel.train` and `keel.evaluate`, and what stands behind `keel train` and `keel sft`.
+"""The Python API: `keel.train` and `keel.evaluate`; the commands `keel train` and `keel sft` use it too.
 
-A run ends with the lab's findings and report; without them it is `keel.run.train.run_training`.
+It adds findings and the report at the end of a run to `keel.run.train.run_training`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keel.lab.thresholds import check_thresholds
 from keel.run import sft
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model
-from keel.run.result import EndedRun
+from keel.run.result import RunOutcome
 from keel.run.train import run_training
 from keel.trainer.loop import Callback
 
@@ -29,18 +29,18 @@ ConfigSource = Config | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
-class TrainResult(EndedRun):
-    """How a run ended, and the run to look at, in a notebook too."""
+class TrainResult(RunOutcome):
+    """The result of a run: its summary, and `run` to read its files. Notebooks show the report."""
 
     @property
     def run(self) -> Run:
-        """Its metrics, evaluations and rollouts."""
+        """Metrics, evaluations and rollouts of the run."""
         if self.summary.get("dry_run"):
-            raise KeelError("a dry run writes nothing that could be looked at: train without dry_run")
+            raise KeelError("a dry run writes no files: train without dry_run")
         return Run(self.directory)
 
     def _repr_html_(self) -> str | None:
-        """The upper part of the report; nothing where there is no run to show."""
+        """The upper part of the report, or None after a dry run."""
         try:
             return self.run._repr_html_()
         except KeelError:
@@ -57,11 +57,11 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
 ) -> TrainResult:
-    """Train as `config` says (a Config, a mapping, or a YAML file's path) and return the run's summary.
+    """Train with `config` (a Config, a mapping, or the path of a YAML file) and return the result.
 
-    `task` is a `keel.envs.Task` and takes the place of the configured one; `reward` is a
-    function `f(problem, text) -> float | dict | Reward` that takes the place of the configured rewards. Each callback
-    is called as `callback(state, metrics)` after every step; one that returns True ends the run after that step.
+    `task` is a `keel.envs.Task` that replaces the configured task. `reward` is a function
+    `f(problem, text) -> float | dict | Reward` that replaces the configured rewards. Each callback is called as
+    `callback(state, metrics)` after every step; if it returns True, the run stops after that step.
     """
     _check_arguments(task, reward)
     checked = _checked(config, overrides)
@@ -70,16 +70,16 @@ def train(
 
 
 def _check_arguments(task: Any, reward: Any) -> None:
-    """Refuse a task or reward that is none, such as overrides as the second argument."""
+    """Check the types, for example if overrides are passed as the second argument."""
     try:
         if task is not None:
             check_is_task(task, "keel.train: the task is")
     except KeelError as error:
-        raise KeelError(f"{error}; options are given as overrides=[...]") from None
+        raise KeelError(f"{error}; pass options as overrides=[...]") from None
     if reward is not None and not callable(reward):
         raise KeelError(
-            f"keel.train: the reward is a {type(reward).__name__}: give a function f(problem, text), and configured "
-            "rewards as `rewards:` of the configuration"
+            f"keel.train: the reward is a {type(reward).__name__}: pass a function f(problem, text), or set `rewards:` "
+            "in the configuration"
         )
 
 
@@ -90,8 +90,8 @@ def _checked(config: ConfigSource, overrides: Sequence[str] = ()) -> Config:
 
 
 def supervise(config: ConfigSource) -> TrainResult:
-    """`keel sft`: behaviour cloning by the `warmstart` section, with a run directory of its own."""
-    return TrainResult(**vars(sft.supervise(_checked(config), AT_END)))
+    """`keel sft`: run only the SFT of the `warmstart` section, in its own run folder."""
+    return TrainResult(**vars(sft.run_sft(_checked(config), AT_END)))
 
 
 def evaluate(
@@ -104,9 +104,10 @@ def evaluate(
     seed: int | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """`keel eval` as data: a run, checkpoint, configuration or model on held-out problems, beside a `baseline`.
+    """Evaluate a run, checkpoint, configuration or model on held-out problems, as `keel eval` does.
 
-    `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
+    `tasks` are strings such as `arithmetic:skill=sort,digits=4` (default: the tasks of the configuration). `baseline`
+    is a second model to compare with. Returns the data of `keel eval --json`.
     """
     model_ref, baseline_ref, data = evaluated_models(model, tasks, overrides, checkpoint, baseline)
     return run_evaluation(model_ref, tasks=tasks, data=data, baseline=baseline_ref, seed=seed, watch=watch)
@@ -115,12 +116,12 @@ def evaluate(
 def evaluated_models(
     model: str, tasks: Sequence[str], overrides: Sequence[str], checkpoint: str | None, baseline: str | None
 ) -> tuple[ModelRef, ModelRef | None, list[str]]:
-    """The model and the baseline that `evaluate`'s arguments name, not loaded, and the settings of the tasks' data."""
-    # what a task reads is the given tasks' where there are any, not that of the task a run was trained on
+    """The model and the baseline of `evaluate`, not loaded yet, and the data options of `tasks`."""
+    # with given tasks, data options are for them and not for the task that the run was trained on
     data = [item for item in overrides if tasks and _is_data(item)]
     model_overrides = [item for item in overrides if item not in data]
     model_ref = resolve_model(model, model_overrides, checkpoint)
-    # the baseline's model is its own, so what the user says of the model does not hold for it; where it runs does
+    # model options do not apply to the baseline, except for device, dtype and trust_remote_code
     device_overrides = [
         item
         for item in model_overrides

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from keel.base.errors import KeelError
-from keel.base.lock import RunLock, in_use
+from keel.base.lock import RunLock, is_locked
 
 HOLD = (
     "import sys, time; from pathlib import Path; from keel.base.lock import RunLock; lock = RunLock(Path(sys.argv[1]));"
@@ -30,14 +30,14 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     path = tmp_path / ".lock"
     holder = start(path, "pass")
     try:
-        assert in_use(path)
+        assert is_locked(path)
         with pytest.raises(KeelError, match=rf"^{tmp_path} is in use by another process \(pid {holder.pid}\); "):
             RunLock(path)
         assert path.read_text() == str(holder.pid)  # neither question touched the holder's file
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    assert not in_use(path)
+    assert not is_locked(path)
     RunLock(path).release()
 
 
@@ -53,7 +53,7 @@ def test_a_worker_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         os.kill(int(worker.read_text()), 0)  # it is still there
-        assert not in_use(path)
+        assert not is_locked(path)
         RunLock(path).release()
     finally:
         os.kill(int(worker.read_text()), signal.SIGKILL)
@@ -64,10 +64,10 @@ def test_once_in_a_process(tmp_path):
     lock = RunLock(path)
     with pytest.raises(KeelError, match=rf"^{tmp_path} is already open in this process \(pid {os.getpid()}\)"):
         RunLock(path)
-    assert in_use(path)
+    assert is_locked(path)
     lock.release()
     lock.release()
-    assert not in_use(path)
+    assert not is_locked(path)
     RunLock(path).release()
 
 
@@ -78,16 +78,16 @@ def test_two_who_ask_at_once_do_not_take_each_other_for_the_run(tmp_path):
     RunLock(path).release()
     with path.open() as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)  # what the other one holds while it asks
-        assert not in_use(path)
+        assert not is_locked(path)
 
 
 def test_asking_makes_no_file_and_needs_none_to_be_writable(tmp_path):
     path = tmp_path / ".lock"
-    assert not in_use(path)
+    assert not is_locked(path)
     assert not path.exists()
     lock = RunLock(path)
     path.chmod(0o444)
-    assert in_use(path)
+    assert is_locked(path)
     lock.release()
 
 
@@ -100,7 +100,7 @@ def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(fcntl, "flock", none)
     first, second = RunLock(tmp_path / ".lock"), RunLock(tmp_path / ".lock")
-    assert not in_use(tmp_path / ".lock")
+    assert not is_locked(tmp_path / ".lock")
     first.release()
     second.release()
 

@@ -12,14 +12,14 @@ import pytest
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Options, Positive
+from keel.base.options import Options, PositiveInt
 from keel.base.parts import make_part, part_arguments
 
 
 class GameOptions(Options):
     """The parameters of a part, in a class of their own."""
 
-    size: Positive = Field(default=3, description="Cells a side.")
+    size: PositiveInt = Field(default=3, description="Cells a side.")
 
 
 def by_keyword(problem: Any, *, size: int, depth: int = 2, run: Any = None) -> Any: ...
@@ -63,8 +63,8 @@ def test_a_part_is_given_its_own_parameters_and_what_it_takes_of_the_rest(
             {"size": 4},
             "has no parameters: leave 'size' out",
         ),
-        (lambda: None, {}, r"engine mine takes \(\): it must take 1 before its own parameters"),
-        (dict, {}, "engine mine is Python's own dict: give a function or a class of yours"),
+        (lambda: None, {}, r"engine mine takes \(\): it must take 1 positional"),
+        (dict, {}, "engine mine is the built-in dict: give a function or class"),
         (by_class, {"siz": 4}, "unknown option engine mine.siz: did you mean engine mine.size"),
         (by_class, {"size": 0}, "engine mine.size is 0: it must be at least 1"),
     ],

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from keel.base import redact
 from keel.base.errors import KeelError
-from keel.base.redact import MASK, fill, hide, masked, secrets_in
+from keel.base.redact import MASK, expand_env, masked, redact_text, secrets_in
 from keel.config import load_config
 from keel.config.checks import advice
 from keel.config.show import show_config
@@ -102,7 +102,7 @@ def loaded(tree: dict[str, Any]) -> Any:
     """Without the checks against installed parts: the parts of these configurations do not exist."""
     from keel.config.load import validate
 
-    redact.remember(tree)
+    redact.register_secrets(tree)
     return validate(tree)
 
 
@@ -162,7 +162,7 @@ def test_masking_is_done_once() -> None:
         once = masked(make("s3cr3t-s3cr3t-s3"))
         assert masked(once) == once
         assert MASK in json.dumps(once)
-        assert hide(json.dumps(once)) == json.dumps(once)
+        assert redact_text(json.dumps(once)) == json.dumps(once)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_masking_is_done_once() -> None:
     ],
 )
 def test_ordinary_sentences_stay(text: str) -> None:
-    assert hide(text) == text
+    assert redact_text(text) == text
 
 
 def test_the_default_configuration_has_no_secrets() -> None:
@@ -202,15 +202,15 @@ def test_the_default_configuration_has_no_secrets() -> None:
     ],
 )
 def test_what_looks_like_a_secret_by_hand(text: str, shown: str) -> None:
-    assert hide(text) == shown
+    assert redact_text(text) == shown
 
 
 @pytest.mark.parametrize("name", ["input_key", "label_key", "data.prompt_key", "reward_fn_key", "ground_truths_key"])
 def test_the_name_of_a_column_is_no_secret(name: str) -> None:
     tree = {name: "question_column_1234"}
-    redact.remember(tree)
+    redact.register_secrets(tree)
     assert masked(tree) == tree
-    assert hide(f"{name} became data.columns.prompt=question_column_1234").endswith("=question_column_1234")
+    assert redact_text(f"{name} became data.columns.prompt=question_column_1234").endswith("=question_column_1234")
 
 
 @pytest.mark.parametrize("name", ["key", "api_key", "prompt_api_key", "secret_input_key", "SERVICE_KEY", "judge_key"])
@@ -220,16 +220,16 @@ def test_a_key_is_a_secret_otherwise(name: str) -> None:
 
 def test_filling_reads_the_environment_and_covers_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "word-of-many-letters\n")
-    assert fill("?k=$JUDGE_KEY&c=$$5") == "?k=word-of-many-letters&c=$5"
-    assert hide("it answered: word-of-many-letters is not known") == f"it answered: {MASK} is not known"
+    assert expand_env("?k=$JUDGE_KEY&c=$$5") == "?k=word-of-many-letters&c=$5"
+    assert redact_text("it answered: word-of-many-letters is not known") == f"it answered: {MASK} is not known"
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(redact.NoVariable, match=r"names \$JUDGE_KEY, which the environment does not have"):
-        fill("$JUDGE_KEY")
+    with pytest.raises(redact.UnsetVariable, match=r"names \$JUDGE_KEY, which is not set"):
+        expand_env("$JUDGE_KEY")
 
 
 def test_a_masked_configuration_is_not_taken_for_one() -> None:
     tree = masked(reward(headers={"Authorization": "Bearer abc-def-1"}))
-    with pytest.raises(KeelError, match=r"covers a secret .* write \$NAME"):
+    with pytest.raises(KeelError, match=r"mask of a secret .* write \$NAME"):
         load_config(tree)
 
 
@@ -303,7 +303,7 @@ ORDINARY = [
 
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_texts_stay_as_they_are(text: str) -> None:
-    assert hide(text) == text
+    assert redact_text(text) == text
 
 
 SECRET_TEXTS = ["token=abcdef0123456789abcdef", '{"token": "s3cr3tvalue99"}', "cookie=abc123def456", "password: hunter"]
@@ -311,16 +311,16 @@ SECRET_TEXTS = ["token=abcdef0123456789abcdef", '{"token": "s3cr3tvalue99"}', "c
 
 @pytest.mark.parametrize("text", SECRET_TEXTS)
 def test_texts_that_name_a_secret_lose_it(text: str) -> None:
-    assert MASK in hide(text)
+    assert MASK in redact_text(text)
 
 
 def test_words_paths_and_names_of_models_are_not_remembered() -> None:
     """They stand where a secret may stand, and are masked there alone."""
     env = {"MODEL": "Qwen/Qwen2.5-0.5B", "MODE": "accuracy", "PYTHONPATH": "/some/project"}
     tree = {**tool(env=env), **reward(url="https://judge.test/score?split=validation")}
-    redact.remember(tree)
+    redact.register_secrets(tree)
     for text in ("model Qwen/Qwen2.5-0.5B not found", "reward/accuracy fell", "/some/project/a", "validation accuracy"):
-        assert hide(text) == text
+        assert redact_text(text) == text
 
 
 def test_a_long_word_is_read_a_few_times_and_not_from_each_of_its_letters() -> None:

@@ -86,7 +86,7 @@ def failed(report: dict[str, Any]) -> list[str]:
         ("too_few", "problems as asked", "must return 8 problems"),
         ("forgets", "deterministic", "the same problems for the same seed"),
         ("same_keys", "distinct keys", "the same key"),
-        ("leaks", "held out", "turns up in training"),
+        ("leaks", "held out", "a held-out problem is in the training data"),
         ("nan", "finite rewards", "nan"),
         ("nothing", "finite rewards", "is a return missing"),
         ("moody", "finite rewards", "changes from call to call"),
@@ -177,7 +177,7 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
     page = capsys.readouterr().out
     assert page.count("✓") == 13
     assert all(f"example {number}" in page for number in (1, 2, 3))
-    assert "all 13 checks hold" in page
+    assert "all 13 checks pass" in page
     assert "earns 1 (correct 1)" in page
 
 
@@ -188,7 +188,7 @@ def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], m
         (["arithmetics"], "did you mean 'arithmetic'"),
         (["arithmetic", "skil=sort"], "did you mean 'skill'"),
         (["arithmetic", "countdown"], "'countdown' is another"),
-        (["arithmetic", "data.path=x.jsonl"], "makes its own problems"),
+        (["arithmetic", "data.path=x.jsonl"], "generates its problems"),
         (["nowhere.yaml"], "nowhere.yaml"),
         (["nowhere:task"], "nowhere:task"),
         (["reasoning_gym", "dataset=chain_sums"], "did you mean 'chain_sum'"),
@@ -283,8 +283,8 @@ def test_attacks_on_a_sound_task_of_ones_own_are_silent(capsys: pytest.CaptureFi
     ("name", "attack", "share", "lesson"),
     [
         ("pays_containing", "every answer in one form", 1.0, "to list answers"),
-        ("pays_long", "form only, endless", 1.0, "to go on until it is cut"),
-        ("pays_calls", "calls, endless", 1.4, "to call tools and not to answer"),
+        ("pays_long", "form only, endless", 1.0, "to write until the length limit"),
+        ("pays_calls", "calls, endless", 1.4, "to call tools without answering"),
     ],
 )
 def test_an_attack_that_is_as_good_as_the_gold_answer_fails(
@@ -303,7 +303,7 @@ def test_an_attack_that_is_as_good_as_the_gold_answer_fails(
 @pytest.mark.parametrize(
     ("name", "attack", "lesson"),
     [
-        ("pays_form", "'form only' earns 0.40", "a policy learns to write the form and no answer: pay for the form"),
+        ("pays_form", "'form only' earns 0.40", "a policy learns to write the format without an answer"),
         ("pays_prompt", "'prompt' earns 0.50", "a policy learns to copy the prompt"),
     ],
 )
@@ -317,7 +317,7 @@ def test_what_is_paid_for_the_form_alone_is_a_warning(
     assert main(["check-task", f"leaks:{name}", "--samples", "4"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert f"warning: {attack}" in page
-    assert "attacks: what is paid for nothing" in page
+    assert "attacks: reward without a solution" in page
 
 
 @pytest.mark.usefixtures("leaks")
@@ -334,7 +334,7 @@ def test_a_judge_elsewhere_is_asked_few_times_and_that_is_said_before(
     monkeypatch.setattr(http, "probe", lambda **options: None)
     entry = "rewards=[{name: task}, {name: http, url: 'http://127.0.0.1:1/judge', weight: 0.1}]"
     main(["check-task", "leaks:sound", entry, "--json"])
-    assert "keel: note: http will be asked up to 60 times\n" in capsys.readouterr().err
+    assert "keel: note: this sends up to 60 requests to http\n" in capsys.readouterr().err
     assert 40 < len(asked) <= 60
     main(["check-task", "leaks:sound", "--json"])
     assert "asked" not in capsys.readouterr().err

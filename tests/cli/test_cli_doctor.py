@@ -92,7 +92,7 @@ def test_columns_by_name(tmp_path, capsys):
         (["nowhere.csv"], "no run, log or configuration at nowhere.csv"),
         (["nowhere/at-all"], "no run, log or configuration at nowhere/at-all"),
         (["nowhere.yaml"], "no configuration at nowhere.yaml"),
-        (["LOG", "--verbose", "--json"], "leave one of them out"),
+        (["LOG", "--verbose", "--json"], "give one of them"),
         (["LOG", "--map", "kl=no_such"], "there are: step, kl, reward"),
         (["LOG", "kl.beta=1"], "kl.beta=1"),
         (["LOG", "--threshold", "kl_explosio=3"], "kl_explosion"),

@@ -186,9 +186,9 @@ def test_the_data_of_a_given_task_are_said_beside_it(
         length = ["--max-tokens", "3", "--k", "1"]
         data = evaluated(capsys, model, *words, *length)
         assert (data["tasks"][-1]["task"], data["tasks"][-1]["n"]) == ("chess_puzzles", 1)
-        assert "half.csv: 1 broken rows left out (data.on_broken=skip), the first at half.csv:3" in data["notes"][0]
+        assert "half.csv: 1 broken rows skipped (data.on_broken=skip), the first at half.csv:3" in data["notes"][0]
         assert main(["eval", model, *words, *length]) == 0
-        assert "1 broken rows left out" in capsys.readouterr().out
+        assert "1 broken rows skipped" in capsys.readouterr().out
 
 
 def test_words_of_tasks() -> None:
@@ -210,7 +210,7 @@ def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: P
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text("run: {name: empty}\n")
-    with pytest.raises(KeelError, match="no whole checkpoint yet"):
+    with pytest.raises(KeelError, match="no complete checkpoint yet"):
         resolve_model(str(empty))
     with pytest.raises(KeelError, match="had no warm start"):
         resolve_model(f"{empty}@warmstart")
@@ -230,7 +230,7 @@ def test_a_configuration_brings_model_and_tasks(tmp_path: Path, capsys: Any) -> 
         (["tiny"], "--task arithmetic"),
         (["tiny", "--task", "arithmetik"], "did you mean 'arithmetic'"),
         (["tiny", "--task", "arithmetic:skil=add"], "did you mean 'skill'"),
-        (["tiny", "--task", "arithmetic", "task.skill=sort"], "give them in one way"),
+        (["tiny", "--task", "arithmetic", "task.skill=sort"], "give one of them"),
         (["tiny", "--task", "arithmetic", "data.path=x.csv"], "data.path=x.csv is given, but arithmetic makes its own"),
         (["tiny", "--task", "chess_puzzles:path=5"], "path is 5"),
         (["tiny", "--task", "arithmetic", "--k", "0"], "eval.k"),

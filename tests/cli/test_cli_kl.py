@@ -118,13 +118,13 @@ def test_held_out_rows_of_ones_own_file(here, capsys):
 def test_a_model_against_itself_says_that_nothing_drifted(here, capsys):
     assert main(["kl", "./a", "./a", "--prompts", "prompts.txt", *SMALL, "--plot", "same.svg"]) == 0
     assert "same probability" in capsys.readouterr().out
-    assert (here / "same.svg").read_text().count("<!-- nothing drifted -->") == 2
+    assert (here / "same.svg").read_text().count("<!-- no difference -->") == 2
 
 
 def test_the_share_that_was_cut_off_is_a_plain_percentage(here, capsys):
     assert main(["kl", "./a", "./b", "--prompts", "prompts.txt", "--samples", "1", "--max-tokens", "1"]) == 0
     page = capsys.readouterr().out
-    assert "100% of them cut off" in page or "50% of them cut off" in page
+    assert "100% truncated" in page or "50% truncated" in page
 
 
 MISTAKES = [
@@ -132,19 +132,19 @@ MISTAKES = [
     (["./a", "./missing", "--prompts", "prompts.txt"], "no model folder at './missing'"),
     (["./adapter", "./a", "--prompts", "prompts.txt"], "does not name its base model: give it with --base"),
     (["./a", "./b"], "give --prompts FILE or --task NAME"),
-    (["./a", "./b", "--prompts", "empty.txt"], "holds no prompt"),
+    (["./a", "./b", "--prompts", "empty.txt"], "has no prompts"),
     (["./a", "./b", "--prompts", "missing.txt"], "cannot read --prompts missing.txt"),
     (["./a", "./b", "--prompts", "long.txt"], "context of 64"),
-    (["./a", "./b", "--prompts", "prompts.txt", "--temperature", "0"], "at 0 there is none"),
+    (["./a", "./b", "--prompts", "prompts.txt", "--temperature", "0"], "--temperature is 0"),
     (["./a", "--prompts", "prompts.txt"], "give a REFERENCE"),
     (["./a", "./b", "./a", "--prompts", "prompts.txt"], "not 3 models"),
     (["./a", "./b", "--prompts", "prompts.txt", "--task", "arithmetic"], "exclude each other"),
     (["./a", "./b", "--prompts", "prompts.txt", "skill=sort"], "parameter of a task"),
     (["./a", "./b", "--prompts", "./a/config.yml"], "known are .txt, .jsonl"),
     (["./a", "./b", "--task", "dataset"], "task dataset needs data.path"),
-    (["./a", "./b", "--task", "dataset", "data.path=rows.csv", "data.truncation=left"], "no parameter of a task"),
+    (["./a", "./b", "--task", "dataset", "data.path=rows.csv", "data.truncation=left"], "is not a parameter of a task"),
     (["./a", "./b", "--task", "arithmetik"], "did you mean 'arithmetic'"),
-    (["./a", "./b", "--prompts", "prompts.txt", "--base", "./a"], "--base ./a is for adapters"),
+    (["./a", "./b", "--prompts", "prompts.txt", "--base", "./a"], "--base ./a needs an adapter"),
     (["./a", "./b", "--prompts", "prompts.txt", "--plot", "drift.doc"], "end its name in"),
     (["./a", "./b", "--prompts", "prompts.txt", "--chat-template", "chatlm"], "did you mean 'chatml'"),
     (["./a", "./b", "--prompts", "prompts.txt", "--dtype", "float8"], "float8"),

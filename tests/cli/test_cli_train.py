@@ -60,7 +60,7 @@ def test_which_configuration(tmp_path):
         choose([str(run)], resume=True)
     (run / "config.yaml").write_text("{}")
     assert choose([str(run)], resume=True) == (str(run), [f"run.dir={run.parent}", "run.name=one"])
-    with pytest.raises(KeelError, match="one configuration at a time"):
+    with pytest.raises(KeelError, match="give one configuration"):
         choose(["a.yaml", "b.yaml"])
 
 
@@ -116,7 +116,7 @@ def test_users_own_parts_of_the_working_folder(config_file, called, tmp_path):
         (["train", "mine.yaml", "--nope", "1"], "unknown option nope"),
         (["train", "mine.yaml", "kl.beta=-1"], "at least 0"),
         (["train", "none.yaml"], "no configuration at none.yaml"),
-        (["train", "mine.yaml", "mine.yaml"], "one configuration at a time"),
+        (["train", "mine.yaml", "mine.yaml"], "give one configuration"),
         (["train", "mine.yaml", "--reward-weights", "3"], "has no counterpart"),
         (["sft", "mine.yaml"], "needs a warmstart section"),
         (["report", "no-such-run"], "no-such-run"),
@@ -167,12 +167,12 @@ def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
     served = []
 
     @contextmanager
-    def beside(run, port, echo):
+    def serve_while(run, port, echo):
         served.append((str(run), port, len(called)))
         yield
         served.append(len(called))
 
-    monkeypatch.setattr(serving, "beside", beside)
+    monkeypatch.setattr(serving, "serve_while", serve_while)
     assert main(["train", str(config_file)]) == 7
     assert served == []
     assert main(["train", str(config_file), "--watch"]) == 7
@@ -187,10 +187,10 @@ def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--watch-port", "0"], "--watch-port 0 is for --watch: give both, or neither"),
-        (["--watch", "--watch-port", "70000"], "--watch-port 70000: give a port up to 65535"),
-        (["--watch", "--dry-run"], "--dry-run writes none: leave one of them out"),
-        (["--watch", "--on", "ray"], "not one --on ray: keel watch RUN where its folder is"),
+        (["--watch-port", "0"], "--watch-port 0 needs --watch"),
+        (["--watch", "--watch-port", "70000"], "--watch-port is 70000"),
+        (["--watch", "--dry-run"], "--dry-run writes none"),
+        (["--watch", "--on", "ray"], "--on ray: run keel watch RUN"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(config_file, called, capsys, arguments, message):

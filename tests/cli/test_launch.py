@@ -47,7 +47,7 @@ def test_sigterm_at_the_launcher_saves_and_the_run_goes_on_to_its_end(config: Pa
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (143, "")
     step = len(metrics.read_text().splitlines())
-    assert out == f"stopped after step {step}; go on with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
+    assert out == f"stopped after step {step}; resume with: keel train --resume {tmp_path / 'small'} --nproc 2\n"
     assert (tmp_path / "small" / "checkpoints" / f"step-{step}").is_dir()
     process = start("keel", "train", "--resume", str(tmp_path / "small"), f"run.max_steps={step + 2}", "--nproc=2")
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -74,8 +74,8 @@ def test_under_torchrun_an_error_before_the_first_step_is_one_line(config: Path)
         ({1: 2, 0: -15}, 2, ""),
         ({1: -9, 0: 137}, 137, ""),
         ({0: -15, 1: -15}, 143, ""),
-        ({0: -15, 1: -9}, 137, "keel: error: rank 1 of 2 was ended by SIGKILL, and the others after it\n"),
-        ({0: -11}, 139, "keel: error: rank 0 of 2 was ended by SIGSEGV, and the others after it\n"),
+        ({0: -15, 1: -9}, 137, "keel: error: SIGKILL killed rank 1 of 2, which ended the other ranks\n"),
+        ({0: -11}, 139, "keel: error: SIGSEGV killed rank 0 of 2, which ended the other ranks\n"),
     ],
 )
 def test_exit_status_is_that_of_who_failed_first(
@@ -115,19 +115,19 @@ def test_what_cannot_run_is_refused_before_anything_is_launched(
 def test_one_process_that_is_killed_is_named_with_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch._status({0: 0}, 1) == 0
     assert launch._status({0: -9}, 1, "; go on with: keel train --resume r --on ray") == 137
-    expected = "keel: error: rank 0 of 1 was ended by SIGKILL; go on with: keel train --resume r --on ray\n"
+    expected = "keel: error: SIGKILL killed rank 0 of 1; go on with: keel train --resume r --on ray\n"
     assert capsys.readouterr().err == expected
 
 
 def test_the_processes_get_all_other_arguments() -> None:
     given = ["train", "c.yaml", "--nproc", "2", "a=b", "--resume"]
-    assert launch.without(given, "--nproc") == ["train", "c.yaml", "a=b", "--resume"]
-    assert launch.without(["train", "--nproc=4", "--on", "ray", "a=b"], "--nproc", "--on") == ["train", "a=b"]
+    assert launch.drop_flags(given, "--nproc") == ["train", "c.yaml", "a=b", "--resume"]
+    assert launch.drop_flags(["train", "--nproc=4", "--on", "ray", "a=b"], "--nproc", "--on") == ["train", "a=b"]
 
 
 def test_a_command_of_one_process_says_so_in_several(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("keel.cli.first_to_fail", lambda status: True)
-    monkeypatch.setattr("keel.cli.end", lambda status: None)  # it would end the tests
+    monkeypatch.setattr("keel.cli.is_first_failure", lambda status: True)
+    monkeypatch.setattr("keel.cli.hard_exit", lambda status: None)  # it would end the tests
     assert main(["kl", "tiny", "tiny"]) == 2
     assert "keel kl runs in one process: leave torchrun out" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Options, Positive
+from keel.base.options import Options, PositiveFloat, PositiveInt
 from keel.config import Config, load_config
 from keel.config.show import show_config
 from keel.envs import Task
@@ -24,8 +24,8 @@ HERE = __name__
 
 
 class Own(Options):
-    width: Positive = Field(default=3, description="Cells a side.")
-    gain: Above0 = 0.5
+    width: PositiveInt = Field(default=3, description="Cells a side.")
+    gain: PositiveFloat = 0.5
 
 
 def task(options: Own) -> Task:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
 from keel.base.parts import parameters_of
-from keel.base.validation import near_options, option_names
+from keel.base.validation import option_names, similar_options
 from keel.base.yaml_text import parse
 from keel.cli import main
 from keel.cli.app import split
@@ -268,7 +268,7 @@ def test_names_that_share_a_line_agree_with_each_other():
     config = load_config({"ref_update_steps": 10, "reference.kind": "snapshot"})
     assert config.reference.params["every"] == 10
     assert load_config({"use_lora": False, "lora_r": 8}).model.lora is None
-    with pytest.raises(KeelError, match=r"disagree about kl\.beta"):
+    with pytest.raises(KeelError, match=r"both set kl\.beta"):
         load_config({"use_kl_penalty": False, "kl_coef": 0.02})
     config = load_config({"use_kl_loss": True, "kl_loss_coef": 0.02, "kl_loss_type": "mse"})
     assert (config.kl.beta, config.kl.estimator, config.kl.placement) == (0.02, "k2", "loss")
@@ -337,7 +337,7 @@ def test_an_option_with_one_slip_leads_to_itself(option):
     for _ in range(20):
         name = misspelt(option, rng)
         if name not in OPTIONS and name.count(".") == option.count(".") and not name.startswith("."):
-            assert option in near_options(name, OPTIONS, {}), name
+            assert option in similar_options(name, OPTIONS, {}), name
 
 
 WORDS = ["banana", "umbrella", "giraffe", "quark", "xyz", "foo", "qwerty", "window", "castle", "piano", "fjord_glyph"]
@@ -345,12 +345,17 @@ WORDS = ["banana", "umbrella", "giraffe", "quark", "xyz", "foo", "qwerty", "wind
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_of_nothing_leads_nowhere(word):
-    assert near_options(word, OPTIONS, {name: alias.target for name, alias in table().items()}) == []
-    assert "no option is near; `keel train --print-config` shows every option" in refusal(word)
+    assert similar_options(word, OPTIONS, {name: alias.target for name, alias in table().items()}) == []
+    assert "no similar option; `keel train --print-config` shows every option" in refusal(word)
 
 
 def test_a_short_word_is_not_taken_for_another():
-    assert near_options("lx", OPTIONS, {}) == near_options("rr", OPTIONS, {}) == near_options("kk", OPTIONS, {}) == []
+    assert (
+        similar_options("lx", OPTIONS, {})
+        == similar_options("rr", OPTIONS, {})
+        == similar_options("kk", OPTIONS, {})
+        == []
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -360,7 +365,7 @@ def test_random_letters_lead_nowhere(word):
     names = {part for name in (*OPTIONS, *table()) for part in (name, name.rpartition(".")[2])}
     shared = max(sum(a == b for a, b in zip(word, name, strict=False)) / len(word) for name in names)
     if shared < 0.5:
-        assert near_options(word, OPTIONS, {name: alias.target for name, alias in table().items()}) == []
+        assert similar_options(word, OPTIONS, {name: alias.target for name, alias in table().items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -376,8 +381,8 @@ def test_random_letters_lead_nowhere(word):
         ("training.optim.learning_rate", "did you mean optim.learning_rate"),
         ("rank", "did you mean model.lora.r?"),
         ("warmup", "optim.warmup_steps or reward.warmup_steps or warmstart.warmup_steps?"),
-        ("size", "no option is near"),
-        ("entropy_bonus_coefficient", "no option is near"),
+        ("size", "no similar option"),
+        ("entropy_bonus_coefficient", "no similar option"),
     ],
 )
 def test_words_and_letters_both_lead(name, says):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from pages import reference_pages  # noqa: E402
-from pages.api import PAGES, public_names  # noqa: E402
+from pages.api import PAGES, lazy_attributes  # noqa: E402
 from pages.commands import commands  # noqa: E402
 from pages.metrics import metric_table, spelled_out  # noqa: E402
 
@@ -93,10 +93,10 @@ def test_every_fact_has_its_row(reference):
 
 def test_every_exported_name_is_on_a_page_of_the_api(reference):
     """mkdocstrings reads the code without importing it: a name that is not there would stop the build."""
-    rooms = {path for _, modules in PAGES.values() for path, _ in map(public_names, modules)}
+    rooms = {path for _, modules in PAGES.values() for path, _ in map(lazy_attributes, modules)}
     assert {"keel.kl", "keel.losses", "keel.envs", "keel.rollout", "keel.reference", "keel.models"} <= rooms
     for _, modules in PAGES.values():
-        for path, names in map(public_names, modules):
+        for path, names in map(lazy_attributes, modules):
             module = __import__(path, fromlist=["_"])
             assert [name for name in names if not hasattr(module, name)] == []
     text = "\n".join(reference[f"reference/api/{page}.md"] for page in PAGES)

@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.base.types import Problem
 from keel.envs.calls import CallFailed, HungCalls
-from keel.envs.episode import EpisodeRunner, close_now, step_now
+from keel.envs.episode import EpisodeRunner, close_sync, step_sync
 from keel.envs.toolbox import Toolbox, ToolEpisode
 
 
@@ -16,10 +16,10 @@ def episode_of(task: Any, problem: Problem, turns: Sequence[str]) -> tuple[Any, 
     episode = ToolEpisode(task, problem) if isinstance(task, Toolbox) else task.start(problem)
     reply: Any = None
     for text in turns:
-        reply = step_now(episode, text)
+        reply = step_sync(episode, text)
         if reply is None:
             break
-    close_now(episode)
+    close_sync(episode)
     return episode, reply
 
 

@@ -13,7 +13,7 @@ import pytest
 from keel.base.types import Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.attacks import Attack, Form, GoldBatch, attacks_on, form_of
-from keel.envs.exploits import FREE_SHARE, REQUESTS, Exploits, exploit
+from keel.envs.exploits import FREE_SHARE, MAX_REQUESTS, Exploits, exploit
 from keel.envs.judge import Judge
 from keel.envs.registry import TASKS, build_task
 from keel.envs.rewards import REWARDS, TASK, http
@@ -184,7 +184,7 @@ def test_what_chess_pays_for_nothing(
 
 
 class Unanswered(TaskWrapper):
-    name = "unanswered"
+    name = "prompts_only"
     inner = build_task("arithmetic")
 
     def gold_turns(self, problem: Problem) -> list[str]:
@@ -194,7 +194,7 @@ class Unanswered(TaskWrapper):
 def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
     judged, earn_less = exploit(Unanswered(), count=COUNT).checks
     assert (judged.ok, judged.detail) == (False, "raised LookupError: no gold answer")
-    assert (earn_less.ok, earn_less.detail) == (True, "not asked: attacks could not be made")
+    assert (earn_less.ok, earn_less.detail) == (True, "skipped: the attacks could not be built")
 
 
 def test_every_task_has_its_figures() -> None:
@@ -283,11 +283,11 @@ def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.Monke
             exploits = judged([{**entry, **options}])
             assert earned(exploits) == {**dict.fromkeys(EVERY, 1.0), "empty": 0.0}
             assert {row.problems for row in exploits.rows} == {1}
-            assert 30 < len(asked) <= REQUESTS == 42
+            assert 30 < len(asked) <= MAX_REQUESTS == 42
         asked.clear()
         exploits = judged([entry, {"name": "numeric"}], aggregate="normalised_sum")
         assert len(exploits.rows) >= 8
-        assert 30 < len(asked) <= REQUESTS
+        assert 30 < len(asked) <= MAX_REQUESTS
 
 
 def test_every_reward_has_its_figures() -> None:
@@ -521,7 +521,7 @@ def test_one_answer_to_every_problem_is_a_warning_and_no_hole() -> None:
 def test_the_commonest_answer_is_that_of_the_others() -> None:
     batch = batch_of("yes", "yes", "no", "yes")
     assert attack_called("commonest answer", batch, 2).ways == ((("yes",),),)
-    assert batch_of("1", "2", "3").commonest(0) is None
+    assert batch_of("1", "2", "3").most_common_gold(0) is None
 
 
 def test_a_text_that_is_the_gold_answer_is_no_attack() -> None:

@@ -16,7 +16,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.attacks import Attack
-from keel.envs.base import MEMBERS, played
+from keel.envs.base import MEMBERS, play_turns
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.registry import build_task
 from keel.envs.tools import tool
@@ -34,8 +34,8 @@ def look(query: str) -> str:
 class Full(Task):
     """A task whose every member says something that no default says."""
 
-    name, notes, unanswered, evaluation_only = "full", ("read twice",), True, True
-    judged_at_once = 3
+    name, notes, prompts_only, evaluation_only = "full", ("read twice",), True, True
+    reward_concurrency = 3
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return [PROBLEM] * count
@@ -49,7 +49,7 @@ class Full(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         return ["6", "7"]
 
-    def demonstrates(self, problem: Problem) -> bool:
+    def usable_for_sft(self, problem: Problem) -> bool:
         return False
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
@@ -58,7 +58,7 @@ class Full(Task):
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         return {"groups": float(len(groups))}
 
-    def totals(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return {"crashed": 2.0}
 
     def picture(self, problem: Problem, text: str) -> str:
@@ -70,7 +70,7 @@ class Full(Task):
     def fingerprint(self) -> str:
         return "of the data"
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
         return self, 3
 
 
@@ -111,7 +111,7 @@ def values_of(task: Task) -> dict[str, Any]:
         value = getattr(task, name)
         if name in ("sample", "held_out"):
             found[name] = len(value(4, seed=0, step=0) if name == "sample" else value(4))
-        elif name == "keep":
+        elif name == "filter_problems":
             remaining = value(lambda problem: True)
             found[name] = None if remaining is None else remaining[1]
         elif name == "start":
@@ -130,11 +130,11 @@ def test_every_wrapper_forwards_every_member() -> None:
     inner = Full()
     plain = values_of(inner)
     by_default = values_of(Default())
-    assert {name for name in MEMBERS if plain[name] == by_default[name]} == {"trusted", "several_turns", "start"}
+    assert {name for name in MEMBERS if plain[name] == by_default[name]} == {"trusted", "multi_turn", "start"}
     assert values_of(Wrapped(inner)) == plain
     tools = values_of(with_tools(inner, [look]))
     changed = {name for name in MEMBERS if tools[name] != plain[name]}
-    assert changed == {"name", "several_turns", "start"}
+    assert changed == {"name", "multi_turn", "start"}
     mixed = values_of(mixture([inner]))
     assert {name for name in MEMBERS if mixed[name] != plain[name]} == {"name", "extra_metrics"}
     assert set(MEMBERS) - set(vars(Mixture)) == {"name"} - set(vars(Mixture)), "a mixture decides each of them itself"
@@ -143,17 +143,17 @@ def test_every_wrapper_forwards_every_member() -> None:
 def test_a_wrapper_of_a_task_of_several_turns_has_them_too() -> None:
     inner = with_tools(Full(), [look])
     for outer, problem in ((Wrapped(inner), PROBLEM), (mixture([inner, Full()]), PROBLEM)):
-        assert outer.several_turns
+        assert outer.multi_turn
         assert type(outer.start(problem)) is type(inner.start(problem))
         assert outer.reward(problem, ["7"]) == inner.reward(problem, ["7"]) == Reward(1.0)
 
 
 def test_what_is_kept_keeps_its_wrapper() -> None:
-    kept = with_tools(Full(), [look]).keep(lambda problem: True)
+    kept = with_tools(Full(), [look]).filter_problems(lambda problem: True)
     assert kept is not None
     assert (kept[0].name, kept[0].tools, kept[1]) == ("full+tools", (look,), 3)
-    assert build_task("arithmetic").keep(lambda problem: True) is None
-    both = mixture([build_task("arithmetic"), Full()]).keep(lambda problem: True)
+    assert build_task("arithmetic").filter_problems(lambda problem: True) is None
+    both = mixture([build_task("arithmetic"), Full()]).filter_problems(lambda problem: True)
     assert both is not None
     assert both[1] == 3
 
@@ -166,7 +166,7 @@ def test_what_is_kept_fits_with_the_tools_offered(tmp_path: Path) -> None:
     lengths = [len(str(p.prompt)) for p in task.sample(20, seed=0, step=0)]
     limit = min(lengths) + 10
     assert max(len(str(p.prompt)) for p in task.inner.sample(20, seed=0, step=0)) < limit < max(lengths)
-    kept = task.keep(lambda problem: len(str(problem.prompt)) <= limit)
+    kept = task.filter_problems(lambda problem: len(str(problem.prompt)) <= limit)
     assert kept is not None
     assert kept[1] == 20
     assert all(len(str(p.prompt)) <= limit for p in kept[0].sample(20, seed=0, step=0))
@@ -177,7 +177,7 @@ def test_an_episode_is_judged_by_the_wrapper_that_starts_it() -> None:
         def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
             return Reward(2 * self.inner.reward(problem, turns).total)
 
-    with played(Doubled(Full()), PROBLEM, ["7"]) as (episode, _):
+    with play_turns(Doubled(Full()), PROBLEM, ["7"]) as (episode, _):
         assert episode.reward() == Reward(2.0)
 
 

@@ -8,8 +8,9 @@ import json
 import os
 import pickle
 import signal
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import programs
-from keel.envs.base import Task, played
+from keel.envs.base import Task, play_turns
 from keel.envs.code import OPERATIONS, code, compose
 from keel.envs.exploits import exploit
 from keel.envs.judge import Judge
@@ -29,8 +30,19 @@ from keel.envs.registry import build_task
 from keel.envs.sandbox import Limits, Program, Sandbox, sandbox
 from keel.envs.validity import checks
 
-LIMITS = Limits(timeout_s=1.0, workers=2)
+PATIENT = {"timeout_s": 60.0, "workers": 2}  # for what takes milliseconds, on a machine that is busy
+LIMITS = Limits(**PATIENT)  # type: ignore[arg-type]
 Tests = list[Any]
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, late: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Leave little time to some requests, and to no others."""
+    ask = Program.ask
+
+    def asks(self: Program, request: Mapping[str, Any], until: float, *args: Any) -> Any:
+        return ask(self, request, time.monotonic() + 0.2 if late(request) else until, *args)
+
+    monkeypatch.setattr(Program, "ask", asks)
 
 
 def passed(program: str, tests: Tests) -> list[bool]:
@@ -83,7 +95,7 @@ def test_exceptions_and_iterators_cross_too() -> None:
     program = "def f(x):\n    if x < 0: raise ValueError('low')\n    return map(str, range(x))"
     tests = [
         "assert list(f(2)) == ['0', '1']",
-        "try:\n    f(-1)\n    assert False\nexcept ValueError as e: assert 'low' in str(e)",
+        "try:\n    f(-1)\n    assert False\nexcept ValueError as e: assert str(e) == 'low'",
     ]
     assert passed(program, tests) == [True, True]
 
@@ -95,7 +107,7 @@ def test_partial_credit_by_name() -> None:
         {"name": "large", "call": "f", "args": [100], "returns": 10000},
     ]
     problem = Problem("p", "square", info={"tests": tests})
-    judge = Judge.of(code(), [{"name": "code", "partial": 0.3, "timeout_s": 1.0}])
+    judge = Judge.of(code(), [{"name": "code", "partial": 0.3, **PATIENT}])
     judged = judge.judge(
         problem, [["def f(x): return x"], ["def f(x): return x if x < 2 else 3"], ["def f(x: x"], [""]]
     )
@@ -128,32 +140,32 @@ def test_words_of_a_program_steer_no_terminal() -> None:
     assert judged.details.replace("\n", "").isprintable()
 
 
-def test_what_runs_after_a_fault() -> None:
+def test_what_runs_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash the program is loaded anew; after the first test that runs out of time none is run."""
+    hurry(monkeypatch, lambda request: request.get("args") == [3] or request.get("stdin") == "loop")
     program = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    while x == 3: pass\n    return x"
     tests = [{"call": "f", "args": [x], "returns": x} for x in (0, 1, 2, 3, 4)]
-    outcomes = run_tests(program, tests, Limits(timeout_s=0.3, workers=2))
+    outcomes = run_tests(program, tests, LIMITS)
     assert [outcome.passed for outcome in outcomes] == [True, False, True, False, False]
     assert "ended before" in outcomes[1].shown
     assert "not run" in outcomes[4].shown
     printed = [{"stdin": x, "stdout": x} for x in ("a", "loop", "b")]
-    looping = "x = input()\nwhile x == 'loop': pass\nprint(x)"
-    assert [o.passed for o in run_tests(looping, printed, Limits(timeout_s=0.3, workers=2))] == [True, False, False]
+    assert passed("x = input()\nwhile x == 'loop': pass\nprint(x)", printed) == [True, False, False]
 
 
 def test_tests_after_a_late_one_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     program = Sandbox.program
     monkeypatch.setattr(Sandbox, "program", lambda self: started.append(1) or program(self))
+    hurry(monkeypatch, lambda request: request["exec"] == "while True: pass")
     tests = [{"stdin": str(i), "stdout": ""} for i in range(30)]
-    limits = Limits(timeout_s=0.2, workers=2)
     for times in (1, 2):  # what ran out of time is not remembered: the machine may have been busy
-        outcomes = run_tests("while True: pass", tests, limits)
+        outcomes = run_tests("while True: pass", tests, LIMITS)
         assert [outcome.kind for outcome in outcomes] == ["timeout"] * 30
         assert times <= len(started) <= 3 * times
     started.clear()
     for _ in range(2):
-        run_tests("print(1)", tests, limits)
+        run_tests("print(1)", tests, LIMITS)
     assert len(started) == 30
 
 
@@ -225,6 +237,36 @@ def test_a_program_does_not_stop_a_tests_own_loop(error: str) -> None:
     assert passed(f"def f(x): raise {error}", tests) == [False, False]
 
 
+def test_each_test_is_told_by_its_name_and_a_line() -> None:
+    tests = [
+        {"name": "long", "call": "f", "args": [list(range(99))], "returns": 0},
+        {"code": "def check(g):\n    assert g([]) == 0\n\n    assert g([1]) == 1\ncheck(f)\n"},
+        "f(3)",
+    ]
+    problem = Problem("p", "", info={"tests": tests})
+    (judged,) = Judge.of(code(), [{"name": "code"}]).judge(problem, [["def f(x): return len(x) and x[9]"]]) or ()
+    first, second, third = judged.details.split("\n")
+    assert first.startswith("✗ long: f([0, 1, 2, ")
+    assert first.endswith("…: returned 9, expected 0")
+    assert second == (
+        "✗ def check(g): assert g([]) == 0; assert g([1]) == 1; check(f): IndexError: list index out of range"
+    )
+    assert third.startswith("✗ f(3): TypeError: object of type 'int'")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("def f(x: x", "SyntaxError"), ("  f = 1", "IndentationError"), ("if 1:\n\tx\n        y", "TabError")],
+)
+def test_why_a_program_cannot_be_read_is_told_once(text: str, error: str) -> None:
+    tests = [{"call": "f", "args": [x], "returns": x} for x in range(3)]
+    (judged,) = Judge.of(code(), [{"name": "code"}]).judge(Problem("p", "", info={"tests": tests}), [[text]]) or ()
+    first, second = judged.details.split("\n")
+    assert first.startswith(f"✗ f(0): {error}: ")
+    assert second == "✗ 2 more: the same"
+    assert not judged.parsed
+
+
 def test_errors_are_shown_and_not_compared() -> None:
     program = "import sys\nprint('note', file=sys.stderr)\nprint(1)"
     (outcome,) = run_tests(program, [{"stdin": "", "stdout": "1"}], LIMITS)
@@ -241,7 +283,7 @@ def end(program: Program, limits: Limits) -> None:
 
 
 def test_a_death_of_the_sandbox_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, ended = Limits(timeout_s=5.0, workers=1), []
+    limits, ended = Limits(timeout_s=60.0, workers=1), []
     ask = Program.ask
 
     def dies(self: Program, request: Any, until: float, *args: Any) -> Any:
@@ -319,7 +361,7 @@ def test_composed_programs_do_what_the_operations_do() -> None:
 
 @pytest.mark.parametrize("format", ["plain", "chat"])
 def test_the_task_is_sound(format: str) -> None:
-    task = code(format=format, timeout_s=1.0)
+    task = code(format=format, **PATIENT)  # type: ignore[arg-type]
     assert [result for result in checks(task, count=3) if not result.ok] == []
     for problem in task.sample(4, seed=1, step=0):
         assert not any(str(test["args"][0]) in str(problem.prompt) for test in problem.info["tests"])
@@ -373,7 +415,7 @@ def test_attacks_break_a_judge_in_one_process_and_not_this_one(monkeypatch: pyte
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    chosen = code(steps=2, format="plain", timeout_s=1.0)
+    chosen = code(steps=2, format="plain", **PATIENT)  # type: ignore[arg-type]
     names = {attack.name for attack in chosen.attacks(chosen.sample(1, seed=0, step=0)[0])}
     assert names == {
         "hard-coded outputs",
@@ -390,7 +432,7 @@ def test_attacks_break_a_judge_in_one_process_and_not_this_one(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_check_task_attacks_programs() -> None:
-    exploits = exploit(code(format="plain", timeout_s=1.0), count=8, seconds=0.0)
+    exploits = exploit(code(format="plain", **PATIENT), count=8, seconds=0.0)  # type: ignore[arg-type]
     tried = {row.name for row in exploits.rows if row.family == "program"}
     assert len(tried) == 6
     assert all(check.ok for check in exploits.checks)
@@ -464,7 +506,7 @@ def _read(tmp_path: Path, row: Mapping[str, Any]) -> Task:
     question = next(name for name in QUESTIONS if name in row)
     other = {**row, question: f"{row[question]}\n# again\n"}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(other)}\n")
-    return build_task("code", data={"path": str(tmp_path / "rows.jsonl")}, held_out=1, timeout_s=2.0)
+    return build_task("code", data={"path": str(tmp_path / "rows.jsonl")}, held_out=1, **PATIENT)
 
 
 @pytest.mark.parametrize("name", SOLVED)
@@ -524,13 +566,14 @@ def _call(code: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
 
 
-def test_the_tool_has_state_within_an_episode_and_none_across() -> None:
-    task = build_task("tools", task={"name": "arithmetic"}, tools=[{"python": {"timeout_s": 0.5, "workers": 2}}])
+def test_the_tool_has_state_within_an_episode_and_none_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch, lambda request: request["exec"] == "while True: pass")
+    task = build_task("tools", task={"name": "arithmetic"}, tools=[{"python": PATIENT}])
     problem = task.sample(1, seed=0, step=0)[0]
     assert "python" in str(problem.tools)
 
     def replies(*codes: str) -> list[str]:
-        with played(task, problem, map(_call, codes)) as (_, answers):
+        with play_turns(task, problem, map(_call, codes)) as (_, answers):
             return [answer[0]["content"] for answer in answers if answer is not None and not isinstance(answer, str)]
 
     first = replies("x = 20\nopen('f', 'w').write('kept')", "x + 1", "print(open('f').read())\nx / 0", "x * 2")
@@ -541,24 +584,23 @@ def test_the_tool_has_state_within_an_episode_and_none_across() -> None:
         "ran out of time; its variables are gone",
         "NameError: name 'x' is not defined",
     ]
-    with played(task, problem, [_call("x = 1")]) as (episode, _):
+    with play_turns(task, problem, [_call("x = 1")]) as (episode, _):
         program = episode.sessions["python"].program  # type: ignore[attr-defined]
     assert program.closed
 
 
 def test_the_tool_says_that_the_sandbox_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = Limits(timeout_s=5.0, workers=1)
-    task = build_task("tools", task={"name": "arithmetic"}, tools=[{"python": {"timeout_s": 5.0, "workers": 1}}])
+    task = build_task("tools", task={"name": "arithmetic"}, tools=[{"python": PATIENT}])
     problem = task.sample(1, seed=0, step=0)[0]
     ask = Program.ask
 
     def dies(self: Program, request: Any, until: float, *args: Any) -> Any:
         if request["exec"] == "x + 1":
-            end(self, limits)
+            end(self, LIMITS)
         return ask(self, request, until, *args)
 
     monkeypatch.setattr(Program, "ask", dies)
-    with played(task, problem, map(_call, ("x = 1", "x + 1", "x"))) as (_, answers):
+    with play_turns(task, problem, map(_call, ("x = 1", "x + 1", "x"))) as (_, answers):
         said = [answer[0]["content"] for answer in answers if answer is not None and not isinstance(answer, str)]
     assert "variables are gone" in said[1]
     assert said[2].startswith("NameError")

@@ -18,9 +18,9 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Problem, Reward
 from keel.envs import Episode, Task
-from keel.envs.base import played
+from keel.envs.base import play_turns
 from keel.envs.calls import LOOP, HungCalls, TooManyHungCalls
-from keel.envs.episode import EpisodeRunner, close_now, step_now
+from keel.envs.episode import EpisodeRunner, close_sync, step_sync
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.registry import build_task
@@ -291,7 +291,7 @@ def test_what_one_episode_was_told_is_no_other_episodes(task: dict[str, Any], tu
     (problem,) = made.sample(1, seed=0, step=0)
     first: Any = made.start(problem)
     second: Any = made.start(problem)
-    assert step_now(first, turn) == step_now(first, turn)
+    assert step_sync(first, turn) == step_sync(first, turn)
     assert (first.counts()["tool/calls"], second.counts()["tool/calls"]) == (2.0, 0.0)
     assert (len(first.turns), second.turns, second.results) == (2, [], [])
 
@@ -303,10 +303,10 @@ def note(text: str) -> str:
 
 def test_two_games_are_two_boards() -> None:
     first, second = (matches.Game(0, True, matches.random_mover(0)) for _ in range(2))
-    answer = step_now(first, "e2e4")
+    answer = step_sync(first, "e2e4")
     assert [move.uci() for move in first.board.move_stack] == ["e2e4", answer]
     assert not second.board.move_stack
-    assert step_now(first, "e2e4") is None
+    assert step_sync(first, "e2e4") is None
     assert (first.reward(), first.reason, second.result) == (0.0, "illegal move e2e4", None)
 
 
@@ -322,7 +322,7 @@ def test_gold_turns_of_episodes_that_are_started_later_are_judged() -> None:
     task = SlowlyMade()
     (problem,) = task.held_out(1)
     assert task.reward(problem, ["a", "b", "stop"]).total == 3.0
-    with played(task, problem, ["a", "stop", "never said"]) as (_, answered):
+    with play_turns(task, problem, ["a", "stop", "never said"]) as (_, answered):
         assert answered == ["1 told\n", None]
     assert [box.closed for box in Box.made] == [1, 1]
 
@@ -524,12 +524,12 @@ class Exits(Episode):
 
 def test_a_coroutine_that_exits_does_not_take_the_loop_with_it() -> None:
     with pytest.raises(SystemExit, match="3"):
-        step_now(Exits(), "a")
+        step_sync(Exits(), "a")
     with pytest.raises(SystemExit, match="4"):
-        close_now(Exits())
+        close_sync(Exits())
     with pytest.raises(ValueError, match=r"^no$"):
-        step_now(Exits(), "fail")
-    assert step_now(Box(), "a") == "1 told\n"
+        step_sync(Exits(), "fail")
+    assert step_sync(Box(), "a") == "1 told\n"
 
 
 def test_a_loop_that_runs_already_does_not_matter() -> None:

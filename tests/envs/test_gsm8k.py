@@ -102,7 +102,7 @@ def test_answers_without_a_number_are_broken(tmp_path: Path) -> None:
     data = {"path": write(tmp_path / "train.jsonl", records), "on_broken": "skip"}
     task: Any = build_task("gsm8k", data=data)
     assert len(task.train) + len(task.held) == 10
-    assert any("1 broken rows left out" in note for note in task.notes)
+    assert any("1 broken rows skipped" in note for note in task.notes)
     messages = [{"question": [{"role": "user", "content": f"{n}?"}], "answer": f"#### {n}"} for n in range(9)]
-    with pytest.raises(KeelError, match="use the task dataset for messages"):
+    with pytest.raises(KeelError, match="use the task dataset for chat messages"):
         task_of(tmp_path, messages)

@@ -199,7 +199,7 @@ def test_hung_calls_are_counted_and_too_many_stop_the_run() -> None:
 
 def test_a_judge_apart_has_failures_of_its_own_and_a_limit_for_all_of_its_calls() -> None:
     judge = Judge([wrap(lambda problem, text: HANG.wait(20), "slow", trusted=True)], timeout_s=0.05, on_error="zero")
-    apart = judge.apart()
+    apart = judge.for_thread()
     assert apart.judge(PROBLEM, [["x"]]) == (Reward(0.0, {"slow": 0.0}, parsed=False),)
     assert [failure.kind for failure in apart.drain()] == ["timeout"]
     assert judge.drain() == []
@@ -289,7 +289,7 @@ def test_shuffled_rewards_are_the_same_in_sum_and_say_nothing_in_place() -> None
         ("exat", {}, "did you mean 'exact'"),
         ("numeric", {"tags": 1}, "did you mean 'tag'"),
         ("task", {"x": 1}, "takes no parameters"),
-        ("format", {"pattern": "("}, "no regular expression"),
+        ("format", {"pattern": "("}, "not a valid regular expression"),
         ("no.module:f", {}, "cannot import reward"),
         (f"{__name__}:sees_turns", {"bonuss": 1}, "did you mean 'bonus'"),
     ],

@@ -121,7 +121,7 @@ def test_equal_entries_share_a_server_and_others_have_their_own() -> None:
         ("add", {"a": "3"}, "3 + 1.0 = 4.0", None),
         ("add", {"a": "three"}, "error: add: 'a' must be int, not 'three'", "bad_arguments"),
         ("add", {"b": 1}, "error: add: the parameter 'a' is missing", "bad_arguments"),
-        ("add", {"a": 1, "c": 1}, "error: add: there is no parameter 'c'; there are a, b", "bad_arguments"),
+        ("add", {"a": 1, "c": 1}, "error: add: unknown parameter 'c'; the parameters are a, b", "bad_arguments"),
         ("find", {"query": 7, "words": ["x"]}, "7/web/['x']", None),
         ("find", {"query": "q", "kind": "news", "words": None}, "q/news/None", None),
         ("find", {"query": "q", "kind": "old"}, "error: find: 'kind' must be Literal['web', 'news']", "bad_arguments"),
@@ -180,7 +180,7 @@ def test_a_server_that_ends_fails_the_call_and_is_started_again_once() -> None:
     assert ask(tools, "server_pid")[0] != pid
     assert ask(tools, "ends") == ended
     assert ask(tools, "ends") == ended  # by the server that was started again, and has answered nothing since
-    gone = "error: add raised ToolError: its server has ended and is not started again", "failed"
+    gone = "error: add raised ToolError: its server has ended again and is not restarted", "failed"
     assert ask(tools, "add", a=1) == gone
     assert ask(tools_of([entry(env={"SMALL_WORD": "ends"})]), "add", a=1) == ("1 + 1.0 = 2.0", None)
 
@@ -202,14 +202,14 @@ def test_a_server_that_does_not_start_again_is_left_alone(tmp_path: Path) -> Non
     tools = tools_of([entry("once", tmp_path / "started")])
     assert ask(tools, "ends")[1] == "failed"
     said, kind = ask(tools, "add", a=1)
-    assert said.startswith("error: add raised ToolError: its server did not start: Connection closed (it said: small: ")
+    assert said.startswith("error: add raised ToolError: its server did not start: Connection closed (stderr: small: ")
     assert kind == "failed"
-    assert ask(tools, "add", a=1)[0].endswith("has ended and is not started again")
+    assert ask(tools, "add", a=1)[0].endswith("has ended again and is not restarted")
 
 
 def test_servers_that_do_not_start_are_one_line() -> None:
     for wrong, message in (
-        (entry("broken"), r"did not start: .* \(it said: small: cannot find its database\); try the command in a term"),
+        (entry("broken"), r"did not start: .* \(stderr: small: cannot find its database\); try the command in a term"),
         (
             {"mcp": "no-such-command --p 1"},
             r"the MCP server 'no-such-command --p 1' did not start: .*No such file",
@@ -235,17 +235,17 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, monke
     ("wrong", "message"),
     [
         (entry(only=["ad"]), "unknown tool of the MCP server .* 'ad': did you mean 'add'"),
-        (entry(only=[]), r"only is \[\]: give a list of names"),
-        (entry(only="add"), "only is 'add': give a list of names"),
+        (entry(only=[]), r"only is \[\]: give a list of tool names"),
+        (entry(only="add"), "only is 'add': give a list of tool names"),
         (entry(timeout_s=0), "timeout_s of .* is 0: it must be a number above 0"),
         (entry(max_characters=2.5), "max_characters of .* is 2.5: it must"),
         (entry(at_once=True), "at_once of .* is True: it must"),
         (entry(timeout=3), "unknown option of an mcp entry in task.tools 'timeout': did you mean 'timeout_s'"),
-        ({"mcp": "serve 'it"}, "mcp is .*: give the server's command, or its address"),
+        ({"mcp": "serve 'it"}, "mcp is .*: give the server's command or its URL"),
         ({"mcp": 3}, "mcp is 3: give the server's command"),
         ({"only": ["add"]}, "mcp is None: give the server's command"),
         ({"mcp": "serve", "env": ["A"]}, "env of 'serve' must be a mapping"),
-        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env of .* must be a mapping .* beside a command"),
+        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env of .* must be a mapping .* needs a command"),
     ],
 )
 def test_wrong_entries_are_one_line(wrong: dict[str, Any], message: str) -> None:
@@ -254,13 +254,13 @@ def test_wrong_entries_are_one_line(wrong: dict[str, Any], message: str) -> None
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(KeelError, match="two tools are called 'add'"):
+    with pytest.raises(KeelError, match="two tools have the name 'add'"):
         tools_of([entry(only=["add"]), entry(only=["find", "add"])])
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(KeelError, match=r"needs mcp, 2.0 or newer: pip install 'keel-rl\[mcp\]'"):
+    with pytest.raises(KeelError, match=r"needs mcp 2.0 or newer: pip install 'keel-rl\[mcp\]'"):
         tools_of([entry()])
 
 
@@ -306,14 +306,14 @@ def test_over_http_also_when_the_server_comes_back() -> None:
 LEAVES = """
 import os, sys, time
 from keel.envs.tool_list import tools_of
-from keel.envs.episode import step_now
+from keel.envs.episode import step_sync
 from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.base.types import Problem
 
 tools = tools_of([{"mcp": sys.argv[1], "env": {"PYTHONPATH": os.environ["PYTHONPATH"]}}])
 call = '<tool_call>{"name": "server_pid", "arguments": {}}</tool_call>'
 episode = ToolEpisode(Toolbox(lambda problem: tools), Problem("p", "?"))
-print(step_now(episode, call)[0]["content"], flush=True)
+print(step_sync(episode, call)[0]["content"], flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), 9)
 if sys.argv[2] == "raises":
@@ -368,7 +368,7 @@ def test_an_entrys_variables_are_read_when_the_server_starts(monkeypatch: pytest
     given = entry(only=["server.pid"], env={"SMALL_WORD": "$KEEL_TEST_WORD"})
     assert ask(tools_of([given]), "server_pid")[0].split()[1] == "from-outside"
     monkeypatch.delenv("KEEL_TEST_WORD")
-    with pytest.raises(KeelError, match=r"names \$KEEL_TEST_WORD, which the environment does not have"):
+    with pytest.raises(KeelError, match=r"names \$KEEL_TEST_WORD, which is not set"):
         tools_of([entry(env={"SMALL_WORD": "$KEEL_TEST_WORD-2"})])
 
 
@@ -391,5 +391,5 @@ def test_headers_go_to_an_address_and_are_not_shown(monkeypatch: pytest.MonkeyPa
         server.shutdown()
     assert seen[0] == ("/mcp?k=s3cret-token", "Bearer s3cret-token")
     assert "s3cret" not in str(caught.value)
-    with pytest.raises(KeelError, match=r"headers of .* must be a mapping .* beside an address"):
+    with pytest.raises(KeelError, match=r"headers of .* must be a mapping .* needs a URL"):
         tools_of([{"mcp": "server", "headers": {"A": "1"}}])

@@ -123,7 +123,7 @@ def test_in_a_mixture_and_in_a_configuration() -> None:
         ({"dataset": "chain_sums"}, "did you mean 'chain_sum'"),
         ({"dataset": "chain_sum", "max_term": 3}, "did you mean 'max_terms'"),
         ({"dataset": "chain_sum", "min_terms": 9, "max_terms": 2}, "max_terms must be >= min_terms"),
-        ({"dataset": "chain_sum", "min_terms": "many"}, "refuses its parameters"),
+        ({"dataset": "chain_sum", "min_terms": "many"}, "rejects its parameters"),
         ({"dataset": "chain_sum", "fallback": "lines"}, "did you mean 'line'"),
     ],
 )

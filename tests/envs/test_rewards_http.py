@@ -304,7 +304,7 @@ def test_a_redirect_to_another_origin_is_not_followed(
     try:
         redirecting(server, other.url + "?from=here", status)
         judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
-        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.* give that url") as caught:
+        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.*set url") as caught:
             totals(judge, "7")
     finally:
         other.http.shutdown()
@@ -340,7 +340,7 @@ def test_the_query_comes_from_the_environment_too(server: Server, monkeypatch: p
     assert totals(chat(server.url + "?api-version=2&key=${JUDGE_KEY}"), "7") == [1.0]
     assert server.paths[1] == "/judge/chat/completions?api-version=2&key=k-1234567"
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(KeelError, match=r"rewards\.url names \$JUDGE_KEY, which the environment does not have"):
+    with pytest.raises(KeelError, match=r"rewards\.url names \$JUDGE_KEY, which is not set"):
         probe_rewards([{"name": "http", "url": server.url + "?api_key=$JUDGE_KEY"}])
 
 

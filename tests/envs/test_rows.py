@@ -87,7 +87,7 @@ def test_a_folder_is_read_by_its_split(tmp_path: Path) -> None:
     assert load(str(tmp_path), split="test").problems[0].key == "test-00000-of-00001.parquet:1"
     assert "train.jsonl" in refused(str(tmp_path), split="validation")
     (tmp_path / "none").mkdir()
-    assert "holds no data" in refused(str(tmp_path / "none"))
+    assert "has no data files" in refused(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("more", [False, True])
@@ -96,7 +96,7 @@ def test_a_split_that_a_file_does_not_have_is_refused(tmp_path: Path, more: bool
     assert len(load(path).problems) == len(load(path, split="test").problems) == len(ROWS)
     others = [write_jsonl(tmp_path / "tset.jsonl", ROWS)] if more else []
     message = refused([*others, path], split="tset")
-    assert message.startswith(f"data.split=tset has no meaning for {path}")
+    assert message.startswith(f"data.split=tset has no effect for {path}")
 
 
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_broken_lines_are_named_and_refused_unless_skipped(tmp_path: Path) -> No
     assert "data.on_broken=skip" in message
     loaded = load(str(path), on_broken="skip")
     assert [p.key for p in loaded.problems] == ["a.jsonl:1", "a.jsonl:6"]
-    assert "4 broken rows left out" in loaded.notes[0]
+    assert "4 broken rows skipped" in loaded.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_each_broken_row_says_why(tmp_path: Path, line: str, why: str) -> None:
 def test_csv_with_another_number_of_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\na,1\nb\nc,3,4\n")
-    assert refused(str(path)).startswith("a.csv:3: 1 fields where the first line names 2 columns")
+    assert refused(str(path)).startswith("a.csv:3: 1 fields, but the header has 2 columns")
     assert len(load(str(path), on_broken="skip").problems) == 1
     path.write_text("question,question\na,1\n")
     assert "occurs twice" in refused(str(path))
@@ -290,7 +290,7 @@ def test_all_rows_broken(tmp_path: Path) -> None:
     [
         ([1, "two", [3]], "a number at a.jsonl:1, a text at a.jsonl:2, a list at a.jsonl:3"),
         ([True, 1], "a boolean at a.jsonl:1, a number at a.jsonl:2"),
-        ([{"value": 1}], "holds objects (a.jsonl:1): name the field"),
+        ([{"value": 1}], "has objects (a.jsonl:1): name the field"),
         ([["a", 1]], "a.jsonl:1: the list in column 'answer' mixes types"),
     ],
 )
@@ -307,7 +307,7 @@ def test_whole_and_decimal_numbers_are_one_type(tmp_path: Path) -> None:
 def test_files_that_are_not_there_or_not_what_they_say(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "mine.jsonl", ROWS)
     assert "did you mean" in refused(str(tmp_path / "mein.jsonl"))
-    assert "there is no file nowhere.csv" in refused("nowhere.csv")
+    assert "file nowhere.csv not found" in refused("nowhere.csv")
     (tmp_path / "a.parquet").write_text("no")
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "a.txt").write_text("hello")

@@ -91,7 +91,7 @@ class Broken(TaskWrapper):
         ({"gold": lambda problem: "", "reward": lambda problem, turns: Reward(-1.0)}, "an empty answer"),
         ({"reward": lambda problem, turns: Reward(1.0)}, "an empty answer"),
         ({"reward": lambda problem, turns: Reward(len(turns[-1]))}, "earns more than the gold"),
-        ({"held_out": lambda count, seed=0: arithmetic(high=30).sample(count, seed=0, step=1)}, "turns up in training"),
+        ({"held_out": lambda count, seed=0: arithmetic(high=30).sample(count, seed=0, step=1)}, "the training data"),
         ({"sample": lambda count, seed, step: arithmetic(high=30).sample(1, seed=0, step=0) * count}, "the same key"),
         ({"reward": lambda problem, turns: Reward(float(bool(turns[-1])))}, "answer to another problem"),
     ],
@@ -311,13 +311,13 @@ def test_mixture_shares_and_judges_where_it_belongs() -> None:
     assert share[2] == 0
     assert 0.65 < share[0] / 400 < 0.85
     assert Counter(p.info["mixture"] for p in mixed.held_out(40)) == {0: 30, 1: 10}
-    assert not mixed.several_turns
+    assert not mixed.multi_turn
 
 
 def test_no_total_of_a_mixture_hides_another() -> None:
     def counting(name: str, **totals: float) -> Any:
         class Counting(Task):
-            def totals(self) -> dict[str, float]:
+            def counters(self) -> dict[str, float]:
                 return totals
 
         made = Counting()
@@ -325,9 +325,9 @@ def test_no_total_of_a_mixture_hides_another() -> None:
         return made
 
     first, second, third = counting("a", crashed=1, cached=2), counting("b", crashed=3), counting("b", crashed=4)
-    assert mixture([first, arithmetic()]).totals() == {"crashed": 1, "cached": 2}
-    assert mixture([first, second]).totals() == {"a/crashed": 1, "cached": 2, "b/crashed": 3}
-    assert mixture([second, third]).totals() == {"0/b/crashed": 3, "1/b/crashed": 4}
+    assert mixture([first, arithmetic()]).counters() == {"crashed": 1, "cached": 2}
+    assert mixture([first, second]).counters() == {"a/crashed": 1, "cached": 2, "b/crashed": 3}
+    assert mixture([second, third]).counters() == {"0/b/crashed": 3, "1/b/crashed": 4}
 
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")]])
@@ -350,7 +350,7 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("arithmetic", {"style": "word"}, "did you mean 'words'"),
         ("countdown", {"numbers": 1}, "from 2 to 8"),
         ("countdown", {"operations": "+^"}, "some of"),
-        ("countdown", {"target_low": 5, "target_high": 1}, "turn them round"),
+        ("countdown", {"target_low": 5, "target_high": 1}, "swap them"),
         ("countdown", {"low": -1}, "must hold"),
         ("mixture", {}, "needs the parameter 'tasks'"),
         ("mixture", {"tasks": ["arithmetic"]}, r"tasks\[0\] is the text arithmetic: expected a mapping"),
@@ -359,8 +359,8 @@ def test_mixture_refuses_bad_weights(weights: list[float]) -> None:
         ("arithmetic", {"digits": True}, "arithmetic.digits is true: expected a whole number"),
         ("countdown", {"numbers": [3, "four"]}, r"countdown.numbers\[1\] is the text four"),
         ("no.such.module:task", {}, "cannot import task"),
-        ("keel.envs.countdown:FORM_REWARD", {}, "must be a function"),
-        ("builtins:dict", {}, "is Python's own dict: give a function or a class of yours"),
+        ("keel.envs.countdown:FORMAT_REWARD", {}, "must be a function"),
+        ("builtins:dict", {}, "is the built-in dict: give a function or class"),
         ("keel.envs.base:Task", {}, "a Task without sample, held_out, gold, reward"),
     ],
 )
@@ -390,5 +390,5 @@ def test_names_tell_sizes_apart() -> None:
 
 
 def test_an_impossible_target_says_so() -> None:
-    with pytest.raises(KeelError, match="no solvable problem"):
+    with pytest.raises(KeelError, match="countdown found no problem"):
         countdown(numbers=2, high=9, target_low=5000, target_high=9000).sample(1, seed=0, step=0)

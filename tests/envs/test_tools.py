@@ -17,7 +17,7 @@ from keel.base.types import Problem
 from keel.envs.registry import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
 from keel.envs.tool_list import tools_of
-from keel.envs.toolbox import KINDS, MOST_CALLS, Toolbox
+from keel.envs.toolbox import KINDS, MAX_CALLS, Toolbox
 from keel.envs.tools import Tool, coerce, json_type, tool
 
 PROBLEM = Problem("p", "?")
@@ -186,8 +186,8 @@ def odd_type(x: threading.Event) -> int:
         (no_docstring, "has no docstring"),
         (no_hint, "'x' needs a type hint"),
         (any_arguments, r"\*args"),
-        (odd_type, "JSON cannot write"),
-        (lambda: None, "cannot be called '<lambda>'"),
+        (odd_type, "JSON cannot represent"),
+        (lambda: None, "'<lambda>' is not a valid tool name"),
     ],
 )
 def test_functions_that_make_no_tool(function: Any, message: str) -> None:
@@ -214,7 +214,7 @@ def test_tools_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (["search"], "module:attr"),
         (["mytools:serch"], "cannot import tool"),
         (["mytools:number"], "must be a function"),
-        (["mytools:search", search], "two tools are called 'search'"),
+        (["mytools:search", search], "two tools have the name 'search'"),
         ("mytools:search", "give a list"),
     ):
         with pytest.raises(KeelError, match=message):
@@ -359,7 +359,7 @@ def test_several_calls_of_a_turn_run_in_order_and_are_answered_together() -> Non
         (call("serch"), "unknown_tool", "error: there is no tool 'serch'; use search, broken, quiet, talks"),
         (call("search"), "bad_arguments", "error: search: the parameter 'query' is missing"),
         (call("search", query=["a"]), "bad_arguments", "error: search: 'query' must be str, not ['a']"),
-        (call("search", query="x", page=2), "bad_arguments", "error: search: there is no parameter 'page'"),
+        (call("search", query="x", page=2), "bad_arguments", "error: search: unknown parameter 'page'"),
         (call("broken", x="1"), "failed", "error: broken raised OSError: the disk is gone"),
     ],
 )
@@ -391,9 +391,9 @@ def test_a_tool_that_hangs_is_an_error_and_at_last_stops_the_run() -> None:
 
 def test_too_many_calls_of_a_turn_are_not_answered() -> None:
     toolbox = box(quiet)
-    turn = f"<tool_call>{call('quiet')}</tool_call>" * (MOST_CALLS + 5)
-    assert len(said(toolbox, turn)) == MOST_CALLS + 1
-    assert counted(toolbox, turn) == {"tool/calls": MOST_CALLS + 1, "tool/errors": 1.0, "tool/too_many": 1.0}
+    turn = f"<tool_call>{call('quiet')}</tool_call>" * (MAX_CALLS + 5)
+    assert len(said(toolbox, turn)) == MAX_CALLS + 1
+    assert counted(toolbox, turn) == {"tool/calls": MAX_CALLS + 1, "tool/errors": 1.0, "tool/too_many": 1.0}
 
 
 def test_every_kind_is_counted_even_where_it_is_zero() -> None:
@@ -455,7 +455,7 @@ def double(number: int) -> int:
     [
         ({"task": {"name": "arithmetic"}, "tools": []}, "needs tools"),
         ({"task": "arithmetic", "tools": [double]}, "tools.task.*mapping such as .name"),
-        ({"task": {"name": "multihop"}, "tools": [double]}, "several turns of its own"),
+        ({"task": {"name": "multihop"}, "tools": [double]}, "is a multi-turn task"),
         ({"task": {"name": "arithmetic"}, "tools": [double], "format": "xml"}, "tool format"),
     ],
 )

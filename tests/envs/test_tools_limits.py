@@ -18,12 +18,12 @@ from envs.playing import counts, replies, reply
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import Episode, Task
-from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call_now
+from keel.envs.calls import CallFailed, HungCalls, TooManyHungCalls, call_sync
 from keel.envs.episode import SingleTurn
 from keel.envs.judge import Judge
 from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
-from keel.envs.toolbox import MOST_HUNG, Toolbox, ToolEpisode
+from keel.envs.toolbox import MAX_HUNG, Toolbox, ToolEpisode
 from keel.envs.tools import tool
 
 
@@ -74,7 +74,7 @@ def test_several_threads_may_call_at_a_time() -> None:
     got: dict[int, int] = {}
 
     def ask(number: int) -> None:
-        got[number] = call_now(lambda: (together.wait(10), 10 * number)[1], timeout_s=20.0, hung=HungCalls())
+        got[number] = call_sync(lambda: (together.wait(10), 10 * number)[1], timeout_s=20.0, hung=HungCalls())
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -86,19 +86,19 @@ def test_several_threads_may_call_at_a_time() -> None:
 
 def test_a_coroutine_that_waits_for_its_own_loop_is_an_error_and_no_deadlock() -> None:
     async def waits() -> Any:
-        return call_now(lambda: 1, timeout_s=None, hung=HungCalls())
+        return call_sync(lambda: 1, timeout_s=None, hung=HungCalls())
 
-    with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for the event loop"):
-        call_now(waits, timeout_s=20.0, hung=HungCalls())
+    with pytest.raises(CallFailed, match="raised RuntimeError: a coroutine cannot wait for its own event loop"):
+        call_sync(waits, timeout_s=20.0, hung=HungCalls())
 
 
 def test_a_child_process_calls_with_threads_of_its_own() -> None:
-    assert call_now(lambda: 1, timeout_s=20.0, hung=HungCalls()) == 1
+    assert call_sync(lambda: 1, timeout_s=20.0, hung=HungCalls()) == 1
     child = os.fork()
     if child == 0:
         signal.alarm(10)  # a child that waits for its parent's threads would wait for ever
         try:
-            os._exit(call_now(lambda: 7, timeout_s=5.0, hung=HungCalls()))
+            os._exit(call_sync(lambda: 7, timeout_s=5.0, hung=HungCalls()))
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -202,9 +202,9 @@ def test_calls_that_return_late_are_no_longer_counted_as_hung() -> None:
 
 def test_a_tool_that_hangs_for_good_stops_the_run() -> None:
     task, problem = with_tools(tool(hang.function, timeout_s=0.02))
-    for number in range(MOST_HUNG):
+    for number in range(MAX_HUNG):
         replies(task, [(problem, turn("hang", str(number)))])
-    with pytest.raises(TooManyHungCalls, match=rf"^tool 'hang' hangs: {MOST_HUNG + 1} calls did not return"):
+    with pytest.raises(TooManyHungCalls, match=rf"^tool 'hang' hangs: {MAX_HUNG + 1} calls did not return"):
         replies(task, [(problem, turn("hang", "the last"))])
 
 

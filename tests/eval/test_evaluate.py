@@ -181,7 +181,7 @@ def test_impossible_k_is_refused(engine: NativeEngine, options: dict[str, Any]) 
 
 
 def test_nothing_to_evaluate_is_refused(engine: NativeEngine) -> None:
-    with pytest.raises(KeelError, match="nothing to evaluate"):
+    with pytest.raises(KeelError, match="no held-out problems"):
         evaluate(collector_of(engine, TASK), [])
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from keel.eval.statistics import (
     Estimate,
     estimate,
-    frontier,
     holm,
-    overlap,
+    intervals_overlap,
     paired,
+    pareto_frontier,
     pearson,
     ranks,
     spearman,
@@ -108,7 +108,7 @@ def test_pairing_removes_what_seeds_share():
     first = {seed: 10.0 * seed for seed in range(5)}
     second = {seed: 10.0 * seed + 1 + 0.1 * (seed % 2) for seed in range(5)}
     assert paired(first, second).excludes_zero
-    assert overlap(estimate(list(first.values())), estimate(list(second.values())))
+    assert intervals_overlap(estimate(list(first.values())), estimate(list(second.values())))
 
 
 def test_holm_by_hand():
@@ -176,4 +176,4 @@ def test_equal_values_share_their_rank():
 
 def test_frontier():
     """b costs more than a and gains less; d costs what c costs and gains more."""
-    assert frontier({"a": (1, 5), "b": (2, 4), "c": (3, 6), "d": (3, 7), "e": (9, 7)}) == ["a", "d"]
+    assert pareto_frontier({"a": (1, 5), "b": (2, 4), "c": (3, 6), "d": (3, 7), "e": (9, 7)}) == ["a", "d"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.cli import main
-from keel.run.warmstart_cache import SWITCH
+from keel.run.warmstart_cache import CACHE_SWITCH
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        patch.delenv(SWITCH)
+        patch.delenv(CACHE_SWITCH)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         for code in blocks("python"):
             exec(compile(code, str(PAGE), "exec"), {})

@@ -3,7 +3,7 @@
 import pytest
 
 from integrations.small_trl import keel_trainer, lines
-from keel.kl import KLOptions, controller_of
+from keel.kl import KLOptions, controller_from_options
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from keel.kl import KLOptions, controller_of
 def test_beta_is_what_keels_controller_makes_of_the_measured_kl(tmp_path, controller):
     kl = KLOptions(beta=0.2, controller=controller)
     keel_trainer(tmp_path, kl, learning_rate=0.1, gradient_accumulation_steps=2, per_device_train_batch_size=4).train()
-    by_hand = controller_of(kl, episodes_per_step=8)
+    by_hand = controller_from_options(kl, episodes_per_step=8)
     state, name = by_hand.init(), "sequence" if by_hand.unit == "per_sequence" else "k3"
     for line in lines(tmp_path):
         assert line["kl/beta"] == pytest.approx(state.beta)

@@ -212,9 +212,9 @@ def test_bad_builders_are_one_line(script, attribute, words, capsys):
     [
         (["--trl", "no_such_module:build"], "No module named 'no_such_module'"),
         (["--trl", "build_trainer"], "is not module:attr"),
-        (["--trl", "m:f", "configs/default.yaml"], "configs/default.yaml is for something else"),
-        (["--trl", "m:f", "--quick"], "--quick is for something else"),
-        (["--trl", "m:f", "--write"], "--write is for something else"),
+        (["--trl", "m:f", "configs/default.yaml"], "leave configs/default.yaml out"),
+        (["--trl", "m:f", "--quick"], "leave --quick out"),
+        (["--trl", "m:f", "--write"], "leave --write out"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, words, capsys):

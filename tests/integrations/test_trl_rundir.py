@@ -45,7 +45,7 @@ def command(capsys):
 
 def test_the_files(run):
     record = read_run(run)
-    assert record.missing == ("eval.jsonl is not there",)
+    assert record.missing == ("eval.jsonl does not exist",)
     assert [line["step"] for line in record.metrics] == [1, 2, 3, 4]
     line = record.metrics[-1]
     for name in ("reward/mean", "loss/kl", "kl/policy_ref/k3/se", "entropy/mean", "length/mean", "grad/norm"):

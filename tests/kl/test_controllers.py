@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Options
-from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_of
+from keel.base.options import Options, PositiveFloat
+from keel.kl import CONTROLLERS, BetaController, KLOptions, KLState, build_controller, controller_from_options
 
 EVERY = {
     "fixed": {},
@@ -380,7 +380,7 @@ def test_a_lag_before_the_multiplier_keeps_it_out_of_its_band(pace: float, stren
 
 
 class Own(Options):
-    factor: Above0 = 1.0
+    factor: PositiveFloat = 1.0
 
 
 def declared(beta: float, options: Own) -> BetaController:
@@ -413,11 +413,11 @@ def untyped(beta, factor):
 
 def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
     kl = KLOptions(beta=0.4, controller={"name": f"{__name__}:per_episode", "factor": 2.0})
-    assert controller_of(kl, 8).init().beta == pytest.approx(0.1)
+    assert controller_from_options(kl, 8).init().beta == pytest.approx(0.1)
     given = KLOptions(beta=0.1, controller={"name": "ziegler", "episodes_per_step": 3, "horizon": 3})
-    assert controller_of(given, 8).update(given_state := controller_of(given, 8).init(), 60.0).beta == pytest.approx(
-        1.2 * given_state.beta
-    )
+    assert controller_from_options(given, 8).update(
+        given_state := controller_from_options(given, 8).init(), 60.0
+    ).beta == pytest.approx(1.2 * given_state.beta)
 
 
 def test_a_controller_of_ones_own_declares_its_parameters_either_way():
@@ -431,10 +431,10 @@ OWN_MISTAKES = [
     ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
     ("by_parameters", {"mode": 3}, "kl.controller.mode is 3: expected a text"),
     ("nothing", {}, "cannot import kl.controller.name="),
-    ("without_beta", {}, "takes (): it must take 1 before its own parameters"),
+    ("without_beta", {}, "takes (): it must take 1 positional parameters before its own"),
     ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
-    ("untyped", {"factor": "three"}, ":untyped could not be made of its parameters: TypeError: "),
-    ("number", {}, ":number made a int: it must have unit, init and update"),
+    ("untyped", {"factor": "three"}, ":untyped cannot be built from its parameters: TypeError: "),
+    ("number", {}, ":number returned a int: it must have unit, init and update"),
 ]
 
 

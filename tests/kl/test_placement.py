@@ -104,7 +104,7 @@ MISTAKES = [
     (lambda: advantage_penalty(KL, MASK, 0.1, level="word"), "unknown level 'word'"),
     (lambda: kl_loss(check_pairing("k3"), X, None, ON), "needs ref_logp"),
     (lambda: kl_loss(check_pairing("exact"), X, X, ON), "set kl.exact=true"),
-    (lambda: kl_loss(check_pairing("k1", "reward"), X, X, ON), "does not go through the loss"),
+    (lambda: kl_loss(check_pairing("k1", "reward"), X, X, ON), "kl.placement=loss, got reward"),
     (lambda: kl_loss(check_pairing("exact"), X, None, ON, exact_kl=torch.zeros(1, 1)), "shape"),
     (lambda: kl_loss(check_pairing("k3"), X, torch.zeros(1, 3), ON), "ref_logp has shape (1, 3)"),
 ]

@@ -53,7 +53,7 @@ def test_doctor_and_report_share_the_kl_limit(tmp_path: Path, overrides: list[st
         assert bool(warned) == over
         by_tone = tones(run, "KL(policy‖reference)")
         assert ("warn" in by_tone) == over
-        assert not over or f"That is more than {limit:g} nats per token" in by_tone["warn"]
+        assert not over or f"The limit is {limit:g} nats per token" in by_tone["warn"]
 
 
 @pytest.mark.parametrize("override", ["guards.grad_spike=30", "doctor.thresholds.grad_spike=30"])
@@ -107,7 +107,7 @@ def test_a_damaged_threshold_is_noted_and_the_shipped_ones_judge(tmp_path: Path,
     assert record.thresholds == thresholds_of({})
     (note,) = [note for note in record.missing if note.startswith("config.yaml")]
     assert wrong in note
-    assert note.endswith("; the run is judged by the shipped thresholds")
+    assert note.endswith("; using the default thresholds")
     assert "more than 0.2 nats per token" in tones(run, "KL(policy‖reference)")["warn"]
 
 

@@ -6,7 +6,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.base.files import keep_lines
+from keel.base.files import drop_lines_after
 from keel.lab.lines import GrowingLines
 
 GOOD = st.builds(lambda step, text: json.dumps({"step": step, "text": text}), st.integers(0, 9), st.text(max_size=12))
@@ -33,7 +33,7 @@ def act(path, action, value):
             data = value.encode("utf-8", "replace")
             file.write(data[: len(data) // 2 + 1])
     elif action == "cut":
-        keep_lines(path, value)
+        drop_lines_after(path, value)
     elif action == "write anew":  # the same inode, so that only its content can tell
         path.write_text("".join(f"{line}\n" for line in value), encoding="utf-8")
     else:

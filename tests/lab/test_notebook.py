@@ -98,7 +98,7 @@ def test_what_train_returns_can_be_shown(run):
     assert "completed, 40 of 40 steps" in framed(result._repr_html_()).text
     dry = TrainResult({"dry_run": True}, run.path, 1)
     assert dry._repr_html_() is None
-    with pytest.raises(KeelError, match="a dry run writes nothing"):
+    with pytest.raises(KeelError, match="a dry run writes no files"):
         _ = dry.run
     assert TrainResult({}, run.path / "deleted", 1)._repr_html_() is None
 

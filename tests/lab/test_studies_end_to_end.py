@@ -222,7 +222,7 @@ def test_terminated_in_the_background_it_leaves_no_run_behind(tmp_path):
         process.terminate()
         _, stderr = process.communicate(timeout=25)  # less than it takes to be killed
         assert process.returncode == 130
-        assert "keel: stopped; go on with the same command" in stderr
+        assert "keel: interrupted; repeat the command" in stderr
         assert processes_of(tmp_path) == []
     finally:
         process.kill()
@@ -262,14 +262,14 @@ def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, m
 def test_a_folder_that_holds_something_else_is_refused(finished_study, tmp_path):
     _, folder, _ = finished_study
     other = read_study({**STUDY, "grid": {"kl.beta": [0, 0.25]}})
-    with pytest.raises(KeelError, match=r"holds another study \(its points are beta=0, beta=0.5\)"):
+    with pytest.raises(KeelError, match=r"contains another study \(its points are beta=0, beta=0.5\)"):
         run_study(other, folder)
     with pytest.raises(KeelError, match="its seeds are 0"):
         run_study(read_study(STUDY, seeds="3"), folder)
     with pytest.raises(KeelError, match="its configuration differs"):
         run_study(read_study(STUDY, ["optim.learning_rate=0.5"]), folder)
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(KeelError, match="is not empty and holds no study"):
+    with pytest.raises(KeelError, match="is not empty and is not a study"):
         run_study(other, tmp_path)
     with open_folder(folder, read_study(STUDY), 1), pytest.raises(KeelError, match="already open"):
         run_study(read_study(STUDY), folder)

@@ -278,7 +278,7 @@ def make_a_dict():
 
 
 def test_a_class_that_is_no_logger_is_refused_before_there_is_a_run():
-    with pytest.raises(KeelError, match="ByShape is no logger: derive it from"):
+    with pytest.raises(KeelError, match="ByShape is not a logger: derive it from"):
         check_loggers(log_options(extra=[f"{__name__}:ByShape"]))
 
 
@@ -295,7 +295,7 @@ def test_build_takes_a_users_logger_and_checks_its_arguments(run):
         ("no_such_module:Logger", "cannot import"),
         (f"{__name__}:METRICS", "it must be a function or a class"),
         ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
-        ("builtins:dict", "is no logger: derive it from keel.loggers.Logger"),
+        ("builtins:dict", "is not a logger: derive it from keel.loggers.Logger"),
         (f"{__name__}:make_a_dict", "made a dict: derive it from keel.loggers.Logger"),
     ):
         with pytest.raises(KeelError, match=message):

@@ -17,7 +17,7 @@ import pytest
 
 from keel.base import files as files_module
 from keel.base.errors import KeelError
-from keel.base.lock import in_use
+from keel.base.lock import is_locked
 from keel.loggers import JsonlLogger, RunDirectory
 
 WRITER = """
@@ -131,7 +131,7 @@ def test_resume_cuts_lines_past_the_checkpoint_and_counts_them(tmp_path):
         log.event("guard", step=7, time=1.0)
         log.event("note", time=1.0)
     with RunDirectory.resume(tmp_path / "run") as run:
-        dropped = run.cut_after(5)
+        dropped = run.truncate_after(5)
         JsonlLogger(run).step(6, {"reward/mean": 0.6})
     assert dropped == {"metrics.jsonl": 2, "rollouts.jsonl": 4, "eval.jsonl": 1, "events.jsonl": 1}
     path = tmp_path / "run"
@@ -139,7 +139,7 @@ def test_resume_cuts_lines_past_the_checkpoint_and_counts_them(tmp_path):
     assert [line["step"] for line in lines(path / "eval.jsonl")] == [0]
     assert [line["step"] for line in lines(path / "events.jsonl")] == [None]
     with RunDirectory.resume(path) as run:
-        assert run.cut_after(-1)["eval.jsonl"] == 1
+        assert run.truncate_after(-1)["eval.jsonl"] == 1
         assert (path / "metrics.jsonl").read_bytes() == b""
 
 
@@ -160,7 +160,7 @@ def test_what_a_rollback_gives_up_moves_aside_and_its_events_stay(tmp_path):
         log.event("checkpoint", step=5, time=3.0)
         assert [line["step"] for line in lines(path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     with RunDirectory.resume(path) as run:
-        dropped = run.cut_after(4)
+        dropped = run.truncate_after(4)
     assert (dropped["metrics.jsonl"], dropped["events.jsonl"]) == (1, 1)
     assert [line["kind"] for line in lines(path / "events.jsonl")] == ["guard/skipped"] * 6 + ["rollback"]
     with RunDirectory.create(path, overwrite=True):
@@ -184,14 +184,14 @@ def test_a_directory_in_use_is_refused_with_the_pid(tmp_path):
     path = tmp_path / "run"
     writer = start_writer(path)
     try:
-        assert in_use(path / ".lock")
+        assert is_locked(path / ".lock")
         for opening in (RunDirectory.resume, RunDirectory.create):
             with pytest.raises(KeelError, match=rf"in use by another process \(pid {writer.pid}\)") as caught:
                 opening(path)
             assert "\n" not in str(caught.value)
     finally:
         end(writer)
-    assert not in_use(path / ".lock")
+    assert not is_locked(path / ".lock")
     RunDirectory.resume(path).close()  # the stale pid in the file is no obstacle
 
 
@@ -200,7 +200,7 @@ def test_the_same_process_cannot_open_a_run_twice_and_asking_keeps_the_lock(tmp_
     code = "import sys; from keel.loggers import RunDirectory; RunDirectory.resume(sys.argv[1])"
     with RunDirectory.create(path) as run:
         run.write_text("config.yaml", "a: 1\n")
-        assert in_use(path / ".lock")
+        assert is_locked(path / ".lock")
         with pytest.raises(KeelError, match="already open in this process"):
             RunDirectory.resume(path)
         other = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)

@@ -68,7 +68,7 @@ MISTAKES = [
     ({"cap": 0.5}, "loss.mismatch.cap is 0.5: it must be at least 1"),
     ({"kind": "icepop"}, "needs a floor between 0 and 1"),
     ({"kind": "icepop", "floor": 1.5}, "loss.mismatch.floor is 1.5: it must be at most 1"),
-    ({"floor": 0.5}, "loss.mismatch.floor has no meaning with kind=truncate"),
+    ({"floor": 0.5}, "loss.mismatch.floor does not apply to kind=truncate"),
 ]
 
 

@@ -348,10 +348,13 @@ def test_mistakes_are_one_line():
         (lambda: run(replace(scores, entropy=None), batch, plain(entropy_coef=0.1)), "needs the entropy"),
         (lambda: run(scores, batch, kl=KLOptions(estimator="k1", gradient="plain")), "pushes the policy away"),
         (lambda: run(scores, batch, kl=KLOptions(placement="reward")), "estimator=k1"),
-        (lambda: run(scores, batch, kl=KLOptions(reduction="loss", level="sequence")), "kl.reduction=loss has no"),
-        (lambda: run(scores, replace(batch, policy_mask=torch.ones_like(batch.action_mask))), "policy_mask holds"),
+        (
+            lambda: run(scores, batch, kl=KLOptions(reduction="loss", level="sequence")),
+            "kl.reduction=loss does not apply",
+        ),
+        (lambda: run(scores, replace(batch, policy_mask=torch.ones_like(batch.action_mask))), "policy_mask contains"),
         (lambda: run(scores, batch, "dr_grpo", max_completion_length=None), "max_completion_length"),
-        (lambda: run(scores, replace(batch, kl_advantages=torch.ones(5))), "kl_advantages is for kl.placement=reward"),
+        (lambda: run(scores, replace(batch, kl_advantages=torch.ones(5))), "kl_advantages needs kl.placement=reward"),
         (lambda: with_policy_mask(batch.action_mask, torch.ones(5)), "keep must be boolean [B]"),
     ]
     for call, says in cases:

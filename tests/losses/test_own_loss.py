@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Float, NotNegative, Options
+from keel.base.options import Float, NonNegativeFloat, Options, PositiveFloat
 from keel.config import load_config
 from keel.config.show import show_config
 from keel.losses import LossInputs, LossOptions, PolicyTerm, Recipe, get_loss, policy_term
@@ -19,7 +19,7 @@ RATIO, ADVANTAGE = 1.5, 2.0
 
 
 class Own(Options):
-    slope: Above0 = Field(default=1.0, description="Slope.")
+    slope: PositiveFloat = Field(default=1.0, description="Slope.")
     delta: float | None = None  # which every loss has: its value comes from there
 
 
@@ -38,7 +38,7 @@ def six_arguments(logp, old_logp, advantage, mask, limits, spec):
 
 
 class Shadowing(Options):
-    entropy_coef: NotNegative = 0.07
+    entropy_coef: NonNegativeFloat = 0.07
 
 
 def shadowing(inputs: LossInputs, options: Shadowing) -> PolicyTerm: ...

@@ -187,20 +187,20 @@ def test_all_nine_losses_are_there():
 
 MISTAKES = [
     (LossOptions(loss_type="grop"), "unknown loss_type 'grop': did you mean 'grpo'?"),
-    (LossOptions(loss_type="cispo", epsilon=0.2), "loss.epsilon has no meaning with cispo"),
+    (LossOptions(loss_type="cispo", epsilon=0.2), "loss.epsilon does not apply to cispo"),
     (LossOptions(loss_type="cispo", epsilon_high=0.2), "must be at least 1, got 0.2"),
-    (LossOptions(loss_type="sapo", epsilon=0.2), "loss.epsilon has no meaning with sapo"),
+    (LossOptions(loss_type="sapo", epsilon=0.2), "loss.epsilon does not apply to sapo"),
     (
         LossOptions(loss_type="policy_gradient", epsilon_high=0.2),
-        "loss.epsilon_high has no meaning with policy_gradient",
+        "loss.epsilon_high does not apply to policy_gradient",
     ),
     (LossOptions(loss_type="grpo", delta=1.1), "loss.delta must be above 1 + epsilon_high = 1.2, got 1.1"),
-    (LossOptions(loss_type="gmpo", delta=2.0), "loss.delta has no meaning with gmpo"),
+    (LossOptions(loss_type="gmpo", delta=2.0), "loss.delta does not apply to gmpo"),
     (
         LossOptions(loss_type="gmpo", importance_sampling_level="sequence"),
-        "importance_sampling_level=sequence has no meaning",
+        "importance_sampling_level=sequence does not apply",
     ),
-    (LossOptions(loss_type="grpo", sapo_temperature_pos=2.0), "loss.sapo_temperature_pos has no meaning with grpo"),
+    (LossOptions(loss_type="grpo", sapo_temperature_pos=2.0), "loss.sapo_temperature_pos does not apply to grpo"),
     (
         LossOptions(loss_type="grpo", epsilom=0.2),
         "unknown option loss.epsilom: did you mean loss.epsilon?",

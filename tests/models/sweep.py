@@ -90,7 +90,7 @@ def judge(model: Any, seed: int = 0) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            engine = NativeEngine(model, shapes.tokenizer(), kept_bytes=2**24)
+            engine = NativeEngine(model, shapes.tokenizer(), kv_cache_bytes=2**24)
     except KeelError as refusal:
         return Outcome(scoring, "refused", error, str(refusal))
     sampled = _sampling_error(model, engine, draw)

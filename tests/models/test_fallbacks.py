@@ -34,7 +34,7 @@ def recomputing() -> LlamaForCausalLM:
 REASONS = {
     "float32": (llama, None, "it computes in float32"),
     "a head that flash does not take": (lambda: llama(head_dim=20), torch.bfloat16, "its heads have size 20"),
-    "recomputed": (recomputing, torch.bfloat16, "its activations are recomputed"),
+    "recomputed": (recomputing, torch.bfloat16, "its gradient checkpointing"),
     "eager": (lambda: llama(attn_implementation="eager"), torch.float16, "its attention is eager"),
 }
 
@@ -43,22 +43,20 @@ REASONS = {
 def test_attention_that_is_not_by_flash_kernels_is_named_with_the_reason(case: str) -> None:
     make, amp_dtype, reason = REASONS[case]
     (note,) = fallback_notes(make(), amp_dtype, planned=True)
-    assert note.startswith("attention of the training passes is not by flash kernels: ")
+    assert note.startswith("training passes do not use flash attention: ")
     assert reason in note
 
 
 def test_a_soft_cap_on_the_logits_is_named() -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = Gemma2ForCausalLM(Gemma2Config(vocab_size=64, num_key_value_heads=2, head_dim=8, **shape))
-    reason = "statistics of the vocabulary are not by one kernel: its logits have a soft cap"
+    reason = "vocabulary statistics are not fused: its logits have a soft cap"
     assert reason in fallback_notes(model.eval(), torch.bfloat16, planned=True)
 
 
 def test_modules_without_a_fused_form_are_named_once() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
-    assert fallback_notes(model, torch.bfloat16, planned=True) == (
-        "GPT2MLP have no fused form and are computed by single operations",
-    )
+    assert fallback_notes(model, torch.bfloat16, planned=True) == ("GPT2MLP have no fused form",)
 
 
 def test_without_a_gpu_that_is_the_reason() -> None:

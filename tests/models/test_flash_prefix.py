@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Completion, Group, Problem
-from keel.models.flash_prefix import Kernels, Runs, flash_attend, why_not_flash
+from keel.models.flash_prefix import Kernels, VarlenArguments, flash_attend, flash_unsupported_reason
 from keel.models.pack import PackedBatch, pack
 
 
-def by_run(runs: Runs) -> list[tuple[slice, slice]]:
-    queries, keys = (list(pairwise(bounds.tolist())) for bounds in (runs.query_bounds, runs.key_bounds))
-    assert max(b - a for a, b in queries) == runs.longest_query
-    assert max(b - a for a, b in keys) == runs.longest_key
+def by_run(runs: VarlenArguments) -> list[tuple[slice, slice]]:
+    queries, keys = (list(pairwise(bounds.tolist())) for bounds in (runs.cu_seqlens_q, runs.cu_seqlens_k))
+    assert max(b - a for a, b in queries) == runs.max_seqlen_q
+    assert max(b - a for a, b in keys) == runs.max_seqlen_k
     return [(slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True)]
 
 
@@ -31,7 +31,7 @@ def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, runs: VarlenArguments, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan)
     for at, keys in by_run(runs):
         scores = scores_of(q[at], k[keys], runs.causal, scale)
@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: VarlenArguments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As a flash kernel does it: probabilities by the log-sum-exp that is given, whatever softmax it is of."""
     repeats = q.shape[1] // k.shape[1]
@@ -110,10 +110,10 @@ def test_equals_the_mask(shape: str, max_row_tokens: int | None, kv_heads: int) 
     ],
 )
 def test_what_the_kernels_cannot_take_is_named(like: torch.dtype, options: dict[str, Any], reason: str | None) -> None:
-    assert why_not_flash(torch.zeros(1, dtype=like), planned=True, **options) == reason
-    assert why_not_flash(torch.zeros(1, dtype=like), **options) == "there is no CUDA device"
+    assert flash_unsupported_reason(torch.zeros(1, dtype=like), planned=True, **options) == reason
+    assert flash_unsupported_reason(torch.zeros(1, dtype=like), **options) == "there is no CUDA device"
 
 
 def test_autocast_decides_the_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert why_not_flash(torch.zeros(1), planned=True) is None
+        assert flash_unsupported_reason(torch.zeros(1), planned=True) is None

@@ -32,7 +32,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def flash_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "why_not_flash", lambda *_: None)
+    monkeypatch.setattr(fuse, "flash_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(fuse, "flash_attend", partial(flash_attend, kernels=Kernels(forward, backward)))
 
 
@@ -50,7 +50,7 @@ def fuse_attention(model: Any) -> list[bool]:
     taken = []
     for layer in body_of(model).layers:
         assert fuse.fused_forward(layer.self_attn) is fuse.attention
-        taken.append(fuse.attention_agrees(layer.self_attn))
+        taken.append(fuse.attention_matches(layer.self_attn))
         if taken[-1]:
             fuse.replace_forward(layer.self_attn, fuse.attention)
     return taken

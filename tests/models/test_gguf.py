@@ -49,7 +49,7 @@ def test_a_file_cut_short_is_refused(part: float, file: tuple[Path, Any], tmp_pa
     data = file[0].read_bytes()
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(data[: int(len(data) * part)])
-    with pytest.raises(KeelError, match="cut short") as caught:
+    with pytest.raises(KeelError, match="truncated") as caught:
         load_model(str(cut), device="cpu")
     assert "\n" not in str(caught.value)
     assert "cut.gguf" in str(caught.value)

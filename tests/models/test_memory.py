@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from keel.base.types import Completion, Group, Problem
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.logprobs import hidden_states
-from keel.models.memory import LiveBytes, PassBytes, count_pass_bytes, fitting_tokens
+from keel.models.memory import LiveBytes, PassBytes, fitting_tokens, measure_pass_bytes
 from keel.models.pack import pack
 
 GIB = 2**30
@@ -58,7 +58,7 @@ CASES = {
 def test_small_passes_foretell_large_ones(case: str) -> None:
     make, autocast, shared = CASES[case]
     model = make()
-    counted = count_pass_bytes(model, autocast, shared_prefix=shared)
+    counted = measure_pass_bytes(model, autocast, shared_prefix=shared)
     times = 2 if autocast is in_bfloat16 else 6  # many CPUs have no fast bfloat16
     packed = pack([group(40, 50, 45, 30), group(30, 60, 41), group(50, 33, 33)] * times, 0, shared_prefix=shared)
     model.zero_grad(set_to_none=True)
@@ -78,7 +78,7 @@ def test_counting_leaves_gradients_and_random_numbers_alone() -> None:
     model.lm_head.weight.grad = gradient
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    count_pass_bytes(model, nullcontext, shared_prefix=True)
+    measure_pass_bytes(model, nullcontext, shared_prefix=True)
     assert model.lm_head.weight.grad is gradient
     assert all(p.grad is None for p in model.model.layers.parameters())
     assert torch.equal(torch.get_rng_state(), before)

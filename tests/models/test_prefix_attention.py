@@ -74,7 +74,7 @@ def test_values_and_gradients_equal_the_masks(
     torch.testing.assert_close(logp, expected, atol=1e-5, rtol=0)
     for gradient, expected_gradient in zip(others, gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-4)
-    with prefix_attention.as_on_cuda():  # grouped heads written out
+    with prefix_attention.simulate_cuda_memory():  # grouped heads written out
         torch.testing.assert_close(scored(model, packed)[0], expected, atol=1e-5, rtol=0)
     assert model.config._attn_implementation == "sdpa"
 
@@ -95,10 +95,10 @@ def test_recomputed_activations_attend_as_the_first_ones(by_structure: bool, mon
     monkeypatch.setattr(prefix_attention, "LONG_ROW", 1)
     attend = prefix_attention.attend
     monkeypatch.setattr(prefix_attention, "attend", lambda *args: calls.append(1) or attend(*args))
-    context = {"context_fn": prefix_attention.AttendAgain()} if by_structure else {}
+    context = {"context_fn": prefix_attention.RecomputeContext()} if by_structure else {}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **context})
     model.train()
-    reason = prefix_attention.why_not_by_structure(body_of(model))
+    reason = prefix_attention.structured_unsupported_reason(body_of(model))
     assert (reason is None) == by_structure
     assert prefix_attention.use_prefix_attention(body_of(model), packed) == by_structure
     calls.clear()

@@ -173,7 +173,7 @@ def test_a_model_that_sees_later_tokens_is_refused_by_name() -> None:
         if hasattr(module, "is_causal"):
             module.is_causal = False
     model.config.is_decoder = False
-    with pytest.raises(KeelError, match="BertGenerationDecoder sees tokens that come later") as caught:
+    with pytest.raises(KeelError, match="BertGenerationDecoder attends to later tokens") as caught:
         probe_packing(model)
     assert "\n" not in str(caught.value)
 
@@ -187,5 +187,5 @@ def test_a_model_that_answers_otherwise_when_asked_again_is_refused_as_such(faul
         return out + (torch.randn_like(out) if fault == "noise" else sum(before[:-1]))
 
     model.model.norm.register_forward_hook(change)
-    with pytest.raises(KeelError, match="LlamaForCausalLM gives the same tokens other logits when it is asked again"):
+    with pytest.raises(KeelError, match="LlamaForCausalLM gives different logits for the same tokens"):
         probe_packing(model)

@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from circles import imported, modules  # noqa: E402
-from pages.api import PAGES, public_names  # noqa: E402
+from pages.api import PAGES, lazy_attributes  # noqa: E402
 
 RECIPES = {name: path for name, path in modules(ROOT / "src" / "keel").items() if name.startswith("keel.recipes.")}
 PUBLIC = {
-    f"{path}.{name}" for _, listed in PAGES.values() for path, names in map(public_names, listed) for name in names
+    f"{path}.{name}" for _, listed in PAGES.values() for path, names in map(lazy_attributes, listed) for name in names
 }
 
 

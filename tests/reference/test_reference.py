@@ -405,7 +405,7 @@ def lacking(loaded: LoadedModel, *, share: float) -> Any: ...
 
 def test_what_is_no_reference_is_one_line() -> None:
     for name, says in [
-        ("builtins:dict", "reference builtins:dict is Python's own dict: give a function or a class of yours"),
+        ("builtins:dict", "reference builtins:dict is the built-in dict: give a function or class"),
         (
             f"{__name__}:lacking",
             f"reference {__name__}:lacking needs the parameter 'share': give reference.share",

@@ -33,10 +33,10 @@ LAST_TURN = 2
 ROOM = 2**24
 
 
-def engine_of(model: Any, kept_bytes: int = ROOM) -> NativeEngine:
+def engine_of(model: Any, kv_cache_bytes: int = ROOM) -> NativeEngine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        engine = NativeEngine(model, shapes.tokenizer(), kept_bytes=kept_bytes)
+        engine = NativeEngine(model, shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes)
     engine.eos_ids = frozenset(range(200, 257))  # turns of many lengths
     return engine
 
@@ -126,11 +126,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept_bytes", [0, ROOM])
+@pytest.mark.parametrize("kv_cache_bytes", [0, ROOM])
 @pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
-def test_the_same_is_said_as_turn_by_turn(name: str, kept_bytes: int) -> None:
+def test_the_same_is_said_as_turn_by_turn(name: str, kv_cache_bytes: int) -> None:
     model = shapes.model(name)
-    talk = talked(engine_of(model, kept_bytes))
+    talk = talked(engine_of(model, kv_cache_bytes))
     assert_same(talk, in_step(engine_of(model, 0)))
     lengths = {len(turn.completion.tokens) for turns in talk.turns.values() for turn in turns}
     assert len(lengths) > 4

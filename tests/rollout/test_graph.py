@@ -34,15 +34,15 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the kernels in torch, and a replay does the work again."""
     monkeypatch.setitem(sys.modules, "keel.rollout.native.kernels", torch_kernels)
     monkeypatch.setattr("keel.rollout.native.kernels", torch_kernels, raising=False)
-    for why in ("why_not_graphed", "why_not_fused"):
+    for why in ("graph_obstacle", "fusion_obstacle"):
         monkeypatch.setattr(f"keel.rollout.native.choose.{why}", lambda model: None)
     monkeypatch.setattr(graph, "capture", lambda work, device: work)
     monkeypatch.setattr("keel.rollout.native.scheduler.JOIN_STEPS", 0.5)
 
 
-def plain(name: str, kept_bytes: int = 2**24) -> NativeEngine:
+def plain(name: str, kv_cache_bytes: int = 2**24) -> NativeEngine:
     """An engine that keeps its steps as they are."""
-    made = NativeEngine(shapes.model(name), shapes.tokenizer(), kept_bytes=kept_bytes, graphs=False)
+    made = NativeEngine(shapes.model(name), shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes, graphs=False)
     made.eos_ids = frozenset(range(200, 257))
     return made
 
@@ -252,13 +252,13 @@ def test_the_option_reaches_the_engine() -> None:
 def test_only_a_gpu_and_fixed_rotations_are_graphed(kind: str) -> None:
     model = shapes.model("llama")
     model.model.rotary_emb.rope_type = kind
-    assert "CUDA" in str(graph.why_not_graphed(model))
+    assert "CUDA" in str(graph.graph_obstacle(model))
 
     class OnGpu:
         is_cuda = True
 
     model.parameters = lambda: iter([OnGpu()])
-    assert (graph.why_not_graphed(model) is None) == (kind == "default")
+    assert (graph.graph_obstacle(model) is None) == (kind == "default")
 
 
 @pytest.mark.usefixtures("graphed")
@@ -273,7 +273,7 @@ def test_a_graph_that_cannot_be_made_is_done_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(graph, "capture", fails)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs: CUDA out of memory$"):
         sampled = engine.generate(REQUESTS, sampling, seed=4)
-    assert engine.notes == ("sampling goes without CUDA graphs: CUDA out of memory",)
+    assert engine.notes == ("sampling without CUDA graphs: CUDA out of memory",)
     assert_close(sampled, plain("llama").generate(REQUESTS, sampling, seed=4))
 
 
@@ -292,4 +292,4 @@ def test_a_model_that_fails_in_the_probe_is_never_graphed(monkeypatch: pytest.Mo
 def test_a_model_that_decodes_in_the_plain_way_says_so() -> None:
     with pytest.warns(RuntimeWarning, match="without shared prompts"):
         engine = NativeEngine(shapes.model("mamba"), shapes.tokenizer())
-    assert engine.notes == (f"sampling goes without shared prompts: {engine.fallback_reason}",)
+    assert engine.notes == (f"sampling without shared prompts: {engine.fallback_reason}",)

@@ -23,10 +23,10 @@ SAMPLING = SamplingParams(num_generations=3, max_completion_length=14)
 ROOM = 2**24
 
 
-def engine_of(model: Any, kept_bytes: int) -> NativeEngine:
+def engine_of(model: Any, kv_cache_bytes: int) -> NativeEngine:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return NativeEngine(model, shapes.tokenizer(), kept_bytes=kept_bytes)
+        return NativeEngine(model, shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes)
 
 
 def play(
@@ -136,14 +136,14 @@ def test_the_bytes_are_those_of_the_prompt_once_and_of_each_row() -> None:
 def test_written_weights_are_noticed() -> None:
     """The second turn is sampled by the weights of the second turn, with nothing of the first left."""
 
-    def turns(kept_bytes: int) -> list[list[Completion]]:
+    def turns(kv_cache_bytes: int) -> list[list[Completion]]:
         model = shapes.model("llama")
 
         def write() -> None:
             with torch.no_grad():
                 model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
 
-        return play(engine_of(model, kept_bytes), seed=5, turns=2, between=write)
+        return play(engine_of(model, kv_cache_bytes), seed=5, turns=2, between=write)
 
     assert_same(turns(ROOM), turns(0))
 
@@ -155,7 +155,7 @@ def test_a_switched_adapter_is_noticed() -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    engine = NativeEngine(model, loaded.tokenizer, kept_bytes=ROOM)
+    engine = NativeEngine(model, loaded.tokenizer, kv_cache_bytes=ROOM)
     sampling = replace(SAMPLING, max_completion_length=4, ignore_eos=True)
     (group,) = engine.generate([Request("a", (5, 6, 7))], sampling)
     more = [Request("a", (5, 6, 7, *c.tokens), samples=(i,), start=4, max_new=4) for i, c in enumerate(group)]
@@ -199,9 +199,9 @@ def test_a_context_that_was_changed_is_read_again() -> None:
     ("overrides", "limit"),
     [
         (["rollout.max_turns=3"], 2**30),
-        (["rollout.max_turns=3", "rollout.kept_gib=0.25"], 2**28),
-        (["rollout.max_turns=3", "rollout.kept_gib=0"], 0),
-        (["rollout.max_turns=1", "rollout.kept_gib=4"], 0),
+        (["rollout.max_turns=3", "rollout.kv_cache_gib=0.25"], 2**28),
+        (["rollout.max_turns=3", "rollout.kv_cache_gib=0"], 0),
+        (["rollout.max_turns=1", "rollout.kv_cache_gib=4"], 0),
     ],
 )
 def test_the_memory_is_an_option(overrides: list[str], limit: int) -> None:

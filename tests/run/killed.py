@@ -7,8 +7,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.base.alive import process_rank
 from keel.base.types import Problem
+from keel.base.watchdog import process_rank
 from trainer.small import Letters
 
 

@@ -20,8 +20,8 @@ import torch
 import uvicorn
 import yaml
 
-from keel.base.alive import end_with_parent
 from keel.base.imports import import_object
+from keel.base.watchdog import exit_with_parent
 from keel.models.tokenizer import context_length, vocabulary_digest
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 from keel.rollout.vllm.service import Service
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     arguments = parser.parse_args()
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     name = yaml.safe_load(Path(arguments.model).read_text())["model"]["name"]
     app = Service(NativeBackend(*import_object(name, "model.name")()), os.environ["KEEL_SERVE_SECRET"]).app()

@@ -19,11 +19,11 @@ import uvicorn
 import yaml
 
 from keel.cli import main
-from keel.rollout.vllm import TO_BE_PLACED
+from keel.rollout.vllm import PLACEHOLDER_URL
 from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
 from keel.run.cluster.samplers import serve_options
-from keel.run.cluster.train import by_servers
+from keel.run.cluster.train import server_overrides
 from keel.trainer.options import RayOptions
 from ranks import free_port
 from run.native_server import NativeBackend
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 
 
 TESTS = Path(__file__).parents[1]
-SERVED = by_servers(TO_BE_PLACED)
+SERVED = server_overrides(PLACEHOLDER_URL)
 
 
 START = """
@@ -90,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield ["ray=null", *by_servers(f"http://127.0.0.1:{port}")]
+    yield ["ray=null", *server_overrides(f"http://127.0.0.1:{port}")]
     server.should_exit = True
     thread.join()
 
@@ -107,7 +107,7 @@ def test_a_run_whose_sampler_is_killed_again_and_again_is_the_run_left_alone(
     assert any(line.startswith("letters, 4 steps") for line in out.splitlines())
     notes = [line for line in err.splitlines() if "was lost" in line and line.startswith("keel: note: sampler 0")]
     assert [("SIGKILL" in note, "actor has died" in note) for note in notes] == [(1, 0), (0, 1), (1, 0)]
-    assert notes[2].endswith("it is started again (3 of 3)")
+    assert notes[2].endswith("it is restarted (3 of 3)")
     run, alone = tmp_path / "small", tmp_path / "alone"
     assert metrics(run) == metrics(alone)
     assert rollouts(run) == rollouts(alone)
@@ -124,7 +124,7 @@ def test_a_sampler_that_is_lost_too_often_ends_the_run_which_can_go_on_by_anothe
     options = ["ray.max_restarts=0", "rollout.vllm.wait_s=2", "checkpoint.every=1"]
     assert main(["train", str(config), "--on", cluster, *options]) == 2
     lines = capfd.readouterr().err.splitlines()
-    assert any("is not started again: ray.max_restarts is 0" in line for line in lines)
+    assert any("is not restarted: ray.max_restarts is 0" in line for line in lines)
     assert sum(line.startswith("keel: error: ") and "has not answered for 2 s" in line for line in lines) == 1
     done, run = len(metrics(tmp_path / "small")), tmp_path / "small"
     assert 0 < done < 4
@@ -144,7 +144,7 @@ def test_a_lost_trainer_rank_ends_all_with_one_line_and_the_run_goes_on(
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("keel: error: ")]
     resume = ["train", "--resume", str(tmp_path / "small"), "--on", cluster]
     assert line.startswith("keel: error: rank 1 of 2 ")
-    assert line.endswith(f"go on with: keel {' '.join(resume)}")
+    assert line.endswith(f"resume with: keel {' '.join(resume)}")
     assert len(metrics(tmp_path / "small")) == 2
     assert main(resume) == 0
     for line, expected in zip(metrics(tmp_path / "small"), metrics(tmp_path / "alone"), strict=True):
@@ -163,7 +163,7 @@ def test_ctrl_c_reaches_the_ranks_which_save(cluster: str, config: Path, tmp_pat
     assert main(["train", str(config), "--on", cluster, "run.max_steps=100000"]) == 130
     step = len(metrics(run))
     resume = f"keel train --resume {run} --on {cluster}"
-    assert capfd.readouterr().out == f"stopped after step {step}; go on with: {resume}\n"
+    assert capfd.readouterr().out == f"stopped after step {step}; resume with: {resume}\n"
     assert (run / "checkpoints" / f"step-{step}").is_dir()
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_placed_or_started_is_one_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "the section ray is for --on ray: give --on ray, or ray=null"),
+        ([], "the section ray has no effect without --on ray: give --on ray, or set ray=null"),
         (["--on", "mars"], "--on mars is not known: use local, ray or ray:ADDRESS"),
         (["--on", "ray", "--nproc", "0"], "ray.trainers"),
         (["--on", "ray", "kl.beta=x"], "kl.beta"),

@@ -18,7 +18,7 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.run.model_ref import checkpoint_of
 from keel.trainer import integrity
-from keel.trainer.integrity import damages
+from keel.trainer.integrity import find_damage
 from run.test_resume import lines
 from trainer.small import BASE
 
@@ -84,7 +84,7 @@ def damage_messages(run: Path) -> list[str]:
 def test_the_files_are_all_of_them(whole: Path) -> None:
     folder = whole / "checkpoints" / "step-6"
     assert tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())) == FILES
-    assert damages(folder) == []
+    assert find_damage(folder) == []
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -92,7 +92,7 @@ def test_the_files_are_all_of_them(whole: Path) -> None:
 def test_any_damage_names_its_file(run: Path, file: str, kind: str) -> None:
     folder = run / "checkpoints" / "step-6"
     DAMAGE[kind](folder / file)
-    assert [damage.file for damage in damages(folder)] == [file]
+    assert [damage.file for damage in find_damage(folder)] == [file]
 
 
 def test_no_byte_of_the_record_can_change(run: Path) -> None:
@@ -103,7 +103,7 @@ def test_no_byte_of_the_record_can_change(run: Path) -> None:
     for position in range(len(data)):
         changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
         path.write_bytes(changed)
-        damaged = [damage.file for damage in damages(folder)]
+        damaged = [damage.file for damage in find_damage(folder)]
         assert damaged == ["trainer/state.json"] or json.loads(changed) == json.loads(data), position
 
 
@@ -118,12 +118,12 @@ def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: st
     (message,) = damage_messages(run)
     assert message.startswith(f"the checkpoint step-6 is damaged: {file} ")
     if file == "trainer/reference.pt":
-        assert message.endswith("it was made again from the run's start")
-        assert all(damages(path) == [] for path in (run / "checkpoints").glob("step-*"))
+        assert message.endswith("it was rebuilt from the run's initial weights")
+        assert all(find_damage(path) == [] for path in (run / "checkpoints").glob("step-*"))
     else:
         assert (run / "checkpoints" / "damaged-step-6").is_dir()
         assert "goes on from step-4" in message
-    assert damages(run / "checkpoints" / "step-6") == []
+    assert find_damage(run / "checkpoints" / "step-6") == []
     assert result.summary["kl"] == json.loads((whole / "summary.json").read_text())["kl"]
 
 
@@ -153,7 +153,7 @@ def test_a_run_without_a_whole_checkpoint_ends_with_status_2(run: Path, capsys: 
     for folder in (run / "checkpoints").glob("step-*"):
         flip(folder / "model.safetensors")
     assert main(["train", "--resume", str(run)]) == 2
-    assert "step-6/model.safetensors is not as it was saved" in capsys.readouterr().err
+    assert "step-6/model.safetensors has changed since it was saved" in capsys.readouterr().err
 
 
 def test_a_record_without_checksums_is_damaged(run: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_record_without_checksums_is_damaged(run: Path) -> None:
     record = json.loads(path.read_text())
     del record["checksums"], record["sha256"]
     path.write_text(json.dumps(record))
-    assert [damage.file for damage in damages(path.parents[1])] == ["trainer/state.json"]
+    assert [damage.file for damage in find_damage(path.parents[1])] == ["trainer/state.json"]
 
 
 def test_a_damaged_reference_is_not_linked_into_the_next_checkpoint(run: Path) -> None:
@@ -174,8 +174,8 @@ def test_a_damaged_reference_is_not_linked_into_the_next_checkpoint(run: Path) -
     keel.train(
         BASE, overrides=["run.max_steps=8", *OPTIONS[1:], f"run.dir={run.parent}"], resume=True, callbacks=[damage]
     )
-    assert damages(run / "checkpoints" / "step-8") == []
-    assert [damage.file for damage in damages(run / "checkpoints" / "step-6")] == ["trainer/reference.pt"]
+    assert find_damage(run / "checkpoints" / "step-8") == []
+    assert [damage.file for damage in find_damage(run / "checkpoints" / "step-6")] == ["trainer/reference.pt"]
     saved = json.loads((run / "checkpoints" / "step-8" / "trainer" / "state.json").read_text())
     held = torch.load(run / "checkpoints" / "step-8" / "trainer" / "reference.pt", weights_only=True)
     assert held["fingerprint"] == saved["reference"]["fingerprint"]
@@ -250,8 +250,8 @@ def test_a_run_without_its_configuration_is_not_resumed(run: Path, beta: float, 
 def test_a_file_that_was_not_saved_is_damage(whole: Path, run: Path, file: str) -> None:
     folder = run / "checkpoints" / "step-6"
     (folder / file).write_text("{}")
-    assert [str(damage) for damage in damages(folder)] == [f"{file} was not saved here"]
-    assert len(damages(folder, model_only=True)) == (not file.startswith("trainer/"))
+    assert [str(damage) for damage in find_damage(folder)] == [f"{file} was not saved here"]
+    assert len(find_damage(folder, model_only=True)) == (not file.startswith("trainer/"))
     resume(run)
     assert damage_messages(run)[0].startswith(f"the checkpoint step-6 is damaged: {file} was not saved here")
     assert lines(run, "metrics.jsonl") == lines(whole, "metrics.jsonl")
@@ -262,7 +262,7 @@ def test_notes_hidden_files_and_folders_of_ones_own_are_no_damage(run: Path, tmp
     (folder / "notes.md").write_text("the good one")
     (folder / ".reference.json.tmp").write_text("")
     assert main(["export", str(folder), str(folder / "exported")]) == 0
-    assert damages(folder) == []
+    assert find_damage(folder) == []
 
 
 def test_a_file_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatch: pyt
             resume(run)
     assert {path: path.read_bytes() for path in run.rglob("*.jsonl")} == before
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-3", "step-4", "step-6"]
-    assert damages(run / "checkpoints" / "step-6") == []
+    assert find_damage(run / "checkpoints" / "step-6") == []
 
 
 def test_what_was_logged_between_is_kept(run: Path) -> None:
@@ -338,8 +338,8 @@ def test_a_damaged_warm_start_is_made_again(tmp_path: Path) -> None:
         (first.directory / name).unlink()
     again = keel.train(BASE, overrides=start, resume=True)
     assert lines(again.directory, "metrics.jsonl") == before
-    assert "is made again" in damage_messages(again.directory)[0]
-    assert damages(warmstart) == []
+    assert "warm start" in damage_messages(again.directory)[0]
+    assert find_damage(warmstart) == []
 
 
 def test_what_keel_sft_leaves_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,10 +348,10 @@ def test_what_keel_sft_leaves_is_checked_too(tmp_path: Path, capsys: pytest.Capt
     supervised = {**BASE, "run": {"name": "sft", "dir": str(tmp_path)}, "warmstart": {"steps": 2, "batch_size": 4}}
     supervise(supervised)
     folder = tmp_path / "sft" / "checkpoints" / "step-2"
-    assert damages(folder) == []
+    assert find_damage(folder) == []
     flip(folder / "model.safetensors")
     assert main(["export", str(tmp_path / "sft"), str(tmp_path / "out")]) == 2
-    assert "model.safetensors is not as it was saved" in capsys.readouterr().err
+    assert "model.safetensors has changed since it was saved" in capsys.readouterr().err
 
 
 def test_unreadable_lines_are_said_and_a_broken_configuration_is_named(whole: Path, run: Path) -> None:
@@ -361,8 +361,8 @@ def test_unreadable_lines_are_said_and_a_broken_configuration_is_named(whole: Pa
     resume(run)
     messages = [event["message"] for event in lines(run, "events.jsonl") if event["kind"] == "lines/damaged"]
     assert messages == [
-        "line 2 of metrics.jsonl cannot be read and is left out",
-        "line 1 of events.jsonl cannot be read and is left out",
+        "line 2 of metrics.jsonl cannot be read and is dropped",
+        "line 1 of events.jsonl cannot be read and is dropped",
     ]
     assert lines(run, "metrics.jsonl") == [line for line in lines(whole, "metrics.jsonl") if line["step"] != 2]
     zero(run / "config.yaml")

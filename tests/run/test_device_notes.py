@@ -29,8 +29,8 @@ def test_a_gpu_has_one_for_each_thing_that_the_options_do_not_say(monkeypatch: p
     sampler, decoding, attention, statistics, modules, cudnn = notes
     assert "sampled by a copy of the weights in bfloat16, the policy's own are float32" in sampler
     assert decoding == "decoding without CUDA graphs: the heads have size 7"
-    assert "not by flash kernels: there is no CUDA device" in attention
-    assert "not by one kernel: there is no CUDA device" in statistics
+    assert "do not use flash attention: there is no CUDA device" in attention
+    assert "not fused: there is no CUDA device" in statistics
     assert modules.startswith("LlamaMLP, LlamaRMSNorm have no fused form")
     assert "cuDNN" in cudnn
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)

@@ -10,10 +10,20 @@ import torch.distributed as dist
 from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.config import load_config
-from keel.models.sharding import own_part
+from keel.models.sharding import local_tensor
 from keel.run.build import build_policy, build_run
-from keel.run.footprint import DeviceLayout, ModelShape, Parameter, RunMemory, StepPasses, held, passing, sent, shape_of
-from keel.run.layout import choose, job_of, layouts
+from keel.run.footprint import (
+    DeviceLayout,
+    ModelShape,
+    Parameter,
+    RunMemory,
+    StepPasses,
+    resident_bytes,
+    sent_bytes,
+    shape_of,
+    transient_bytes,
+)
+from keel.run.layout import choose_layout, layouts, run_memory
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from processes import spawn
@@ -41,12 +51,14 @@ def test_the_shape_is_llama_7b():
 
 def test_whole_weights_on_each_of_8_devices():
     """Weights, gradients, two moments and a frozen reference in fp32, a sampler in bf16: 22 bytes a parameter."""
-    parts = held(llama_7b(), RunMemory(pass_item=2, sampler_item=2, reference=True), DeviceLayout(8))
+    parts = resident_bytes(llama_7b(), RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True), DeviceLayout(8))
     assert parts == {"weights": 4 * N, "sampler": 2 * N, "reference": 4 * N, "optimizer": 8 * N, "gradients": 4 * N}
 
 
 def test_full_sharding_leaves_an_eighth_and_the_sampler():
-    parts = held(llama_7b(), RunMemory(pass_item=2, sampler_item=2, reference=True), DeviceLayout(8, "full", 8))
+    parts = resident_bytes(
+        llama_7b(), RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True), DeviceLayout(8, "full", 8)
+    )
     assert parts == {
         "weights": 4 * N // 8,
         "sampler": 2 * N,
@@ -58,13 +70,15 @@ def test_full_sharding_leaves_an_eighth_and_the_sampler():
 
 
 def test_hybrid_of_16_devices_in_rows_of_8_holds_what_8_hold():
-    job = RunMemory(pass_item=2, sampler_item=2, reference=True)
-    assert held(llama_7b(), job, DeviceLayout(16, "hybrid", 8)) == held(llama_7b(), job, DeviceLayout(8, "full", 8))
+    job = RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True)
+    assert resident_bytes(llama_7b(), job, DeviceLayout(16, "hybrid", 8)) == resident_bytes(
+        llama_7b(), job, DeviceLayout(8, "full", 8)
+    )
 
 
 def test_adapters_stay_whole_and_a_frozen_base_has_no_moments():
     adapters = (Parameter((16, H), 4), Parameter((H, 16), 4), Parameter((8, H), 4, trained=False))
-    parts = held(llama_7b(2, False, adapters), RunMemory(pass_item=2), DeviceLayout(4, "full", 4))
+    parts = resident_bytes(llama_7b(2, False, adapters), RunMemory(pass_itemsize=2), DeviceLayout(4, "full", 4))
     trained, idle = 4 * 2 * 16 * H, 4 * 8 * H
     assert parts == {
         "weights": 2 * N // 4 + trained + idle,
@@ -76,12 +90,14 @@ def test_adapters_stay_whole_and_a_frozen_base_has_no_moments():
 
 
 def test_offload_leaves_the_sampler_and_the_reference():
-    parts = held(
-        llama_7b(), RunMemory(pass_item=2, sampler_item=2, reference=True), DeviceLayout(8, "full", 8, offload=True)
+    parts = resident_bytes(
+        llama_7b(),
+        RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True),
+        DeviceLayout(8, "full", 8, offload=True),
     )
     assert parts == {"weights": 0, "sampler": 2 * N, "reference": N // 2, "optimizer": 0, "gradients": 0}
-    job = RunMemory(pass_item=2, sampler_item=2, reference=True, reference_offload=True)
-    assert held(llama_7b(), job, DeviceLayout(8, "full", 8, offload=True))["reference"] == 0
+    job = RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True, reference_offload=True)
+    assert resident_bytes(llama_7b(), job, DeviceLayout(8, "full", 8, offload=True))["reference"] == 0
 
 
 def test_experts_are_cut_by_experts():
@@ -94,18 +110,23 @@ def test_experts_are_cut_by_experts():
 
 def test_what_is_gathered_for_a_pass():
     """Two blocks in bf16, embeddings and head in fp32; gradients likewise, of one block; a buffer for their sum."""
-    parts = passing(llama_7b(), RunMemory(pass_item=2), DeviceLayout(8, "full", 8), StepPasses(tokens=1000))
+    parts = transient_bytes(llama_7b(), RunMemory(pass_itemsize=2), DeviceLayout(8, "full", 8), StepPasses(tokens=1000))
     assert parts["gathered"] == 2 * 2 * BLOCK + 4 * REST + 2 * BLOCK + 4 * REST + 4 * REST
     assert parts["rows"] == 10 * 4 * 1000
-    frozen = passing(llama_7b(2, False), RunMemory(pass_item=2), DeviceLayout(8, "full", 8), StepPasses())
+    frozen = transient_bytes(llama_7b(2, False), RunMemory(pass_itemsize=2), DeviceLayout(8, "full", 8), StepPasses())
     assert frozen["gathered"] == 2 * 2 * BLOCK + 2 * REST
-    assert passing(llama_7b(), RunMemory(), DeviceLayout(1), StepPasses(tokens=1000)) == {"gathered": 0, "rows": 0}
+    assert transient_bytes(llama_7b(), RunMemory(), DeviceLayout(1), StepPasses(tokens=1000)) == {
+        "gathered": 0,
+        "rows": 0,
+    }
 
 
 def test_bytes_on_the_wire_of_full_sharding():
     """A step of 4 passes with a reference: forward and backward gather each, the reference once a pass."""
     passes = StepPasses(training=4, reference=4, updates=1, tokens=10_000)
-    parts = sent(llama_7b(), RunMemory(pass_item=2, sampler_item=2, reference=True), DeviceLayout(8, "full", 8), passes)
+    parts = sent_bytes(
+        llama_7b(), RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True), DeviceLayout(8, "full", 8), passes
+    )
     gathered = 2 * LAYERS * BLOCK + 4 * REST
     assert parts == {
         "update: gather": 2 * 4 * gathered * 7 // 8,
@@ -119,19 +140,19 @@ def test_bytes_on_the_wire_of_full_sharding():
 
 def test_bytes_on_the_wire_of_hybrid_and_replicated():
     passes = StepPasses(training=4, updates=2)
-    hybrid = sent(llama_7b(), RunMemory(), DeviceLayout(16, "hybrid", 8), passes)
+    hybrid = sent_bytes(llama_7b(), RunMemory(), DeviceLayout(16, "hybrid", 8), passes)
     assert hybrid["update: gather"] == 2 * 4 * 4 * N * 7 // 8
     assert hybrid["update: gradients"] == 4 * (4 * N * 7 // 8 + 2 * (4 * N // 8) // 2)
-    replicated = sent(llama_7b(), RunMemory(), DeviceLayout(4), passes)
+    replicated = sent_bytes(llama_7b(), RunMemory(), DeviceLayout(4), passes)
     assert replicated == dict.fromkeys(replicated, 0) | {"update: gradients": 2 * 2 * 4 * N * 3 // 4}
-    assert set(sent(llama_7b(), RunMemory(), DeviceLayout(1), passes).values()) == {0}
+    assert set(sent_bytes(llama_7b(), RunMemory(), DeviceLayout(1), passes).values()) == {0}
 
 
 def test_adapters_are_summed_once_an_update():
     adapters = (Parameter((16, H), 4), Parameter((H, 16), 4))
-    parts = sent(
+    parts = sent_bytes(
         llama_7b(2, False, adapters),
-        RunMemory(pass_item=2),
+        RunMemory(pass_itemsize=2),
         DeviceLayout(4, "full", 4),
         StepPasses(training=8, updates=2),
     )
@@ -157,19 +178,19 @@ GIB = 2**30
 )
 def test_auto_takes_the_first_that_leaves_room(devices, memory, expected):
     config = load_config({"task": {"name": "arithmetic", "skill": "max"}})
-    job = RunMemory(pass_item=2, sampler_item=2, reference=True)
-    assert choose(config, llama_7b(), job, devices, machine=8, memory=memory) == expected
+    job = RunMemory(pass_itemsize=2, sampler_itemsize=2, reference=True)
+    assert choose_layout(config, llama_7b(), job, devices, machine=8, memory=memory) == expected
 
 
 def test_a_layout_that_is_named_is_taken_or_refused():
     base = {"task": {"name": "arithmetic", "skill": "max"}}
     job = RunMemory()
     named = load_config(base, ["parallel.sharding=hybrid", "parallel.shard_size=4", "parallel.offload=true"])
-    assert choose(named, llama_7b(), job, 8, machine=8, memory=None) == DeviceLayout(8, "hybrid", 4, True)
+    assert choose_layout(named, llama_7b(), job, 8, machine=8, memory=None) == DeviceLayout(8, "hybrid", 4, True)
     whole = load_config(base, ["parallel.sharding=none"])
-    assert choose(whole, llama_7b(), job, 8, machine=8, memory=1) == DeviceLayout(8)
+    assert choose_layout(whole, llama_7b(), job, 8, machine=8, memory=1) == DeviceLayout(8)
     with pytest.raises(KeelError, match=r"optim\.offload=true does not work with parallel\.sharding=full"):
-        choose(
+        choose_layout(
             load_config(base, ["parallel.sharding=full", "optim.offload=true"]), llama_7b(), job, 8, machine=8, memory=1
         )
     assert layouts(load_config(base, ["optim.offload=true"]), llama_7b(), 8, 8) == [DeviceLayout(8)]
@@ -187,7 +208,7 @@ TINY = {
 
 def lying_here(built):
     """Bytes of this process's parts."""
-    run, bytes_of = built.run, lambda tensors: sum(own_part(x).nbytes for x in tensors)
+    run, bytes_of = built.run, lambda tensors: sum(local_tensor(x).nbytes for x in tensors)
     with run.reference.model() as reference:
         frozen = 0 if reference is run.policy.model else bytes_of(reference.parameters())
     moments = [x for state in run.optimizer.inner.state.values() for x in state.values() if x.dim()]
@@ -208,7 +229,9 @@ def _process(rank, folder):
         for overrides in ([], ["model.lora={r: 4}"]):
             config = load_config(TINY, overrides)
             loaded = build_policy(config)
-            counted = held(shape_of(loaded.model), job_of(config, loaded, "cpu"), DeviceLayout(2, "full", 2))
+            counted = resident_bytes(
+                shape_of(loaded.model), run_memory(config, loaded, "cpu"), DeviceLayout(2, "full", 2)
+            )
             built = build_run(config, loaded, world=World(rank, 2))
             train_step(built.run, State(kl=built.run.controller.init()))
             results.append((counted, lying_here(built)))

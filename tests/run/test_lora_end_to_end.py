@@ -281,7 +281,7 @@ def test_export_from_the_command_line(
     capsys.readouterr()
     for arguments, message in (
         ([str(runs["plain"]), str(tmp_path / "out")], "not empty"),
-        ([str(tmp_path / "out"), str(tmp_path / "again"), "--merged"], "holds whole weights"),
+        ([str(tmp_path / "out"), str(tmp_path / "again"), "--merged"], "has full weights"),
         ([str(tmp_path / "nowhere"), str(tmp_path / "again")], "there is no folder"),
     ):
         assert main(["export", *arguments]) == 2

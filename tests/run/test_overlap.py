@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import keel
-from keel.base.alive import LOST
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
+from keel.base.watchdog import KILLED_STATUS
 from keel.base.world import World
 from keel.rollout.native.engine import NativeEngine
 from ranks import run_ranks
@@ -94,7 +94,7 @@ class Counting(Letters):
         super().__init__()
         object.__setattr__(self, "judged", [0])
 
-    def totals(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         return {"judged": float(self.judged[0])}
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
@@ -191,7 +191,7 @@ class Telling(NativeEngine):
         self.world = world
 
     def sync(self, policy: Any, version: int | None = None) -> None:
-        assert self.world.gather(("sync", version)) == [("sync", version)] * self.world.size
+        assert self.world.all_gather(("sync", version)) == [("sync", version)] * self.world.size
         super().sync(policy, version)
 
 
@@ -204,7 +204,7 @@ def test_two_ranks_stopped_and_killed_and_gone_on_with(tmp_path: Path, staleness
     assert statuses(run_ranks(train, whole, staleness, False, None, *more)) == [0, 0]
     assert statuses(run_ranks(train, parts, staleness, False, 2, *more)) == [143, 143]
     killed = run_ranks(train, parts, staleness, True, None, *more, env={"KILL_AT": "4"})
-    assert statuses(killed) == [LOST, -signal.SIGKILL]
+    assert statuses(killed) == [KILLED_STATUS, -signal.SIGKILL]
     assert statuses(run_ranks(train, parts, staleness, True, None, *more)) == [0, 0]
     assert_same(parts / "small", whole / "small")
     assert train(tmp_path / "one", staleness) == 0

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import keel
-from keel.base.alive import LOST
 from keel.base.types import Problem, Reward
+from keel.base.watchdog import KILLED_STATUS
 from keel.cli import main
 from keel.rollout.native.engine import NativeEngine
 from ranks import Ended, run_ranks
@@ -54,9 +54,9 @@ def test_a_run_stopped_and_killed_and_gone_on_with_equals_the_run_left_alone(tmp
     assert statuses(run_ranks(train, parts, False, 2)) == [143, 143]
     assert sorted(path.name for path in (parts / "small" / "checkpoints").glob("step-*"))[-1] == "step-2"
     killed = run_ranks(train, parts, True, env={"KILL_AT": "4"})
-    assert statuses(killed) == [LOST, -signal.SIGKILL]
+    assert statuses(killed) == [KILLED_STATUS, -signal.SIGKILL]
     assert "rank 1 of 2 has died" in killed[0].err
-    assert f"go on with: keel train --resume {parts / 'small'} --nproc 2" in killed[0].err
+    assert f"resume with: keel train --resume {parts / 'small'} --nproc 2" in killed[0].err
     assert statuses(run_ranks(train, parts, True)) == [0, 0]
     assert_same(parts / "small", whole / "small")
 

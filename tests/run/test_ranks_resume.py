@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from trainer.ranks import in_processes, training
 
 pytestmark = pytest.mark.processes
@@ -42,7 +42,7 @@ def runs(tmp_path_factory):
     results = in_processes(2, [*begun, *gone_on], folder / "results", training)
     assert all(status == 0 for ranks in results for status in ranks)
     for layout in layouts:
-        assert training(options(folder, f"{layout}-on-one", STEPS), ALONE, resume=True) == 0
+        assert training(options(folder, f"{layout}-on-one", STEPS), SINGLE_PROCESS, resume=True) == 0
     return folder
 
 

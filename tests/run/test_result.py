@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.run.result import EndedRun, closing_line, next_lines, program, resume_command
+from keel.run.result import RunOutcome, next_steps, program, result_line, resume_command
 
 SUMMARY = {"task": "sort", "wall_s": 61.2, "accuracy": {"before": 0.25, "after": 0.5}, "kl": {"exact": {"mean": 0.03}}}
 
@@ -20,12 +20,12 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_says_what_to_look_at_next(run):
-    result = EndedRun(SUMMARY, run, 200)
-    assert closing_line(result) == (
+    result = RunOutcome(SUMMARY, run, 200)
+    assert result_line(result) == (
         "sort, 200 steps in 61 s; accuracy 25.0% → 50.0%; KL(policy‖reference) 0.0300 nats per token (exact); "
         "report: runs/mine/report.html"
     )
-    assert next_lines(result) == [
+    assert next_steps(result) == [
         "next: open runs/mine/report.html in a browser",
         "  keel show runs/mine                                completions, token by token",
         "  keel doctor runs/mine                              what is wrong with it, worst first",
@@ -34,10 +34,10 @@ def test_a_finished_run_says_what_to_look_at_next(run):
 
 
 def test_a_run_stopped_by_a_guard_has_a_report_and_an_interrupted_one_goes_on(run):
-    assert next_lines(EndedRun(SUMMARY, run, 3, 1, stopped="the KL budget"))
-    assert next_lines(EndedRun({}, run, 3, 130)) == []  # the report is that of an earlier stretch
+    assert next_steps(RunOutcome(SUMMARY, run, 3, 1, stopped="the KL budget"))
+    assert next_steps(RunOutcome({}, run, 3, 130)) == []  # the report is that of an earlier stretch
     (run / "report.html").unlink()
-    assert next_lines(EndedRun(SUMMARY, run, 3)) == []
+    assert next_steps(RunOutcome(SUMMARY, run, 3)) == []
 
 
 def test_commands_name_the_environment_where_the_shell_does_not_find_keel(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
 from keel.run import warmstart_cache
 from keel.run.build import build_policy, build_warmstart
-from keel.run.warmstart_cache import SWITCH, Started, cached_sft
+from keel.run.warmstart_cache import CACHE_SWITCH, WarmstartResult, cached_sft
 from trainer.small import BASE, small_config
 
 START = ("warmstart.steps=3", "warmstart.batch_size=4")
@@ -27,7 +27,7 @@ TIMES = ("time/", "speed/", "memory/")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.delenv(CACHE_SWITCH)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "keel" / "warmstarts"
 
@@ -36,7 +36,7 @@ def entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def started(*overrides: str) -> tuple[Started, LoadedModel]:
+def started(*overrides: str) -> tuple[WarmstartResult, LoadedModel]:
     config = small_config(*START, *overrides)
     loaded = build_policy(config)
     return cached_sft(loaded, build_warmstart(config, loaded)), loaded
@@ -89,16 +89,16 @@ def test_the_doctor_and_a_run_share_it(tmp_path: Path) -> None:
     ],
 )
 def test_another_warm_start_is_made(change: str) -> None:
-    assert started()[0].taken is None
-    assert started(change)[0].taken is None
-    assert started()[0].taken is not None
-    assert started(change)[0].taken is not None
+    assert started()[0].cache_file is None
+    assert started(change)[0].cache_file is None
+    assert started()[0].cache_file is not None
+    assert started(change)[0].cache_file is not None
 
 
 def test_what_only_the_run_reads_changes_nothing() -> None:
     started()
     others = ("optim.learning_rate=0.1", "kl.beta=0.5", "rollout.num_generations=3", "run.name=other")
-    assert started(*others)[0].taken is not None
+    assert started(*others)[0].cache_file is not None
 
 
 def test_examples_count_by_what_they_hold(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_examples_count_by_what_they_hold(tmp_path: Path) -> None:
     results = []
     for text in ("b", "c", "b"):
         path.write_text(json.dumps({"prompt": "a", "completion": text}) + "\n")
-        results.append(started(f"warmstart.path={path}")[0].taken)
+        results.append(started(f"warmstart.path={path}")[0].cache_file)
     assert [taken is not None for taken in results] == [False, False, True]
 
 
@@ -124,7 +124,7 @@ def test_examples_count_by_what_they_hold(tmp_path: Path) -> None:
 def test_other_code_or_another_machine_makes_its_own(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started()
     change(monkeypatch)
-    assert started()[0].taken is None
+    assert started()[0].cache_file is None
 
 
 def test_a_first_step_that_differs_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_first_step_that_differs_takes_nothing(monkeypatch: pytest.MonkeyPatch
     started()
     forward = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * (1 + 1e-6))
-    assert started()[0].taken is None
+    assert started()[0].cache_file is None
 
 
 @pytest.mark.parametrize("where", [0, 70, -1])
@@ -145,20 +145,20 @@ def test_a_damaged_entry_is_made_again(folder: Path, where: int) -> None:
     for content in (bytes(damaged), whole[: len(whole) // 2], b""):
         entry.write_bytes(content)
         again, loaded = started()
-        assert again.taken is None
+        assert again.cache_file is None
         assert fingerprint(loaded.model) == weights
         assert entry.read_bytes()[:64] == whole[:64]
-    assert started()[0].taken == entry
+    assert started()[0].cache_file == entry
 
 
 def test_it_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
-    assert started()[0].taken is started()[0].taken is None
+    monkeypatch.setenv(CACHE_SWITCH, "0")
+    assert started()[0].cache_file is started()[0].cache_file is None
     assert entries(folder) == []
 
 
 def test_dropout_keeps_nothing(folder: Path) -> None:
-    assert started("model.lora={r: 2, dropout: 0.5}")[0].taken is None
+    assert started("model.lora={r: 2, dropout: 0.5}")[0].cache_file is None
     assert entries(folder) == []
 
 
@@ -169,22 +169,22 @@ def test_a_module_of_ones_own_keeps_nothing(folder: Path) -> None:
     config = small_config(*START)
     loaded = build_policy(config)
     loaded.model.get_submodule("model.layers.0.mlp.up_proj").__class__ = Own
-    assert cached_sft(loaded, build_warmstart(config, loaded)).taken is None
+    assert cached_sft(loaded, build_warmstart(config, loaded)).cache_file is None
     assert entries(folder) == []
 
 
 def test_a_disk_that_takes_nothing_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
-    assert started()[0].taken is None
+    assert started()[0].cache_file is None
 
 
 def test_the_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started()
     [first] = entries(folder)
-    monkeypatch.setattr(warmstart_cache, "MOST_BYTES", int(2.5 * first.stat().st_size))
+    monkeypatch.setattr(warmstart_cache, "MAX_CACHE_BYTES", int(2.5 * first.stat().st_size))
     started("run.seed=1")
     [second] = [path for path in entries(folder) if path != first]
-    assert started()[0].taken == first  # used again: the second is older now
+    assert started()[0].cache_file == first  # used again: the second is older now
     started("run.seed=2")
     assert second not in entries(folder)
     assert first in entries(folder)
@@ -202,4 +202,4 @@ def test_many_at_once_leave_one_whole_entry(folder: Path) -> None:
         thread.join()
     assert len({fingerprint(loaded.model) for loaded in models}) == 1
     assert len(entries(folder)) == 1
-    assert started()[0].taken is not None
+    assert started()[0].cache_file is not None

@@ -12,7 +12,7 @@ from keel.base.types import Completion
 from keel.base.world import World
 from keel.config import load_config
 from keel.models.fingerprint import fingerprint
-from keel.models.sharding import whole
+from keel.models.sharding import full_tensor
 from keel.rollout import Engine
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
@@ -76,7 +76,11 @@ def gradients(overrides, world, steps=2):
 
     def recording():
         updates.append(
-            {run.optimizer._names[p]: whole(p.grad).clone() for p in run.optimizer.parameters if p.grad is not None}
+            {
+                run.optimizer._names[p]: full_tensor(p.grad).clone()
+                for p in run.optimizer.parameters
+                if p.grad is not None
+            }
         )
         update()
 

@@ -17,7 +17,7 @@ from keel.kl import KLState
 from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
 from keel.trainer.final import measure_final
-from keel.trainer.guards import ENOUGH, WINDOW, final_violation, find_violation, over_budget, spike_limit
+from keel.trainer.guards import MIN_NORMS, NORM_WINDOW, final_violation, find_violation, over_budget, spike_limit
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.sample import problem_seed
 from keel.trainer.state import State, step_seed
@@ -99,7 +99,7 @@ def test_a_violation_that_only_warns_does_not_hide_a_graver_one() -> None:
 
 def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
     limits = GuardLimits(grad_spike=4.0)
-    assert spike_limit((1.0,) * (ENOUGH - 1), limits) is None
+    assert spike_limit((1.0,) * (MIN_NORMS - 1), limits) is None
     assert spike_limit((1.0, 3.0, 100.0) * 4, limits) == 12.0
 
 
@@ -110,8 +110,8 @@ def test_the_window_of_norms_is_bounded_and_holds_what_was_logged() -> None:
         state, metrics, _ = train_step(run, state)
         seen.append(metrics["grad/norm"])
     assert state.norms == tuple(seen)
-    state = train_step(run, replace(state, norms=(1.0,) * WINDOW)).state
-    assert len(state.norms) == WINDOW
+    state = train_step(run, replace(state, norms=(1.0,) * NORM_WINDOW)).state
+    assert len(state.norms) == NORM_WINDOW
     assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 

@@ -19,20 +19,20 @@ class Asked(World):
         super().__init__(0, 2)
         object.__setattr__(self, "answer", lambda own: (during(), [own, other])[1])
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return self.answer(value)
 
 
 def test_a_signal_that_comes_while_the_others_are_asked_is_not_lost() -> None:
     interrupt = Interrupt()
-    assert not interrupt.anywhere(Asked(lambda: interrupt(signal.SIGTERM, None)))
-    assert interrupt.anywhere(Asked())
+    assert not interrupt.on_any_rank(Asked(lambda: interrupt(signal.SIGTERM, None)))
+    assert interrupt.on_any_rank(Asked())
     assert interrupt.status == 143
 
 
 def test_what_another_rank_has_had_holds_here_and_its_echo_is_the_same_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt, now = Interrupt(echo_s=3.0), time.monotonic()
-    assert interrupt.anywhere(Asked(other=signal.SIGINT))
+    interrupt, now = Interrupt(duplicate_s=3.0), time.monotonic()
+    assert interrupt.on_any_rank(Asked(other=signal.SIGINT))
     interrupt(signal.SIGTERM, None)
     assert interrupt.status == 130
     monkeypatch.setattr(time, "monotonic", lambda: now + 10.0)

@@ -109,7 +109,7 @@ def test_the_command_ends_with_one_line_and_goes_on_with_the_option_it_names(
     assert main(["train", str(config), *OVERRIDES, f"run.dir={tmp_path}"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("keel: error: out of memory in the update of step 4 ")
-    command = last.partition("go on with: keel ")[2].split()
+    command = last.partition("resume with: keel ")[2].split()
     assert command[-1] == "optim.microbatch_tokens=16"
     assert main(command) == 0
     for ours, theirs in zip(lines(tmp_path / "small", "metrics.jsonl"), lines(whole, "metrics.jsonl"), strict=True):
@@ -127,7 +127,7 @@ def test_a_supervised_start_that_runs_out_of_memory(
     overrides = ["model.name=trainer.exhausted:exhausted_model", "warmstart.steps=3", "warmstart.batch_size=16"]
     assert main([command, str(config), f"run.dir={tmp_path}", "run.max_steps=1", *overrides]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"out of memory in step 3 of the supervised start {CAUSE}: optim.microbatch_tokens is 8192 (" in last
+    assert f"out of memory in step 3 of the SFT warm start {CAUSE}: optim.microbatch_tokens is 8192 (" in last
 
 
 def test_an_evaluation_that_runs_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
-from keel.trainer.integrity import TRAINER, saved_sums
+from keel.trainer.integrity import TRAINER, saved_checksums
 from keel.trainer.memory import OutOfMemory
 from keel.trainer.overlap import RolloutQueue, StepRollouts
 from keel.trainer.pending import PENDING
@@ -188,7 +188,7 @@ def test_the_thread_leaves_the_main_threads_random_numbers_alone() -> None:
     torch.manual_seed(7)
     with closing(run):
         train_step(run, state)
-        run.queue.settle(1)  # type: ignore[union-attr]
+        run.queue.wait_for_sampler(1)  # type: ignore[union-attr]
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int
     run, state = make(*options)
     for later, metrics in take_steps(run, state, 5):
         folders.append(save_checkpoint(tmp_path, run, later))
-        assert f"{TRAINER}/{PENDING}" in saved_sums(folders[-1])
+        assert f"{TRAINER}/{PENDING}" in saved_checksums(folders[-1])
         lines.append(metrics)
     for step, folder in enumerate(folders[:4], start=1):
         other, _ = make(*options, weights=folder)
@@ -290,7 +290,7 @@ def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> 
     ) as queue:
         with pytest.raises(ZeroDivisionError):
             queue.take(0, 0, 7)
-        queue.settle(7)
+        queue.wait_for_sampler(7)
     assert synced == [7]
 
 
@@ -300,28 +300,28 @@ class Asked(World):
 
     asked: threading.Event = field(default_factory=threading.Event)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.asked.set()
-        return super().gather(value)
+        return super().all_gather(value)
 
 
 def drop_unevenly() -> None:
     """Rank 1 drops its rollouts before its thread begins with step 1, rank 0 when that waits for rank 1's there."""
     with open_world() as opened:
-        world, apart, begun = Asked(opened.rank, opened.size), opened.apart(), threading.Event()
+        world, apart, begun = Asked(opened.rank, opened.size), opened.new_group(), threading.Event()
 
         def sample(attempt: int, step: int) -> StepRollouts:
             if step == 1:
                 begun.set()
-            elif not world.leads:
+            elif not world.is_main:
                 time.sleep(0.2)  # until the main thread holds what comes after
-            return StepRollouts([], {"steps": float(sum(apart.gather(step)))})
+            return StepRollouts([], {"steps": float(sum(apart.all_gather(step)))})
 
         engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
         queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
         with closing(queue):
-            queue.begin_next(0, -1, 0)
-            if world.leads:
+            queue.sample_ahead(0, -1, 0)
+            if world.is_main:
                 assert begun.wait(LIMIT_S)
             else:
                 queue._pending[0].add_done_callback(lambda future: world.asked.wait(LIMIT_S))

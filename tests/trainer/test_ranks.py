@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from trainer.ranks import gradients, in_processes, relative_error
 
 pytestmark = pytest.mark.processes
@@ -69,7 +69,7 @@ ON_FOUR = [name for name in CASES if any(word in name for word in ("empty", "rew
 def alone():
     """The same steps in one process; sharding has nothing to spread there."""
     plain = {name: [o for o in overrides if not o.startswith("parallel")] for name, overrides in CASES.items()}
-    return {name: gradients(overrides, ALONE) for name, overrides in plain.items()}
+    return {name: gradients(overrides, SINGLE_PROCESS) for name, overrides in plain.items()}
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, list(CASES)), (4, ON_FOUR)])
@@ -91,6 +91,6 @@ def test_the_gradient_and_the_metrics_of_several_processes_are_those_of_one(size
 
 def test_the_kl_term_is_in_what_is_compared():
     """The second step's gradient depends on β: the policy has left its reference by then."""
-    weak, strong = (gradients([f"kl.beta={beta}"], ALONE)[0] for beta in (0.05, 5.0))
+    weak, strong = (gradients([f"kl.beta={beta}"], SINGLE_PROCESS)[0] for beta in (0.05, 5.0))
     assert relative_error(weak[0], strong[0]) < 1e-6
     assert relative_error(weak[1], strong[1]) > 1e-2

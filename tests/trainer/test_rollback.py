@@ -152,8 +152,8 @@ class Killed(BaseException):
     ("module", "name"),
     [
         (rollback, "_announce"),
-        (rundir, "lines_past"),
-        (rundir, "keep_lines"),
+        (rundir, "lines_after"),
+        (rundir, "drop_lines_after"),
         (rollback, "drop_after"),
         (rollback, "rewrite_state"),
         (rollback, "restore_weights"),

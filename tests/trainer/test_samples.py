@@ -20,7 +20,7 @@ from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.final import measure_final
 from keel.trainer.guards import sampler_events
 from keel.trainer.options import GuardLimits
-from keel.trainer.sample import sample_groups, settle
+from keel.trainer.sample import sample_groups, wait_for_sampler
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step
 from trainer.small import small_config
@@ -148,7 +148,7 @@ def test_the_final_policy_is_measured_on_fresh_samples() -> None:
     run, state = make("rollout.max_staleness=1")
     with closing(run):
         state = train_step(run, train_step(run, state).state).state
-        settle(run, state)
+        wait_for_sampler(run, state)
         measured = measure_final(run, state)
         batch = score_policy(score_reference(pack_step(sample_groups(run, run.collect, 0, 2)[0], run), run), run)
     rows = batch.rows

@@ -26,7 +26,7 @@ from keel.run.build import build_policy, build_warmstart
 from keel.run.warmstart import warmstart_folder
 from keel.trainer.optim import Optimizer, build_schedule
 from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.sft import MOST_LEFT_OUT, DrawCount, as_example, gold_examples, sft, sft_step
+from keel.trainer.sft import MAX_CONSECUTIVE_SKIPS, DrawCount, gold_examples, make_example, sft, sft_step
 from trainer.small import BASE, small_config
 
 
@@ -34,7 +34,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_alone() -> None:
     loaded = build_policy(small_config())
     tokenizer = loaded.tokenizer
     texts = [("1+2=", "3"), ("10+20=", "30")]
-    examples = [as_example(tokenizer.encode(p), c, tokenizer) for p, c in texts]
+    examples = [make_example(tokenizer.encode(p), c, tokenizer) for p, c in texts]
     total, tokens = 0.0, 0
     for example in examples:
         ids = torch.tensor([[*example.prompt_tokens, *example.completions[0].tokens]])
@@ -60,7 +60,7 @@ def test_it_learns_the_gold_answers() -> None:
 def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has() -> None:
     """max log p + c·H has p with p + (V − 1)·p·exp(−1/(c·p)) = 1, and the other tokens share the rest evenly."""
     loaded = build_policy(small_config())
-    example = as_example(loaded.tokenizer.encode("1+2="), "3", loaded.tokenizer)
+    example = make_example(loaded.tokenizer.encode("1+2="), "3", loaded.tokenizer)
     coef, size = 0.3, loaded.model.config.vocab_size
     low, high = 0.5, 1.0
     for _ in range(60):
@@ -175,7 +175,7 @@ class Fit(TaskWrapper):
     def __init__(self, fits: Callable[[Problem], bool]) -> None:
         self.inner, self.fits = build_task("arithmetic"), fits
 
-    def demonstrates(self, problem: Problem) -> bool:
+    def usable_for_sft(self, problem: Problem) -> bool:
         return self.fits(problem)
 
 
@@ -194,22 +194,24 @@ def test_problems_that_are_no_demonstrations_are_replaced(mixed: bool) -> None:
 
     every, odd, again = DrawCount(), DrawCount(), DrawCount()
     plain, chosen = texts(lambda problem: True, every), texts(is_odd, odd)
-    assert (every.drawn, every.left_out, every.notes) == (32, 0, [])
+    assert (every.drawn, every.skipped, every.notes) == (32, 0, [])
     assert all(len(batch) == 8 and all(int(text) % 2 for text in batch) for batch in chosen)
     assert texts(is_odd, again) == chosen
     for before, after in zip(plain, chosen, strict=True):  # what fits stays, in its order
         fit = [text for text in before if int(text) % 2]
         assert after[: len(fit)] == fit
-    assert odd.drawn - odd.left_out == 32
+    assert odd.drawn - odd.skipped == 32
     assert odd.notes == [
-        f"warm start: {odd.left_out} of {odd.drawn} problems that were drawn are no demonstrations by their task and "
+        f"warm start: {odd.skipped} of {odd.drawn} problems that were drawn are no demonstrations by their task and "
         "were left out, others took their place"
     ]
 
 
 def test_a_task_without_demonstrations_is_one_line() -> None:
     batch = gold_examples(Fit(lambda problem: False), lambda problem: (1,), None, batch_size=8, seed=0)
-    with pytest.raises(KeelError, match=f"none of {MOST_LEFT_OUT} problems drawn for the warm start is a") as caught:
+    with pytest.raises(
+        KeelError, match=f"none of {MAX_CONSECUTIVE_SKIPS} problems drawn for the warm start is a"
+    ) as caught:
         batch(0)
     assert "\n" not in str(caught.value)
 
@@ -247,7 +249,7 @@ def test_think_and_tool_call_marks_are_the_models_to_write(special: bool) -> Non
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</tool_call>", "[TOOL_CALLS]"], special_tokens=special)
     for text in ("<think>3", "a</tool_call>", "[TOOL_CALLS]1", "\u65e5"):
-        tokens = as_example((1,), text, tokenizer).completions[0].tokens
+        tokens = make_example((1,), text, tokenizer).completions[0].tokens
         assert tokens == (*tokenizer.encode(text), tokenizer.eos_token_id)
 
 
@@ -264,8 +266,8 @@ def test_demonstrations_with_control_tokens_are_refused_by_their_ids(mark: str, 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     tokenizer.add_tokens([AddedToken(mark, special=special, normalized=True)], special_tokens=special)
     with pytest.raises(KeelError, match=r"'mine:3'.*data\.allow_control_tokens"):
-        as_example((1,), text, tokenizer, "mine:3")
-    allowed = as_example((1,), text, tokenizer, "mine:3", allow_control_tokens=True).completions[0].tokens
+        make_example((1,), text, tokenizer, "mine:3")
+    allowed = make_example((1,), text, tokenizer, "mine:3", allow_control_tokens=True).completions[0].tokens
     assert tokenizer.convert_tokens_to_ids(mark) in allowed
 
 

@@ -11,7 +11,7 @@ from keel.losses import LOSSES
 from keel.run.build import build_policy, build_run
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import OptimOptions, WarmstartOptions
-from keel.trainer.sft import as_example, sft_step
+from keel.trainer.sft import make_example, sft_step
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from trainer.small import small_config
@@ -92,9 +92,9 @@ def test_once_an_update(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("entropy", [0.0, 0.1])
 def test_once_a_supervised_step(entropy: float, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = build_policy(small_config())
-    monkeypatch.setattr("keel.trainer.sft.masked_by_structure", lambda loaded: loaded.shared_prefix)  # as on a GPU
+    monkeypatch.setattr("keel.trainer.sft.uses_structured_mask", lambda loaded: loaded.shared_prefix)  # as on a GPU
     texts = [("1+2=", "3"), ("10+20=", "30"), ("4+4=", "8"), ("17+1=", "18")]
-    examples = [as_example(loaded.tokenizer.encode(p), c, loaded.tokenizer) for p, c in texts]
+    examples = [make_example(loaded.tokenizer.encode(p), c, loaded.tokenizer) for p, c in texts]
     options, optimizer = WarmstartOptions(entropy_coef=entropy), Optimizer(loaded.model, OptimOptions())
     for budget in (100, 16, 1):
         optim = OptimOptions(microbatch_tokens=budget)

@@ -108,7 +108,7 @@ def test_a_measurement_that_forgets_its_weights_is_caught(monkeypatch):
 
 def test_the_plain_k3_trainer_lands_on_the_forward_optimum():
     """Stationary point of E[R] − β·KL(ref‖policy) in the right answer's logit: a(1−a) = β(a − 0.1)."""
-    plain = next(t for t in optimum.TRAINERS if t.name == "k3 in the loss, plain")
+    plain = next(t for t in optimum.DESCENT_CASES if t.name == "k3 in the loss, plain")
     accuracy, _ = optimum.train(plain.penalty)
     for beta, a in zip(optimum.BETAS, accuracy.tolist(), strict=True):
         assert a * (1 - a) == pytest.approx(beta * (a - 0.1), abs=1e-6)

@@ -1,1 +1,1 @@
-"""What every room stands on: data that travels, metrics, errors, files."""
+"""Shared foundations: data classes, metrics, errors, files, process groups."""

@@ -1,4 +1,4 @@
-"""The machine's certificates, for those who talk to a server."""
+"""The machine's TLS certificates for HTTP clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ssl
 
 @functools.cache
 def certificates(*, trust_env: bool) -> ssl.SSLContext:
-    """Read once a process: a client that is made without them reads them anew, 60 to 100 ms for each request."""
+    """One SSL context per process. A client without it rereads the certificates: 60 to 100 ms a request."""
     import httpx2
 
     return httpx2.create_ssl_context(trust_env=trust_env)

@@ -1,4 +1,4 @@
-"""Writing that survives a kill, a full disk and odd numbers: whole files by rename, lines one at a time."""
+"""Crash-safe files: whole files are replaced by rename, JSON lines are appended one at a time."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from typing import Any, NoReturn
 
 from keel.base.errors import KeelError
 
-DEEPEST = 100  # lists and objects within each other: what lies deeper no record has, and recursion may not come back
+MAX_DEPTH = 100  # nesting of lists and objects; deeper input could overflow the recursion
 
 
 def encode(record: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """Strict JSON of a record: NaN and infinities become null and are named in `nonfinite`, so any parser reads it."""
-    odd: list[str] = []
-    plain = {str(key): _plain(value, str(key), odd) for key, value in record.items()}
-    if odd:
-        plain["nonfinite"] = odd
+    """Strict JSON of a record: NaN and infinities become null, and `nonfinite` lists their names."""
+    nonfinite: list[str] = []
+    plain = {str(key): _plain(value, str(key), nonfinite) for key, value in record.items()}
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def _plain(value: Any, name: str, odd: list[str]) -> Any:
+def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
-        odd.append(name)
+        nonfinite.append(name)
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{name}.{key}", odd) for key, item in value.items()}
+        return {str(key): _plain(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{name}.{index}", odd) for index, item in enumerate(value)]
-    if hasattr(value, "tolist"):  # numpy and torch numbers and arrays, without importing either
-        return _plain(value.tolist(), name, odd)
+        return [_plain(item, f"{name}.{index}", nonfinite) for index, item in enumerate(value)]
+    if hasattr(value, "tolist"):  # numpy and torch values, without importing either
+        return _plain(value.tolist(), name, nonfinite)
     return str(value)
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8; a lone surrogate (half a character in a token) becomes its JSON escape instead of an error."""
+    """UTF-8; a lone surrogate (half a character of a token) becomes its JSON escape."""
     return text.encode("utf-8", "backslashreplace")
 
 
 @contextmanager
 def one_line_errors(doing: str) -> Iterator[None]:
-    """An OSError as one line that names the file and the fix, because a full disk is not a bug in the program."""
+    """Turn an OSError into a KeelError that names the file and the fix."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def one_line_errors(doing: str) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
-    """The whole file or nothing: a temporary file beside it, fsync, rename, and the folder synced too."""
+    """Replace a file atomically: write a temporary file beside it, fsync, rename, sync the folder."""
     with one_line_errors(f"cannot write {path}"):
         name = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
@@ -80,7 +80,7 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in this folder durable; file systems that cannot are let off."""
+    """Make a rename in this folder durable, where the file system can."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -89,8 +89,8 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-class LineFile:
-    """A file of JSON lines that is only ever complete: torn ends are cut on opening, failed appends are undone."""
+class JsonlFile:
+    """A JSON lines file without partial lines: opening cuts a partial last line, a failed append is undone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class LineFile:
             os.ftruncate(self._handle, end)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """One record, one line, handed to the kernel before this returns (a kill -9 afterwards cannot lose it)."""
+        """Append one record as a line. The kernel has it when this returns, so a later kill -9 cannot lose it."""
         data = to_bytes(encode(record) + "\n")
         before = os.fstat(self._handle).st_size
         with one_line_errors(f"cannot append to {self.path}"):
@@ -126,7 +126,7 @@ class LineFile:
                 raise
 
     def sync(self) -> None:
-        """To the disk itself, so that a power cut cannot lose it either."""
+        """Flush to disk, so that a power cut cannot lose lines."""
         with one_line_errors(f"cannot write {self.path}"):
             os.fsync(self._handle)
 
@@ -137,10 +137,10 @@ class LineFile:
             self._handle = -1
 
 
-def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
-    """Drop the lines past `step` (and unreadable ones) from a file of JSON lines, atomically; returns how many.
+def drop_lines_after(path: Path, step: int, history: Collection[str] = ()) -> int:
+    """Drop the lines past `step`, and unreadable ones, from a JSON lines file atomically; return how many.
 
-    Lines up to the last one whose `kind` is in `history` are of an abandoned attempt, and stay whatever their step.
+    All lines up to the last one whose `kind` is in `history` stay: they belong to earlier attempts.
     """
     before, dropped = _split_at_step(path, step, history)
     if dropped:
@@ -148,13 +148,13 @@ def keep_lines(path: Path, step: int, history: Collection[str] = ()) -> int:
     return len(dropped)
 
 
-def lines_past(path: Path, step: int, history: Collection[str] = ()) -> bytes:
-    """The lines that `keep_lines` would drop, as they stand in the file."""
+def lines_after(path: Path, step: int, history: Collection[str] = ()) -> bytes:
+    """The lines that `drop_lines_after` would drop, verbatim."""
     return b"".join(_split_at_step(path, step, history)[1])
 
 
 def _split_at_step(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
-    """(lines up to `step`, which `keep_lines` keeps, and lines past it, which it drops)."""
+    """(lines up to `step`, which `drop_lines_after` keeps, and lines past it, which it drops)."""
     before: list[bytes] = []
     past: list[bytes] = []
     lines = _lines(path)
@@ -167,7 +167,7 @@ def _split_at_step(path: Path, step: int, history: Collection[str]) -> tuple[lis
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where it is not there, cannot be read, or holds none."""
+    """The value in a JSON file; None if it is missing, unreadable or not JSON."""
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -175,12 +175,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, none where there is no file; lines that are no JSON object are left out."""
+    """The records of a JSON lines file, [] if there is no file; lines that are not JSON objects are skipped."""
     return [record for _, record in json_lines(_lines(path)) if not isinstance(record, str)]
 
 
 def unreadable_lines(path: Path) -> list[int]:
-    """The numbers of the lines that are no JSON object."""
+    """The numbers of the lines that are not JSON objects."""
     return [number for number, record in json_lines(_lines(path)) if isinstance(record, str)]
 
 
@@ -193,7 +193,7 @@ def json_lines(lines: Iterable[bytes], *, strict: bool = False) -> Iterator[tupl
 
 
 def json_object(line: bytes, *, strict: bool = False) -> dict[str, Any] | str:
-    """The object that a line holds, or why it holds none; `strict` refuses NaN and what is not UTF-8."""
+    """The JSON object of a line, or the reason why it is none; `strict` refuses NaN and invalid UTF-8."""
     try:
         text = line.decode("utf-8", "strict" if strict else "replace")
         record = parse_json(text, parse_constant=no_constant if strict else None)
@@ -205,37 +205,37 @@ def json_object(line: bytes, *, strict: bool = False) -> dict[str, Any] | str:
 
 
 def parse_json(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """What a JSON text holds; ValueError where it is none, or where it is nested deeper than any record is."""
+    """The value of a JSON text; ValueError if it is not JSON or nested more than MAX_DEPTH deep."""
     try:
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
-        raise ValueError(f"nested more than {DEEPEST} deep") from None
-    return shallow(value)
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    return check_depth(value)
 
 
-def shallow(value: Any) -> Any:
-    """The value, or ValueError where lists and mappings are nested so deeply that recursion over it would not end."""
+def check_depth(value: Any) -> Any:
+    """Return the value; ValueError if it is nested more than MAX_DEPTH deep."""
     level = [value]
-    for _ in range(DEEPEST):
-        inner = (item.values() if isinstance(item, Mapping) else item for item in level if _holds(item))
-        level = [item for items in inner for item in items if _holds(item)]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, Mapping) else item for item in level if _is_container(item))
+        level = [item for items in inner for item in items if _is_container(item)]
         if not level:
             return value
-    raise ValueError(f"nested more than {DEEPEST} deep")
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
-def _holds(value: Any) -> bool:
+def _is_container(value: Any) -> bool:
     return isinstance(value, Mapping | list | tuple)
 
 
 def json_kind(value: Any) -> str:
-    """What JSON calls a value, for messages."""
+    """The JSON name of a value's type, for messages."""
     kinds = {list: "list", str: "text", bool: "boolean", int: "number", float: "number", type(None): "null"}
     return kinds.get(type(value), type(value).__name__)
 
 
 def no_constant(name: str) -> NoReturn:
-    """A `parse_constant` that refuses NaN and infinities."""
+    """The `parse_constant` argument that refuses NaN and infinities."""
     raise ValueError(f"{name} is no JSON value")
 
 

@@ -1,4 +1,4 @@
-"""A user's own part, named `module:attr`."""
+"""Import a user's own part by its name `module:attr`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def is_import_path(name: object) -> bool:
 
 
 def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
-    """The user's own part named `module:attr`; the working folder is on the path.
+    """Import `module:attr`; the working folder is on the path.
 
-    `part` says in an error what it was meant for: an option (`kl.estimator`) or a kind (`task`).
+    `part` names its purpose in errors: an option (`kl.estimator`) or a kind (`task`).
     """
     label = f"{part}={spec}" if "." in part else f"{part} {spec!r}"
     if not is_import_path(spec):

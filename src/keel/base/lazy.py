@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 
-class _Room(ModuleType):
-    """A package whose lazy names are listed, and whose functions keep their names when a submodule of that name loads.
+class _LazyPackage(ModuleType):
+    """A package whose `__all__` loads lazily. A public function keeps its name when a submodule of that name loads.
 
-    A class, because importing a submodule sets it on the package, which only a class's `__setattr__` sees.
+    Importing a submodule sets it on the package, which only a class's `__setattr__` can intercept.
     """
 
     def __dir__(self) -> Iterable[str]:
@@ -21,20 +21,20 @@ class _Room(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and name in vars(self).get("__all__", ()):
-            value = getattr(value, name)  # the import of the submodule, which binds it to its package
+            value = getattr(value, name)  # import has just bound the submodule to its package
         super().__setattr__(name, value)
 
 
-def public_names(room: str, modules: str) -> Callable[[str], Any]:
-    """A package's `__getattr__`: names of its `__all__` from the first of these modules, a word each, that has them."""
+def lazy_attributes(room: str, modules: str) -> Callable[[str], Any]:
+    """A package's `__getattr__`: each name of `__all__` comes from the first of `modules` (space-separated) with it."""
     package = sys.modules[room]
-    package.__class__ = _Room
+    package.__class__ = _LazyPackage
 
     def lookup(name: str) -> Any:
         for module in modules.split() if name in vars(package)["__all__"] else ():
             value = getattr(importlib.import_module(f"{room}.{module}"), name, None)
             if value is not None and not isinstance(value, ModuleType):
-                return value  # not kept: a test may have replaced it for a while
+                return value  # not cached: a test may have patched it
         if PathFinder.find_spec(f"{room}.{name}", package.__path__):
             return importlib.import_module(f"{room}.{name}")
         raise AttributeError(f"module {room!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""One writer a run directory: a lock that the kernel takes back when its holder dies, however it dies."""
+"""One writer per run directory: a file lock that the kernel releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from filelock import FileLock, Timeout
 from keel.base.errors import KeelError
 from keel.base.files import one_line_errors
 
-_WAIT_S = 0.2  # a report that looks whether the run goes on holds the lock for an instant
+_WAIT_S = 0.2  # `is_locked` in another process holds a shared lock for an instant
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
 
 
 class RunLock:
-    """Held from construction to `release`; the pid in the file is only there to be named in the message."""
+    """Held from construction to `release`; the pid in the file is for the error message."""
 
     def __init__(self, path: Path) -> None:
         self._lock = FileLock(
@@ -28,11 +28,11 @@ class RunLock:
             except Timeout:
                 raise _in_use(path) from None
             except OSError as error:
-                if error.errno not in _NO_LOCKS:  # there one has to trust the user
+                if error.errno not in _NO_LOCKS:  # without locks, trust the user
                     raise
 
     def release(self) -> None:
-        """Give the lock back; safe to call twice, and in a forked child, which holds nothing."""
+        """Release the lock; safe to call twice, and in a forked child, which holds no lock."""
         self._lock.release(force=True)
 
 
@@ -50,16 +50,16 @@ def _in_use(path: Path) -> KeelError:
     )
 
 
-def in_use(path: Path) -> bool:
-    """Whether a living process holds this lock; asking changes nothing, and needs no right to write."""
-    import fcntl  # not on every system: what only takes the lock does without
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds this lock. Needs no write permission and changes nothing."""
+    import fcntl  # POSIX only; RunLock does not need it
 
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who ask do not take each other for the run
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not block each other
     except (BlockingIOError, PermissionError):  # the second on a few file systems
         return True
     except OSError:  # a file system without locks

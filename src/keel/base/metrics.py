@@ -1,6 +1,6 @@
-"""Numbers that know how to be merged: over microbatches with `+`, over processes with `World.reduce`.
+"""Mergeable metrics: over microbatches with `+`, over processes with `World.reduce`.
 
-They may be tensors of one element, still on a device: `to_host` waits for all of them at once.
+Their fields may be tensors of one element on a device; `to_host` moves all of them in one transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Number = float | Tensor
 
 
 class Metric(Protocol):
-    """A partial result: merge it with another of its kind, then ask for its value."""
+    """A partial result: add another of its type, then read `value`."""
 
     def __add__(self: M, other: M) -> M: ...
 
@@ -59,12 +59,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value seen, 0 if none was; NaN wins, so that it is not overlooked."""
+    """The largest value, 0 without values; NaN propagates."""
 
     largest: Number
 
     def __add__(self, other: Max) -> Max:
-        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):  # math.isnan would wait
+        if isinstance(self.largest, Tensor) and isinstance(other.largest, Tensor):  # math.isnan would synchronise
             return Max(torch.maximum(self.largest, other.largest))
         if math.isnan(self.largest) or math.isnan(other.largest):
             return Max(math.nan)
@@ -93,7 +93,7 @@ class Share:
 
 @dataclass(frozen=True)
 class EffectiveSampleSize:
-    """(Σw)² / (N Σw²) of importance weights: 1 when all are equal, 1/N when one rules."""
+    """(Σw)² / (N Σw²) of importance weights: 1 if all are equal, 1/N if one dominates."""
 
     total: Number
     squares: Number
@@ -109,7 +109,7 @@ class EffectiveSampleSize:
 
 @dataclass(frozen=True)
 class Quantile:
-    """An exact quantile: it keeps the values, so use it for what is counted in thousands."""
+    """An exact quantile. It keeps all values, so use it for thousands of values, not millions."""
 
     q: float
     values: tuple[float, ...]
@@ -128,7 +128,7 @@ class Quantile:
 
 @dataclass(frozen=True)
 class Last:
-    """The newest value, such as a measurement of the whole batch: it takes the place of whatever was there."""
+    """The newest value, such as a measurement of the whole batch; it replaces the previous one."""
 
     newest: Number
 
@@ -144,7 +144,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(first: Metrics, second: Metrics) -> dict[str, Metric]:
-    """Both together; a name in both is added."""
+    """Merge two sets of metrics; a name in both is added."""
     merged = dict(first)
     for name, metric in second.items():
         merged[name] = metric if name not in merged or isinstance(metric, Last) else merged[name] + metric
@@ -152,14 +152,14 @@ def merge(first: Metrics, second: Metrics) -> dict[str, Metric]:
 
 
 def to_host(metrics: Metrics) -> dict[str, Metric]:
-    """The same in Python's numbers, by one transfer."""
+    """The same metrics as Python numbers, by one device transfer."""
     numbers = iter(python_numbers(x for metric in metrics.values() for x in vars(metric).values()))
     fields: Mapping[str, Any] = {name: {key: next(numbers) for key in vars(m)} for name, m in metrics.items()}
     return {name: replace(metric, **fields[name]) for name, metric in metrics.items()}  # type: ignore[type-var]
 
 
 def python_numbers(numbers: Iterable[Any]) -> list[Any]:
-    """Tensors of one element as Python's numbers, all of them by one transfer; what is none stays."""
+    """One-element tensors as Python numbers, by one device transfer; other values are unchanged."""
     given = list(numbers)
     tensors = [x.detach().double() for x in given if isinstance(x, Tensor)]
     moved = iter(torch.stack(tensors).tolist() if tensors else ())

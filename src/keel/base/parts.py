@@ -1,4 +1,4 @@
-"""Parts that an option names (task, reward, engine, logger…): each declares its own parameters by its factory."""
+"""Parts that an option names (task, reward, engine, logger…). A factory's signature declares its part's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.base.validation import one_line, read_options
 
 @dataclass(frozen=True)
 class Range:
-    """What a parameter may be, in words and as a test; it stands in the parameter's type."""
+    """A constraint inside a parameter's type: the check and its description."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -35,23 +35,22 @@ def part_arguments(
     reserved: Collection[str] = (),
     **offered: Any,
 ) -> dict[str, Any]:
-    """The keyword arguments to call a part's factory with: its own parameters, and what it takes of `offered`.
+    """The keyword arguments for a part's factory: its own parameters, and those of `offered` that it takes.
 
-    A part declares its parameters as keyword parameters, or all of them as one `options` whose type is a class of
-    `Options`, with ranges. One that is not declared, is lacking, or is not of its declared type is refused in a line.
-    The caller itself gives the first `positional` parameters and those that are `reserved`. `section` is where the
-    parameters stand, if not `kind`.
+    A part declares keyword parameters, or one parameter `options` whose type is a subclass of `Options`. A parameter
+    that is undeclared, missing or of the wrong type raises a KeelError. The caller passes the first `positional`
+    parameters and the `reserved` ones itself. `section` is the parameters' section in errors, by default `kind`.
     """
     signature = parameters_of(factory)
     if signature is None and isinstance(factory, type):
-        raise KeelError(f"{kind} is Python's own {factory.__name__}: give a function or a class of yours")
+        raise KeelError(f"{kind} is the built-in {factory.__name__}: give a function or class of your own")
     if signature is None:
         return dict(params)
     parameters = list(signature.values())
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:positional]
     if len(placed) < positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         names = ", ".join(p.name for p in parameters)
-        raise KeelError(f"{kind} takes ({names}): it must take {positional} before its own parameters")
+        raise KeelError(f"{kind} takes ({names}): it must take {positional} positional parameters before its own")
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p not in placed]
     filled = {p.name: offered[p.name] for p in by_name if p.name in offered}
     remaining = {p.name: p for p in by_name if p.name not in offered and p.name not in reserved}
@@ -62,7 +61,7 @@ def part_arguments(
         for name in params:
             if not remaining:
                 raise KeelError(
-                    f"{kind} has no parameters: leave {name!r} out, or give the whole entry anew if it is another's"
+                    f"{kind} has no parameters: leave {name!r} out, or replace the whole entry if it is another part's"
                 )
             if name not in remaining:
                 raise unknown(f"{kind} parameter", name, remaining)
@@ -74,14 +73,14 @@ def part_arguments(
     return {**filled, **params}
 
 
-_OBJECTS = ("needs_python_object", "callable_type")  # what no text of a configuration is
+_OBJECTS = ("needs_python_object", "callable_type")  # types that YAML cannot express
 
 
 def check_value(option: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Refuse a value that is not of its parameter's declared type, in a line that names the option.
+    """Refuse a value that does not have its parameter's declared type.
 
-    Numbers are strict: 2.5 is no whole number, true is no number. Infinity is one where it is the default. A type that
-    only Python objects have is its owner's to check.
+    Numbers are strict: 2.5 is not an int, true is not a number, infinity is allowed only as the default. Types that
+    YAML cannot express are left to the part itself.
     """
     declared, default = parameter.annotation, parameter.default
     for item in getattr(declared, "__metadata__", ()):
@@ -96,10 +95,10 @@ def check_value(option: str, value: Any, parameter: inspect.Parameter) -> None:
     try:
         named: Any = dict.__class_getitem__((str, declared))
         adapter: TypeAdapter[Any] = TypeAdapter(named, config=rules)
-    except Exception:  # a type may be any expression
+    except Exception:  # the annotation may be any expression
         return
     try:
-        data = json.dumps({name: value})  # as options are written, where a list is a tuple's text
+        data = json.dumps({name: value})  # in JSON a list is valid for a tuple
     except (TypeError, ValueError):
         data = None
     try:
@@ -110,7 +109,7 @@ def check_value(option: str, value: Any, parameter: inspect.Parameter) -> None:
 
 
 def make_part(kind: str, factory: Callable[..., Any], /, *given: Any, **arguments: Any) -> Any:
-    """What a part's factory makes; a TypeError or ValueError of its own is a line that names the part and the place."""
+    """Call a part's factory; its TypeError or ValueError becomes one line that names the part, file and line."""
     try:
         return factory(*given, **arguments)
     except KeelError:
@@ -119,20 +118,20 @@ def make_part(kind: str, factory: Callable[..., Any], /, *given: Any, **argument
         line = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {first_line(error)}"
         raise KeelError(
-            f"{kind} could not be made of its parameters: {cause}, in {line.filename}, line {line.lineno}"
+            f"{kind} cannot be built from its parameters: {cause}, in {line.filename}, line {line.lineno}"
         ) from error
 
 
 def options_class(factory: Callable[..., Any]) -> type[Options] | None:
-    """The type of a factory's parameter `options`, where it declares its own parameters by a class of `Options`."""
+    """The type of a factory's parameter `options` if it is a subclass of `Options`, else None."""
     parameter = (parameters_of(factory) or {}).get("options")
     declared = None if parameter is None else parameter.annotation
     return declared if isinstance(declared, type) and issubclass(declared, Options) else None
 
 
 def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """A factory's parameters with their types; None of a built-in callable that does not tell them."""
-    for read_types in (True, False):  # types that are there for type checkers only stay text
+    """A factory's parameters with their types; None for built-in callables without a signature."""
+    for read_types in (True, False):  # types imported under TYPE_CHECKING cannot be evaluated
         try:
             return inspect.signature(factory, eval_str=read_types).parameters
         except Exception:
@@ -140,8 +139,8 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
     return None
 
 
-class Forwarded:
-    """A class attribute of a wrapper: the same of its `inner` object, unless the wrapper defines its own."""
+class DelegatedAttribute:
+    """A class attribute of a wrapper that reads the attribute of its `inner` object."""
 
     def __init__(self, name: str) -> None:
         self.name = name

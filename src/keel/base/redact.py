@@ -1,8 +1,7 @@
-"""Secrets: read from the environment when they are used (`fill`), and masked wherever anything is shown.
+"""Secrets: read from the environment at use (`expand_env`) and masked in all output.
 
-`masked` is for configurations: values of options that hold secrets, or that look like one, are masked. `hide` is for
-texts, such as errors and events: it masks what looks like a secret, and every secret that a configuration had or that
-was read from the environment in this process.
+`masked` masks a configuration: values of secret options, and values that look like a secret. `redact_text` masks texts,
+such as errors and events: values that look like a secret, and every secret that this process has read.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any
 from urllib.parse import unquote
 
 MASK = "<masked>"
-_SHORTEST = 6  # a shorter secret is masked as an option's value only: in texts it would match words
+_SHORTEST = 6  # shorter secrets are masked only as option values: in texts they would match words
 _NUMBERS_TOO = frozenset(("secret", "password", "passwd", "pwd", "passphrase", "pin"))
 _STRONG = frozenset(("apikey", "secret", "password", "passwd", "passphrase", "authorization", "credentials"))
 _SHORT = frozenset(("key", "keys", "token", "secrets", "credential", "auth", "bearer", "cookie", "signature", "sig"))
 _JOINED = frozenset(("accesstoken", "authtoken", "jwt"))
 _SECRET_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
-_ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # name a secret by themselves, in a text
+_ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # enough by themselves in a text
 _KEY_PREFIXES = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
-_TOKENIZER_WORDS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # tokens of a tokenizer
-# What stands before `key` where it names a column, or what rows are grouped or sorted by.
+_TOKENIZER_WORDS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # a tokenizer's special tokens
+# Words before `key` in names of columns, groupings and sort keys.
 _COLUMN_WORDS = frozenset(
     ("input", "output", "prompt", "answer", "label", "truth", "truths", "fn", "column", "group", "sort")
 )
-_HARMLESS = frozenset(
+_NOT_SECRET = frozenset(
     (
         *("accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "user-agent"),
         *("home", "lang", "language", "path", "pwd", "shell", "term", "tz", "user"),
@@ -54,19 +53,19 @@ Mask = Callable[[str], str]
 _remembered: set[str] = set()
 
 
-class NoVariable(LookupError):
-    """A text names a variable that the environment does not have, or a dollar sign that begins no name."""
+class UnsetVariable(LookupError):
+    """A text refers to an unset environment variable, or has a dollar sign without a name."""
 
 
-def fill(text: str) -> str:
-    """The text with `$NAME` and `${NAME}` read from the environment, now; `$$` is a dollar sign."""
+def expand_env(text: str) -> str:
+    """Replace `$NAME` and `${NAME}` by environment variables; `$$` is a dollar sign."""
     try:
         values = {name: os.environ[name].rstrip("\r\n") for name in _names(text)}
         filled = Template(text).substitute(values)
     except KeyError as error:
-        raise NoVariable(f"names ${error.args[0]}, which the environment does not have: set it") from None
+        raise UnsetVariable(f"names ${error.args[0]}, which is not set in the environment: set it") from None
     except ValueError:
-        raise NoVariable("has a dollar sign that begins no name: a dollar sign itself is written $$") from None
+        raise UnsetVariable("has a dollar sign without a variable name: write $$ for a dollar sign") from None
     for name, value in values.items():
         if names_secret(name) or _looks_random(value):
             _remember(value)
@@ -84,7 +83,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def secrets_in(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """The secrets that stand in a configuration itself, each with the dotted name of its option."""
+    """The literal secrets of a configuration, each with its dotted option name."""
     secrets: list[tuple[str, str]] = []
     for path, inner in _leaves(value, name):
         parent, _, leaf = path.rpartition(".")
@@ -98,8 +97,8 @@ def secrets_in(value: Any, name: str = "") -> list[tuple[str, str]]:
     return secrets
 
 
-def remember(value: Any, name: str = "") -> None:
-    """Mask the secrets of a configuration in every text from now on."""
+def register_secrets(value: Any, name: str = "") -> None:
+    """Mask a configuration's secrets in all later texts."""
     for path, secret in secrets_in(value, name):
         if _looks_random(secret) or (names_secret(path.rpartition(".")[2]) and _looks_generated(secret)):
             _remember(secret)
@@ -107,7 +106,7 @@ def remember(value: Any, name: str = "") -> None:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether a value is unlike a word, a path or a hub name, so that it may be masked in any text."""
+    """Whether a value looks random, unlike a word, path or hub name, so that masking it in any text is safe."""
     return len(text) >= 8 and _looks_generated(text) and not re.search(r"[/\\\s]", text)
 
 
@@ -116,8 +115,8 @@ def _remember(secret: str) -> None:
         _remembered.add(secret)
 
 
-def hide(text: str) -> str:
-    """A text without the secrets that are known or look like one."""
+def redact_text(text: str) -> str:
+    """A text with registered secrets, and values that look like secrets, masked."""
     for secret in sorted(_remembered, key=len, reverse=True):
         if secret in text:
             text = text.replace(secret, MASK)
@@ -126,17 +125,17 @@ def hide(text: str) -> str:
     return _mask_text(text, _mask)
 
 
-def hidden(value: Any) -> Any:
-    """Plain data with `hide` applied to every text in it."""
+def redact_data(value: Any) -> Any:
+    """Plain data with `redact_text` applied to every string."""
     if isinstance(value, str):
-        return hide(value)
+        return redact_text(value)
     if isinstance(value, Mapping):
-        return {name: hidden(item) for name, item in value.items()}
-    return [hidden(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: redact_data(item) for name, item in value.items()}
+    return [redact_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def names_secret(name: str) -> bool:
-    """Whether a value of this name is a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
+    """Whether the name is that of a secret: api_key, HF_TOKEN, clientSecret, Authorization."""
     words = _split_name(name)
     if _SECRET_WORDS.isdisjoint(words):
         return False
@@ -150,7 +149,7 @@ def _split_name(name: str) -> list[str]:
 
 
 def _mask(text: str) -> str:
-    """The mask of a secret: only its scheme (Bearer, Basic) is left; references to the environment stay."""
+    """Mask a secret but keep its scheme (Bearer, Basic); references to the environment stay."""
     scheme = match[0] if (match := _SCHEME.match(text)) else ""
     secret = text[len(scheme) :]
     if not _REFERENCE.sub("", secret).strip(":@ ") or secret == MASK:
@@ -178,9 +177,9 @@ def _walk(value: Any, name: str, mask: Mask, parent: str = "") -> Any:
 
 
 def _leaf(value: Any, name: str, parent: str, mask: Mask) -> Any:
-    """A value that is no mapping, masked by its section, by its name, or by its shape."""
+    """Mask a value that is not a mapping, by its section, its name or its format."""
     name = re.sub(r"\[\d+\]", "", name)
-    in_secret_section = (_holds_secrets(parent) and name.lower() not in _HARMLESS) or names_secret(parent)
+    in_secret_section = (_holds_secrets(parent) and name.lower() not in _NOT_SECRET) or names_secret(parent)
     secret = in_secret_section or _holds_secrets(name) or names_secret(name)
     if isinstance(value, bool) or value is None:
         return value
@@ -198,12 +197,12 @@ def _leaf(value: Any, name: str, parent: str, mask: Mask) -> Any:
 
 
 def _holds_secrets(name: str) -> bool:
-    """Whether every value of a section of this name may be a secret: headers, extra_headers, env, environment."""
+    """Whether all values of this section may be secrets: headers, extra_headers, env, environment."""
     return name.lower().endswith("headers") or name.lower() in ("env", "environment")
 
 
 def _mask_text(text: str, mask: Mask) -> str:
-    """A text with what looks like a secret masked: parts of URLs, options and settings, tokens of known shapes."""
+    """Mask likely secrets in a text: parts of URLs, options and settings, tokens of known formats."""
     if "://" in text:
         text = _URL.sub(lambda match: _mask_url(match[0], mask), text)
     text = _OPTION.sub(lambda match: _mask_option(match, mask), text)
@@ -220,15 +219,15 @@ def _mask_option(match: re.Match[str], mask: Mask) -> str:
     if not names_secret(match[2]) or match[4].startswith("-") or match[4] == MASK:
         return match[0]
     if "=" not in match[3] and not _looks_generated(match[4]):
-        return match[0]  # a sentence about the option
+        return match[0]  # prose about the option
     quote = match[4][0] if match[4][0] in "'\"" else ""
     return f"{match[1]}{match[3]}{quote}{mask(match[4].strip(quote) if quote else match[4])}{quote}"
 
 
 def _mask_setting(match: re.Match[str], mask: Mask) -> str:
-    """`api_key=…`, `token: …`, `Authorization: Bearer …`, where the value looks like a secret or is a password.
+    """`api_key=…`, `token: …`, `Authorization: Bearer …`, if the value looks like a secret or is a password.
 
-    The last word decides: access_token is a secret, KeyError, token_mean and group_key are none.
+    The last word decides: access_token is a secret; KeyError, token_mean and group_key are not.
     """
     words, value = _split_name(match[1]), match[3]
     last = words[-1] if words else ""
@@ -254,7 +253,7 @@ def _mask_url(url: str, mask: Mask) -> str:
     userinfo, at, host = authority.rpartition("@")
     if at:
         user, colon, password = userinfo.partition(":")
-        is_reference = password and not _REFERENCE.sub("", password)  # then the name is no token
+        is_reference = password and not _REFERENCE.sub("", password)  # then the user name is no token
         user, password = (user if is_reference or not user else mask(user)), mask(password) if password else ""
         authority = f"{user}{colon}{password}@{host}"
 

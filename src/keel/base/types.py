@@ -1,4 +1,4 @@
-"""What travels between the rooms. Data only, no logic."""
+"""Data classes that all packages share; no logic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = Mapping[str, str]  # a role and a content; of a tool also its name and
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to solve: a key that is stable under the seed, the prompt (text or chat messages), the answer.
+    """A problem: a key that is stable under the seed, the prompt (text or chat messages), the answer.
 
     `tools` are the JSON schemas of tools that the chat template writes into the prompt.
     """
@@ -33,26 +33,25 @@ class Completion:
     `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
     any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
-    stop, length, or `turns` where an episode had more to do after its last turn. `counts` are figures of an episode
-    with several turns, by the names they are logged under.
+    stop, length, or `turns` if an episode reached its turn limit. `counts` are an episode's figures, by the
+    metric names they are logged under.
     """
 
     tokens: tuple[int, ...]
     action: tuple[bool, ...]
-    sample_logp: tuple[float, ...]  # NaN where the engine does not know it, as under filters alone
-    filtered_logp: tuple[float, ...]  # of what the token was drawn from; NaN where the engine does not know it
+    sample_logp: tuple[float, ...]  # NaN if the engine does not report it, as some do under filters
+    filtered_logp: tuple[float, ...]  # of the filtered distribution; NaN if the engine does not report it
     text: str
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)
-    policy_version: int | None = None  # of the weights that sampled it, where the engine knows
+    policy_version: int | None = None  # of the weights that sampled it, if the engine reports it
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a completion earned: the total, its named parts (before weights), and whether the answer could be read.
+    """A completion's reward: the total, its named parts (before weights), and whether the answer could be parsed.
 
-    `details` is what the judge saw, such as each test's outcome: shown by `keel show` and the report, and no part of
-    the reward.
+    `details` is the judge's output, such as each test's outcome, for `keel show` and the report.
     """
 
     total: float
@@ -63,7 +62,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """One call that gave no reward: whose, on which completion of which problem, and why."""
+    """A reward call that failed: the function, the problem, the completion and the cause."""
 
     function: str
     problem: str
@@ -92,8 +91,8 @@ class Group:
 class Scores:
     """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores.
 
-    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy), `divergence` the penalty's own
-    where it is another one.
+    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy), `divergence` the
+    penalty's own if it is another one.
     """
 
     logp: Tensor
@@ -108,10 +107,10 @@ class Batch:
     """One row a completion, right-padded: what the losses read. All tensors are `[B, T]` unless noted.
 
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
-    of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is what a penalty in the reward
-    adds to the advantages, apart from the rewards' own. `group` `[B]` numbers the group of each row.
-    `filtered_logp` is there where filters cut what was sampled, and is of the distribution that they left; NaN where
-    the engine did not report it. `stale` says that the samples may be of an older policy than the old one.
+    of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is the contribution of a
+    KL penalty in the reward, kept apart from the rewards' advantages. `group` `[B]` numbers the group of each row.
+    `filtered_logp` is the log-probability under the filtered distribution (top-p, top-k, min-p), NaN where the engine
+    did not report it. `stale`: the samples may come from a policy older than the old one.
     """
 
     action_mask: Tensor

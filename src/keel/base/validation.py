@@ -1,4 +1,4 @@
-"""What pydantic says of a wrong option, as one line that names the option, what it is and what it must be."""
+"""Pydantic's errors as one line: the option, its value and what is expected."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError, nearest
-from keel.base.options import ReadWith
+from keel.base.options import RequiresOption
 from keel.base.yaml_text import dump
 
 T = TypeVar("T", bound=BaseModel)
 
 
 def read_options(model: type[T], values: Mapping[str, Any], section: str) -> T:
-    """The options of a section from plain values; the first mistake is one line that names the option."""
+    """Validate a section's plain values; the first mistake raises a KeelError that names the option."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         known = option_names(model, f"{section}.")
-        raise KeelError(one_line(error, lambda name: no_such_option(name, known), section)) from None
+        raise KeelError(one_line(error, lambda name: unknown_option_error(name, known), section)) from None
 
 
-def check_read(options: BaseModel, prefix: str = "") -> None:
-    """Refuse options that are given and would not be read, since another option of their section is off."""
+def check_unread_options(options: BaseModel, prefix: str = "") -> None:
+    """Refuse options that are set but not read, because another option of their section is off."""
     for name, field in type(options).model_fields.items():
         value = getattr(options, name)
         if isinstance(value, BaseModel):
-            check_read(value, f"{prefix}{name}.")
+            check_unread_options(value, f"{prefix}{name}.")
         for item in field.metadata:
             if (
-                isinstance(item, ReadWith)
+                isinstance(item, RequiresOption)
                 and value != field.default
                 and getattr(options, item.other) not in item.values
             ):
@@ -46,7 +46,7 @@ def check_read(options: BaseModel, prefix: str = "") -> None:
 
 
 def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted options, sections included."""
+    """All dotted option names, sections included."""
     names = []
     for key, field in model.model_fields.items():
         names.append(prefix + key)
@@ -57,10 +57,10 @@ def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind `X` or `X | None`; lists of models, and a part that may be a name alone, are values."""
+    """The model of `X` or `X | None`; None for lists of models and for parts that may be a bare name."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if may_be_a_name(annotation):
+    if accepts_name(annotation):
         return None
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         for inner in typing.get_args(annotation):
@@ -70,8 +70,8 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def may_be_a_name(annotation: Any) -> bool:
-    """Whether an option takes a part with its parameters, or its name alone: `X | str`."""
+def accepts_name(annotation: Any) -> bool:
+    """Whether an option takes a part with parameters or its bare name: `X | str`."""
     inner = typing.get_args(annotation)
     return str in inner and any(isinstance(part, type) and issubclass(part, BaseModel) for part in inner)
 
@@ -79,10 +79,10 @@ def may_be_a_name(annotation: Any) -> bool:
 LIST_OPTIONS = "`keel train --print-config` shows every option"
 
 
-def near_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Options that `name` may mean: near by their letters, in whole or in the last part, else those with its words.
+def similar_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    """Options that `name` may mean: similar spelling of all or of the last part, else the same words.
 
-    `aliases` are other names that are taken, each with the option that it becomes.
+    `aliases` maps accepted other names to options.
     """
     section, _, leaf = name.rpartition(".")
     meant: dict[str, list[str]] = {}
@@ -95,25 +95,25 @@ def near_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) ->
         return list(dict.fromkeys(meant[near]))[:3]
     words = set(re.split(r"[._-]", name))
     same = {option for part in meant if words <= set(re.split(r"[._]", part)) for option in meant[part]}
-    return sorted(same) if len(same) <= 5 else []  # a word of many options names none of them
+    return sorted(same) if len(same) <= 5 else []  # a word shared by many options identifies none
 
 
-def no_such_option(
+def unknown_option_error(
     name: str, known: Sequence[str], *, also: Mapping[str, str] | None = None, origin: str = "", meant: str = ""
 ) -> KeelError:
-    """The error for a name that is no option, with the options that it may mean, as in `near_options`.
+    """The error for an unknown option, with the suggestions of `similar_options`.
 
-    `meant` is what of the name to go by, where not all of it.
+    `meant` is the part of the name to compare, by default all of it.
     """
     sections, known, section = [option for option in known if "." not in option], sorted(known), name.rpartition(".")[0]
     inside = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section] if section else []
-    near = near_options(meant or name, known, also or {})
+    near = similar_options(meant or name, known, also or {})
     if near:
         hint = f"did you mean {' or '.join(near)}?"
     elif inside:
         hint = f"{section} has {', '.join(inside)}"
     else:
-        hint = f"no option is near; {LIST_OPTIONS}" + (f", the sections are {', '.join(sections)}" if sections else "")
+        hint = f"no similar option; {LIST_OPTIONS}" + (f", the sections are {', '.join(sections)}" if sections else "")
     return KeelError(f"unknown option {name}{' in ' + origin if origin else ''}: {hint}")
 
 
@@ -141,9 +141,9 @@ def one_line(
     section: str = "",
     instead: Callable[[str, Any], str] = lambda name, value: "",
 ) -> str:
-    """The first error in one line; unknown names first, since a misspelt option explains what follows.
+    """The first error in one line; unknown names first, since a misspelt option often causes the rest.
 
-    `instead` is what to write for a value that stands where a section belongs, or a list of sections.
+    `instead` gives the advice for a plain value in place of a section or a list of sections.
     """
     errors, prefix = error.errors(include_url=False), f"{section}." if section else ""
     for item in errors:
@@ -152,7 +152,7 @@ def one_line(
     item = _likeliest(errors)
     name, value, context = prefix + _dotted(item["loc"]), item["input"], item.get("ctx", {})
     if item["type"] == "missing":
-        return f"{name} is required: give it"
+        return f"{name} is required: set it"
     bounds = [f"{bound} {context[key]:g}" for key, bound in _BOUNDS.items() if key in context]
     if bounds:
         return f"{name} is {dump(value)}: it must be {' and '.join(bounds)}"
@@ -168,7 +168,7 @@ def one_line(
         length = context.get("min_length", context.get("max_length"))
         expected = f"a list of {'at least' if item['type'] == 'too_short' else 'at most'} {length}"
     elif item["type"] == "string_too_short":
-        expected = "a text that is not empty"
+        expected = "a non-empty text"
     if expected is None and item["type"] == "value_error":
         expected = "a number"
     if expected is None:
@@ -177,7 +177,7 @@ def one_line(
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """Of the errors of a union's branches, the one that goes deepest: it got furthest with what was given."""
+    """Of the errors of a union's branches, the deepest: that branch matched the value best."""
     first = errors[0]
     same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
     return max(same, key=lambda item: sum(map(_dotted(item["loc"]).count, ".[")))
@@ -188,7 +188,7 @@ def _literals(expected: str) -> list[str]:
 
 
 def _dotted(location: Sequence[str | int]) -> str:
-    """A location without the names that pydantic gives to a union's branches."""
+    """A dotted location without pydantic's names for a union's branches."""
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -201,10 +201,10 @@ def _dotted(location: Sequence[str | int]) -> str:
 
 
 def _show(value: Any) -> str:
-    """What was given, short enough for a line."""
+    """The value, shortened to fit a line."""
     try:
         shown = dump(value)
-    except Exception:  # a Python object in a mapping, which YAML has no words for
+    except Exception:  # a Python object that YAML cannot express
         shown = repr(value)
     kind = {str: "the text ", bool: "", type(None): ""}.get(type(value), "")
     return kind + (shown if len(shown) <= 60 else shown[:57] + "…")

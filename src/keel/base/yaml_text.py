@@ -1,4 +1,4 @@
-"""YAML as people write it: 1e-6 is a number, and a key given twice is an error rather than a silent choice."""
+"""YAML loader and writer: 1e-6 is a number, and a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1's safe loader, but 1e-6 is a number, and duplicate keys are refused."""
+    """The safe YAML 1.1 loader, with 1e-6 as a number and duplicate keys refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Any, int] = {}
@@ -34,13 +34,13 @@ Loader.add_implicit_resolver(
 
 
 def parse(text: str, where: str) -> Any:
-    """The value of a YAML text; `where` names it in errors."""
+    """Parse a YAML text; `where` names the source in errors."""
     try:
         return yaml.load(text, Loader)
     except KeelError as error:
         raise KeelError(f"{where}: {error}") from None
     except RecursionError:
-        raise KeelError(f"{where} is not YAML that can be read: lists or mappings are nested too deeply") from None
+        raise KeelError(f"{where} cannot be read as YAML: lists or mappings are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -48,13 +48,13 @@ def parse(text: str, where: str) -> Any:
         raise KeelError(f"{where} is not YAML{line}: {' '.join(str(problem).split())}") from None
 
 
-def of_package(package: str, name: str) -> Any:
-    """The value of a YAML file that a package carries, by libyaml where PyYAML was built with it."""
+def load_package_yaml(package: str, name: str) -> Any:
+    """Load a YAML file of a package, with libyaml if PyYAML has it."""
     return yaml.load(files(package).joinpath(name).read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def dump(value: Any) -> str:
-    """A value in one line of YAML, so that the loader above reads the same value again."""
+    """A value as one line of YAML; `parse` gives the same value back."""
     if isinstance(value, float):
         text = repr(value)
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(text, text)

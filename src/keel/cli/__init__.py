@@ -1,4 +1,4 @@
-"""The command line: one file a command. They import what they need when they run, so `keel --help` answers at once."""
+"""The command line, one file per command. Commands import their dependencies when they run, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import traceback
 
 import typer
 
-from keel.base.alive import end, first_to_fail, process_count, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import hard_exit, is_first_failure, process_count, process_rank
 from keel.cli import (
     ablate,
     check_task,
@@ -31,17 +31,17 @@ from keel.cli.app import app
 
 
 def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
-    """Run a command line, `keel` or a recipe's; what a user can cause is one line on stderr and exit status 2.
+    """Run the command line of `keel` or of a recipe. User errors print one line to stderr and exit with status 2.
 
-    Of several processes rank 0 has the run's exit status, and the first that fails says why.
+    With several processes, rank 0 returns the run's exit status and the first process that fails prints the error.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show ‖ gets a question mark, not a crash
+            stream.reconfigure(errors="replace")  # print ? instead of raising where the encoding lacks ‖
     if process_count() > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that ends is not told by every rank
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not every rank logs a closed connection
     if process_rank() > 0:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # one bar for all
+        os.environ.setdefault("TQDM_DISABLE", "1")  # only rank 0 shows a progress bar
     command = typer.main.get_command(app)
     name = str(command.name)
     arguments = sys.argv[1:] if argv is None else argv
@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, status = "keel: interrupted\n", 130
     except Exception as error:
-        # typer's own usage errors carry an exit code and a message; anything else is our bug and keeps its traceback
+        # Typer's usage errors have a message. Any other exception is a bug and keeps its traceback.
         if hasattr(error, "format_message"):
-            if not error.format_message():  # `keel` alone: the help has been printed
+            if not error.format_message():  # `keel` alone: typer has printed the help
                 return 2
             line, status = f"keel: error: {' '.join(error.format_message().split())} (see {name} --help)\n", 2
         elif process_count() == 1:
@@ -63,15 +63,15 @@ def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
             line, status = traceback.format_exc(), 1
     else:
         return result if isinstance(result, int) and process_rank() == 0 else 0
-    if first_to_fail(status):
+    if is_first_failure(status):
         sys.stderr.write(line)
     if process_count() > 1:
-        end(status)  # the group of processes is broken: nothing waits for it
+        hard_exit(status)  # the process group is broken: exit without waiting for the other ranks
     return status
 
 
 def _rank() -> str:
-    """Who speaks, where it is not the first of several processes."""
+    """The rank as a prefix of messages, empty on rank 0."""
     return f"rank {process_rank()} of {process_count()}: " if process_rank() > 0 else ""
 
 

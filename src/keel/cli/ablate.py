@@ -1,4 +1,4 @@
-"""`keel ablate`: a grid of runs over several seeds, and the table that comes of it."""
+"""`keel ablate`: run a grid of options over several seeds and write the tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from keel.cli.app import ANY_OPTION, app, split
 
 ABLATE_HELP = """Run a grid of options over several seeds and report tables, plots and a verdict.
 
-Give a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points.
-Killed or interrupted, the same command goes on: finished runs are kept. A point that its guard stops, or that fails,
-is in the table with the reason.
+Give a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points. After an
+interruption, repeat the command: finished runs are kept. A run that fails or that a guard stops appears in the table
+with the reason.
 
 Examples:
 
@@ -35,20 +35,29 @@ Examples:
 @app.command(help=ABLATE_HELP, context_settings=ANY_OPTION)
 def ablate(
     args: Annotated[
-        list[str], typer.Argument(metavar="CONFIG|STUDY [KEY=VALUE]...", help="What to vary, and options for all.")
+        list[str],
+        typer.Argument(metavar="CONFIG|STUDY [KEY=VALUE]...", help="Configuration or study, and options for all runs."),
     ],
     grid: Annotated[
-        list[str] | None, typer.Option("--grid", metavar="OPTION=VALUES", help="An axis; may be given several times.")
+        list[str] | None, typer.Option("--grid", metavar="OPTION=VALUES", help="One axis of the grid; repeatable.")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="How many seeds, or the seeds: 3, or 1,2,5 (3 by default).")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="By default runs/studies/NAME.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; the cores are divided among them.")] = 1,
-    on: Annotated[str, typer.Option(metavar="local|ray[:ADDRESS]", help="Where the runs take place.")] = "local",
+    seeds: Annotated[
+        str | None, typer.Option(help="Number of seeds, or a list of seeds: 3 (default), or 1,2,5.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Output folder (default: runs/studies/NAME).")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of parallel runs; they share the CPU cores.")] = 1,
+    on: Annotated[
+        str, typer.Option(metavar="local|ray[:ADDRESS]", help="Where to run: this machine or a Ray cluster.")
+    ] = "local",
     baseline: Annotated[
-        str | None, typer.Option(metavar="POINT", help="What the others are compared with, by default the first.")
+        str | None, typer.Option(metavar="POINT", help="Point that the others are compared with (default: the first).")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="What decides: accuracy_after, reward or retention_after.")] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="Check the grid, show its points, and stop.")] = False,
+    metric: Annotated[
+        str | None, typer.Option(help="Metric of the verdict: accuracy_after, reward or retention_after.")
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Check the grid, list its points and exit.")] = False,
 ) -> int:
     from keel.lab.studies import read_study
     from keel.lab.studies.run import run_study
@@ -70,7 +79,7 @@ def ablate(
     try:
         results = run_study(study, folder, parallel=jobs, on=on)
     except KeyboardInterrupt:
-        typer.echo(f"keel: stopped; go on with the same command, {folder} keeps what is done", err=True)
+        typer.echo(f"keel: interrupted; repeat the command to continue, finished runs are kept in {folder}", err=True)
         return 130
     command = (
         shlex.join(["keel", "ablate", *sys.argv[2:]]) if sys.argv[1:2] == ["ablate"] else f"keel ablate {paths[0]}"

@@ -1,4 +1,4 @@
-"""What the commands share: the application, the arguments of a configuration, output as data."""
+"""Shared by all commands: the application, configuration arguments, JSON output, progress bars."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Annotated, Any
 import typer
 
 import keel
-from keel.base.alive import process_count, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import process_count, process_rank
 
-SEVERAL = ("train", "sft", "eval")  # commands that run in several processes
+MULTIPROCESS_COMMANDS = ("train", "sft", "eval")  # commands that run in several processes
 
 
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit; with --verbose what a bug report needs.")
+        bool, typer.Option("--version", help="Print the version and exit; add --verbose for a bug report.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="With --version: packages, device, cores, threads and memory too.")
+        bool, typer.Option("--verbose", help="With --version: also print packages, device, cores, threads and memory.")
     ] = False,
 ) -> None:
-    """Options that come before the command."""
+    """Handle the options before the command."""
     if version:
         _show_version(verbose)
         raise typer.Exit
@@ -35,13 +35,15 @@ def _root(
         raise KeelError("--verbose is for --version: keel --version --verbose")
     if (command := context.invoked_subcommand) is None:
         raise KeelError(f"name a command: {context.command.name} --help lists them")
-    if process_count() > 1 and command not in SEVERAL:
+    if process_count() > 1 and command not in MULTIPROCESS_COMMANDS:
         line = f"{context.command.name} {command}"
-        raise KeelError(f"{line} runs in one process: leave torchrun out ({', '.join(SEVERAL)} run in several)")
+        raise KeelError(
+            f"{line} runs in one process: leave torchrun out ({', '.join(MULTIPROCESS_COMMANDS)} run in several)"
+        )
 
 
 def application(name: str, about: str) -> typer.Typer:
-    """A command line whose commands are added to it; `keel.cli.main` runs it."""
+    """Create a command line without commands. `keel.cli.main` runs it."""
     return typer.Typer(
         name=name,
         help=about,
@@ -71,18 +73,19 @@ def _show_version(verbose: bool) -> None:
         typer.echo(f"{name:<14} {'not installed' if value is None else value}")
 
 
-# Options under any name Keel knows are arguments beside the configuration's path; `split` tells them apart.
+# Typer passes options such as --kl.beta on as arguments; `split` separates them from paths.
 ANY_OPTION = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file, a run's folder, and options.")
+CONFIG_ARGS = typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A YAML file or a run folder, and options.")
 
 
 _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w.\-]*=")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(paths, overrides): `key=value`, `--key=value` and `--key value` are overrides, a lone `--key` means true.
+    """Split arguments into (paths, overrides).
 
-    What follows a flag is its value unless it is another flag or a setting.
+    `key=value`, `--key=value` and `--key value` are overrides. A `--key` without a value is true: the next argument is
+    its value unless that is itself a flag or `key=value`.
     """
     paths, overrides = [], []
     queue = list(arguments)
@@ -104,7 +107,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def configuration(args: list[str], *, resume: bool = False, notes: bool = True) -> Any:
-    """The configuration that the arguments name; `notes` on renamed options and advice go to stderr."""
+    """Load the configuration that the arguments name. `notes` prints renamed options and advice to stderr."""
     from keel.config.checks import advice
     from keel.config.load import choose, read_config
     from keel.lab.thresholds import check_thresholds
@@ -119,7 +122,7 @@ def configuration(args: list[str], *, resume: bool = False, notes: bool = True) 
 
 
 def announce_loading() -> None:
-    """Tell who waits at a terminal why: torch and transformers load for seconds, right after an install for longer."""
+    """Print on a terminal that torch and transformers are loading, which takes seconds."""
     if sys.stderr.isatty() and process_rank() == 0:
         typer.echo("keel: loading torch and transformers", err=True)
 
@@ -130,7 +133,7 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """A progress bar on stderr, gone when it is done: `watch(label, total)` returns a function to advance it."""
+    """A transient progress bar on stderr. The yielded `watch(label, total)` returns a function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -147,12 +150,12 @@ def bar() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
 
 
 PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Show the resolved configuration with a sentence on each option.")
+    bool, typer.Option("--print-config", help="Print the resolved configuration with a description of each option.")
 ]
 
 
 def print_config_of(config: Any) -> int:
-    """Print the resolved configuration with a sentence on each option."""
+    """Print the resolved configuration with a description of each option."""
     from keel.config.show import show_config
 
     typer.echo(show_config(config), nl=False)

@@ -1,4 +1,4 @@
-"""`keel check-task`: prove that a task and its rewards are sound, and show three worked examples."""
+"""`keel check-task`: check a task and its rewards, and show three examples."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, print_json, split
 
-CHECK_TASK_HELP = """Check a task's rewards, answers and problems before training on it, and show three examples.
+CHECK_TASK_HELP = """Check a task's problems, answers and rewards before training, and show three examples.
 
-Gold answers earn the full reward, wrong and empty ones less; rewards are finite; problems are the same under the same
-seed and none that is held out is trained on; prompts and answers survive the tokenizer. With a configuration, its
-rewards are checked as well. Exit status 0: all proven; 1: a check failed, by name; 2: it could not be run.
+Checks: gold answers earn the full reward; wrong and empty answers earn less; rewards are finite; the same seed gives
+the same problems; no held-out problem is trained on; prompts and answers survive the tokenizer. With a configuration,
+its rewards are checked too. Exit status: 0 all checks pass, 1 a check fails, 2 the checks could not run.
 
-Then it is attacked with answers that try to earn without solving: silence, the form alone, copies of the prompt, every
-answer at once, endless texts, calls of tools without an answer. One that is as good as the gold answer fails the check;
-one that earns a quarter of its reward or more is a warning, with what a policy would learn from it. See
-docs/rewards.md.
+The rewards are then attacked with answers that do not solve the problem: empty answers, the format alone, copies of the
+prompt, every answer at once, very long texts, tool calls without an answer. An attack that earns as much as the gold
+answer fails the check. An attack that earns at least a quarter of that is a warning. See docs/rewards.md.
 
-NAME is a task, your module:attr, a YAML file or a run's folder. Parameters of the task are written key=value, options
-of other sections with their section, such as data.path=mine.jsonl.
+NAME is a task, module:attr, a YAML file or a run folder. Write the task's parameters as key=value and other options
+with their section, such as data.path=mine.jsonl.
 
 Examples:
 
@@ -39,18 +38,18 @@ Examples:
 
 @app.command(name="check-task", help=CHECK_TASK_HELP, context_settings=ANY_OPTION)
 def check_task(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A task, module:attr, a YAML file or a run's folder.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A task, module:attr, a YAML file or a run folder.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Parameters and options.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model whose tokenizer is used; by default tiny.")] = None,
-    samples: Annotated[int, typer.Option(min=2, help="Problems drawn a step, and held out.")] = 32,
+    model: Annotated[str | None, typer.Option(help="Use this model's tokenizer (default: tiny).")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Number of training and of held-out problems.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
 ) -> int:
     config, from_file = _configuration(name, args or [])
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
-    from keel.envs.exploits import REQUESTS, SECONDS, exploit
-    from keel.envs.prove import EXAMPLES, MOST_REMOTE, examples, prove
+    from keel.envs.exploits import MAX_REQUESTS, TIME_LIMIT_S, exploit
+    from keel.envs.prove import EXAMPLES, MAX_REMOTE, examples, prove
     from keel.envs.rewards import probe_rewards
     from keel.models.load import load_tokenizer
     from keel.run.build import build_judge, build_named_task, build_renderer
@@ -61,19 +60,19 @@ def check_task(
         probe_rewards([{"name": part.name, **part.params} for part in config.rewards])
     judge = build_judge(config, task) if configured else None
     if judge is not None and judge.remote:
-        most = 3 * MOST_REMOTE + REQUESTS + 2 * EXAMPLES  # gold, wrong and empty; attacks; worked examples
-        typer.echo(f"keel: note: {' and '.join(judge.remote)} will be asked up to {most} times", err=True)
+        most = 3 * MAX_REMOTE + MAX_REQUESTS + 2 * EXAMPLES  # gold, wrong and empty; attacks; examples
+        typer.echo(f"keel: note: this sends up to {most} requests to {' and '.join(judge.remote)}", err=True)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
     checks = list(prove(task, renderer=renderer, strict=strict, judge=judge, count=samples, seed=config.run.seed))
-    exploits = exploit(task, judge, samples, config.run.seed, SECONDS)
+    exploits = exploit(task, judge, samples, config.run.seed, TIME_LIMIT_S)
     checks += exploits.checks
     worked_examples: list[dict[str, Any]] = []
     try:
         worked_examples = examples(task, judge, seed=config.run.seed)
     except Exception:
-        if all(check.ok for check in checks):  # a broken task cannot show its examples, and the checks say why
+        if all(check.ok for check in checks):  # a failed check already explains why the examples fail
             raise
     ok = all(check.ok for check in checks)
     if as_json:
@@ -95,19 +94,21 @@ def check_task(
 
 
 def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
-    """The configuration of a file or a run, or one made for a task's name; and whether it is from a file."""
-    from keel.config.load import is_run, of_task, read_config
+    """The configuration of a file, a run or a task name, and whether it comes from a file."""
+    from keel.config.load import is_run, qualify_task_option, read_config
 
     paths, overrides = split(args)
     if paths:
         raise KeelError(
-            f"keel check-task takes one NAME, but {paths[0]!r} is another: parameters are written key=value"
+            f"keel check-task takes one NAME, and {paths[0]!r} is a second one: write parameters as key=value"
         )
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") or is_run(path):
         config, renamed = read_config(path, overrides)
     else:
-        config, renamed = read_config({"task": {"name": name}}, [of_task(override) for override in overrides])
+        config, renamed = read_config(
+            {"task": {"name": name}}, [qualify_task_option(override) for override in overrides]
+        )
         path = Path()
     for note in renamed:
         typer.echo(f"keel: note: {note}", err=True)
@@ -136,7 +137,7 @@ def _show(name: str, checks: list[Any], exploits: Any, worked_examples: list[dic
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(checks)} checks fail: {', '.join(failed)}[/]")
     else:
-        console.print(f"[green]all {len(checks)} checks hold[/]")
+        console.print(f"[green]all {len(checks)} checks pass[/]")
     for warning in exploits.warnings:
         console.print(f"[yellow]warning: {escape(warning)}[/]")
 
@@ -145,19 +146,19 @@ MARKS = {"raises": "[bold red]✗[/]", "hole": "[bold red]✗[/]", "pays": "[yel
 
 
 def _attacks(rows: Any) -> Any:
-    """What silence earned, and each attack that earned more; the others are counted in one line."""
+    """A table of the empty answer and of each attack that earned a reward; one row sums up the others."""
     from rich.markup import escape
     from rich.table import Table
 
     paid = [row for row in rows if row.highest > 0 or row.verdict != "fine" or row.name == "empty"]
     gold = f"{rows[0].gold_reward:.3g}"
-    title = f"attacks: what is paid for nothing, as a reward (gold: {gold}) and as a share of gold's; mean ≤ highest"
+    title = f"attacks: reward without a solution (gold: {gold}) and its share of the gold reward; mean ≤ highest"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("", width=1)
     table.add_column("attack", overflow="fold")
     for column in ("reward", "share", "correct"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("such as", overflow="fold")
+    table.add_column("example", overflow="fold")
     for row in paid:
         reward = f"{row.mean_reward:.3g} ≤ {row.highest_reward:.3g}"
         share = f"{row.mean:.2f} ≤ {row.highest:.2f}"

@@ -1,4 +1,4 @@
-"""`keel doctor`: what is wrong with a run, or will be."""
+"""`keel doctor`: diagnose a run, a log or a configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from keel.lab.doctor.diagnosis import Diagnosis
     from keel.lab.doctor.probes import ProbeResult
 
-DOCTOR_HELP = """Find what is wrong with a run, or with a configuration before it runs, and list the worst first.
+DOCTOR_HELP = """Diagnose a run, a log, or a configuration before it runs. The worst finding comes first.
 
-Read and checked are: a run's folder (Keel's, finished or running; TRL's output folder; a W&B run folder; any
-TensorBoard folder), a table (CSV or JSON lines, also one exported from W&B), and the lines that a trainer printed.
-Logs of TRL, verl, OpenRLHF, NeMo-RL and prime-rl are known by their metrics' names. A configuration is built and tried
-on one small batch, each cause by an experiment of its own; without a path it is the default's turn. With --trl a
-trainer of TRL's is built by your own function and tried on its first batch, and left as it was. The verdict and
-the findings are printed first; figures, hypotheses and what could not be checked with --verbose. Exit status: 0
-healthy (notes allowed), 1 findings, 2 could not run.
+Inputs: a run folder (Keel, finished or running; TRL's output folder; a W&B run folder; any TensorBoard folder), a table
+(CSV or JSON lines, also W&B exports), or a trainer's printed output. Metric names of TRL, verl, OpenRLHF, NeMo-RL and
+prime-rl are recognised. A configuration (default: `default`) is built and tested on one small batch, with one
+experiment per cause. With --trl, your function builds a TRL trainer, which is tested on its first batch and restored.
+The verdict and the findings are printed; --verbose adds figures, hypotheses and skipped checks. Exit status: 0 healthy
+(notes allowed), 1 findings, 2 could not run.
 
 Examples:
 
@@ -50,28 +49,31 @@ Examples:
   keel doctor --trl my_script:build_trainer
 """
 
-DOCTOR_ARGS = typer.Argument(metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to look at; options of a CONFIG.")
+DOCTOR_ARGS = typer.Argument(
+    metavar="[RUN|CONFIG|LOG] [KEY=VALUE]...", help="What to diagnose, and options of a CONFIG."
+)
 
 
 @app.command(help=DOCTOR_HELP, context_settings=ANY_OPTION)
 def doctor(
     args: Annotated[list[str] | None, DOCTOR_ARGS] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print figures, hypotheses and what could not be checked too.")
+        bool, typer.Option("--verbose", "-v", help="Also print figures, hypotheses and skipped checks.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of text.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write all of it as a self-contained page too.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Of a CONFIG: a smaller batch, and some experiments left out."),
+        typer.Option("--quick", help="For a CONFIG: use a smaller batch and fewer experiments."),
     ] = False,
     columns: Annotated[
-        str | None, typer.Option("--map", help="Columns of a table or tags of a TensorBoard folder: kl=COL,reward=COL.")
+        str | None,
+        typer.Option("--map", help="Map metrics to columns of a table or TensorBoard tags: kl=COL,reward=COL."),
     ] = None,
     threshold: Annotated[
-        list[str] | None, typer.Option("--threshold", help="name=value in place of a shipped threshold; repeatable.")
+        list[str] | None, typer.Option("--threshold", help="Override a threshold: name=value; repeatable.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep the findings in the run's findings.json.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the findings to the run's findings.json.")] = False,
     trl: Annotated[
         str | None,
         typer.Option(
@@ -79,27 +81,28 @@ def doctor(
         ),
     ] = None,
 ) -> int:
-
     if verbose and as_json:
-        raise KeelError("--verbose is for text, and --json prints all of it anyway: leave one of them out")
+        raise KeelError("--verbose has no effect with --json, which prints everything: give one of them")
     paths, overrides = split(args or [])
     log = None if trl is not None else _log_at(paths)
     if trl is not None:
         others = [*(args or []), *(("--quick",) if quick else ()), *(("--map",) if columns else ())]
         others += ["--write"] if write else []
         if others:
-            raise KeelError(f"--trl looks at the trainer that {trl} builds, and {others[0]} is for something else")
+            raise KeelError(f"--trl {trl} cannot be combined with {others[0]}: leave {others[0]} out")
         name, diagnosis = _of_trainer(trl, threshold or [], as_json=as_json, verbose=verbose)
     elif log is None:
         for value, option in ((columns, "--map"), (write, "--write")):
             if value:
-                raise KeelError(f"{option} is for a run or a log, and {' '.join(paths) or 'the default'} is neither")
+                raise KeelError(
+                    f"{option} needs a run or a log, and {' '.join(paths) or 'the default'} is a configuration"
+                )
         name, diagnosis = _preflight(args or [], threshold or [], quick=quick, as_json=as_json, verbose=verbose)
     else:
         if quick:
-            raise KeelError(f"--quick is for a configuration, and {log} is a run or a log: leave it out")
+            raise KeelError(f"--quick needs a configuration, and {log} is a run or a log: leave --quick out")
         if overrides:
-            raise KeelError(f"{overrides[0]} changes nothing about {log}, which is finished: leave it out")
+            raise KeelError(f"{overrides[0]} has no effect on {log}, which is a run or a log: leave it out")
         from keel.lab.doctor.examine import examine, write_findings
         from keel.lab.doctor.readers import parse_map
 
@@ -122,22 +125,22 @@ def doctor(
 
 
 def _log_at(paths: list[str]) -> Path | None:
-    """The run or log that the arguments name; None where they name a configuration."""
+    """The run or log that the arguments name, or None for a configuration."""
     if len(paths) > 1:
-        raise KeelError(f"one run or configuration at a time, but {paths[1]!r} is another")
+        raise KeelError(f"keel doctor takes one run, log or configuration, not {len(paths)}: {' '.join(paths)}")
     if not paths:
         return None
     path = Path(paths[0]).expanduser()
     if path.suffix in (".yaml", ".yml"):
         return None
     if not path.exists():
-        from keel.config.text import find  # only here: loading it takes longer than examining a log
+        from keel.config.text import find  # imported here because it is slow to load
 
         if find(path) == path:
             raise KeelError(f"no run, log or configuration at {path}: check the path")
-        return None  # the name that a configuration is shipped under
+        return None  # the name of a shipped configuration
     if path.is_dir() and (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
-        return None  # a run that never took a step: its configuration is what can be tried
+        return None  # a run without steps: test its configuration
     return path
 
 
@@ -156,7 +159,7 @@ def _preflight(
 
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
-    """What the trainer of one's own says of itself goes to stderr, so that --json prints data alone."""
+    """Test the user's TRL trainer; its own output goes to stderr, so that --json prints only data."""
     from keel.lab.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)
@@ -172,7 +175,7 @@ def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool
 def _progress(
     as_json: bool, verbose: bool, names: Sequence[str]
 ) -> Iterator[Callable[[ProbeResult, float], None] | None]:
-    """What is called after every probe: a bar on a terminal, with `--verbose` a line instead."""
+    """The callback after each probe: a progress bar on a terminal, or one line each with `--verbose`."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -196,6 +199,6 @@ def _progress(
 
 
 def _print_outcome(outcome: ProbeResult, seconds: float) -> None:
-    """One line a probe on stderr."""
+    """Print one line per probe to stderr."""
     codes = ", ".join(finding.code for finding in outcome.findings) or "nothing found"
     typer.echo(f"keel: {outcome.name}: {codes} ({seconds:.1f} s)", err=True)

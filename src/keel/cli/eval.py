@@ -1,4 +1,4 @@
-"""`keel eval`: how often a model is right, and what it kept of its baseline."""
+"""`keel eval`: measure accuracy on held-out problems, optionally against a baseline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, bar, configuration, print_json, split
 from keel.cli.launch import Nproc, launch
 
-EVAL_HELP = """Evaluate a model, a run's checkpoint or a configuration's model on held-out problems.
+EVAL_HELP = """Evaluate a model, a checkpoint of a run or a configuration's model on held-out problems.
 
-Prints pass@1 and pass@k with 95 % intervals, the share of answers that could be read and of completions that were cut
-off. A run and a configuration bring their tasks (task and eval.tasks) and settings; a model needs --task. Answers are
-judged by each task's own reward. Options data.* beside --task say what the given tasks read.
-A baseline gets the same problems and the same noise, so that differences are paired.
+Prints pass@1 and pass@k with 95 % intervals, and the fractions of parsed answers and of truncated completions. A run or
+a configuration provides its tasks (task and eval.tasks) and settings; a model needs --task. Each task's own reward
+grades the answers. With --task, data.* options set the data of those tasks. A baseline gets the same problems and the
+same sampling noise, so differences are paired.
 
 Examples:
 
@@ -33,7 +33,7 @@ Examples:
 
   keel eval runs/default --nproc 2
 
-Whole games of chess are played by python -m keel.recipes.chess play.
+To play whole games of chess: python -m keel.recipes.chess play.
 """
 
 
@@ -42,27 +42,39 @@ def eval(
     context: typer.Context,
     args: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="What to evaluate, and options of its own."),
+        typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="What to evaluate, and its options."),
     ],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Of a run: best, start, warmstart or a step; the newest by default.")
+        str | None, typer.Option(help="Checkpoint of a run: best, start, warmstart or a step (default: the newest).")
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[:KEY=VALUE,...]", help="Task to evaluate instead of the configured ones; repeat."),
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]", help="Evaluate this task instead of the configured ones; repeatable."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="MODEL|RUN[@WHEN]", help="Compare with this; WHEN is start, warmstart, best or a step."),
+        typer.Option(
+            metavar="MODEL|RUN[@WHEN]", help="Model to compare with; WHEN is start, warmstart, best or a step."
+        ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Held-out problems a task (eval.samples).")] = None,
-    k: Annotated[str | None, typer.Option(metavar="K[,K]...", help="pass@k, such as 1,8 (eval.k).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy, with one sample a problem.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest completion (rollout.max_completion_length).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise; run.seed + 1 by default.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Held-out problems per task (eval.samples).")] = None,
+    k: Annotated[
+        str | None, typer.Option(metavar="K[,K]...", help="Values of k for pass@k, such as 1,8 (eval.k).")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy, with one sample per problem.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum completion length (rollout.max_completion_length).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise (default: run.seed + 1).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the data to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw bars with their intervals.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Write a bar chart with intervals to this file.")
+    ] = None,
     nproc: Nproc = 1,
 ) -> int:
     from keel.base.files import write_atomic
@@ -73,7 +85,7 @@ def eval(
 
         check_picture(plot)
     if out is not None and not out.parent.is_dir():
-        raise KeelError(f"cannot write {out}: there is no folder {out.parent}")
+        raise KeelError(f"cannot write {out}: the folder {out.parent} does not exist")
     paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"keel eval takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")
@@ -81,7 +93,7 @@ def eval(
         configuration([paths[0], *(item for item in overrides if not (task and item.startswith("data.")))], notes=False)
     _check_tasks(overrides, task)
     from keel.api import evaluate, evaluated_models
-    from keel.base.world import first_process
+    from keel.base.world import is_main_process
 
     flags = {"eval.samples": samples, "eval.temperature": temperature, "rollout.max_completion_length": max_tokens}
     overrides += [f"{name}={value}" for name, value in flags.items() if value is not None]
@@ -100,7 +112,7 @@ def eval(
             seed=seed,
             watch=watch,
         )
-    if not first_process():
+    if not is_main_process():
         return 0
     if out is not None:
         write_atomic(out, json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
@@ -124,9 +136,9 @@ def eval(
 
 
 def _check_tasks(overrides: list[str], task: list[str] | None) -> None:
-    """Tasks come from one place, so that none is accepted and ignored."""
+    """Refuse tasks from both --task and overrides."""
     from keel.run.model_ref import names_tasks
 
     clash = next((override for override in overrides if names_tasks([override])), None)
     if clash is not None and task:
-        raise KeelError(f"--task {task[0]} and {clash} both name tasks: give them in one way")
+        raise KeelError(f"--task {task[0]} and {clash} both name tasks: give one of them")

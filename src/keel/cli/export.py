@@ -1,4 +1,4 @@
-"""`keel export`: a run's model as a folder that others load."""
+"""`keel export`: write a model folder for other libraries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 from keel.cli.app import app
 
-EXPORT_HELP = """Write a checkpoint's model and its card into a new folder, ready for transformers, peft or vLLM.
+EXPORT_HELP = """Write a checkpoint's model and a model card to a new folder, ready for transformers, peft or vLLM.
 
-Of a run the newest checkpoint is taken unless --checkpoint names another. A LoRA adapter is written in peft's format,
-or with --merged as whole weights. What resuming needs (trainer/) stays behind. The card's example code names FOLDER, so
-give it the name that the model will have on a hub, and upload it with: hf upload me/sorter me/sorter
+The newest checkpoint of a run is exported unless --checkpoint names another. A LoRA adapter is written in peft's
+format, or as merged weights with --merged. The trainer state (trainer/) is not exported. The card's example code uses
+FOLDER as the model's name, so name the folder as on the hub, and upload it with: hf upload me/sorter me/sorter
 
 Examples:
 
@@ -25,10 +25,12 @@ Examples:
 
 @app.command(help=EXPORT_HELP)
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run, or a folder that holds a model.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to; it must be new or empty.")],
-    checkpoint: Annotated[str | None, typer.Option(help="Of a run: best or a step; the newest by default.")] = None,
-    merged: Annotated[bool, typer.Option("--merged", help="Write a LoRA adapter as whole weights.")] = False,
+    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run folder or a model folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; it must be new or empty.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint of a run: best or a step (default: the newest).")
+    ] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into the base weights.")] = False,
 ) -> int:
     from keel.lab.publish.export import export as write
 

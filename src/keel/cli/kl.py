@@ -1,4 +1,4 @@
-"""`keel kl`: how far one model has drifted from another."""
+"""`keel kl`: measure the KL between two models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from keel.cli.app import app, print_json, split
 
 KL_HELP = """Measure the KL between two models on given prompts or on a task's held-out problems.
 
-The policy answers every prompt; both models score every token. Printed: every estimator, the exact KL over the
-vocabulary in both directions, per token and per sequence, with standard errors; the tokens and positions that drifted
-most; the completion that drifted most, in colour.
+The policy answers every prompt; both models score every token. Output: all estimators and the exact KL over the
+vocabulary in both directions, per token and per sequence, with standard errors; the tokens and positions with the
+largest KL; the completion with the largest KL, in colour.
 
-POLICY and REFERENCE are a folder, a hub name, a .gguf file, a LoRA adapter (on --base, or on the base it names), a
-run's folder (its newest checkpoint), RUN@STEP, RUN@best or RUN@start. Without REFERENCE a run is compared with what it
-started from, an adapter with its base. A run brings its task, chat template and system prompt.
+POLICY and REFERENCE are each a folder, a hub name, a .gguf file, a LoRA adapter (on --base, or on the base in its
+config), a run folder (its newest checkpoint), RUN@STEP, RUN@best or RUN@start. The default REFERENCE is the initial
+policy of a run, or the base of an adapter. A run provides its task, chat template and system prompt.
 
 Examples:
 
@@ -38,44 +38,47 @@ Examples:
 def kl(
     args: Annotated[
         list[str],
-        typer.Argument(metavar="POLICY [REFERENCE] [KEY=VALUE]...", help="The two models, and the task's parameters."),
+        typer.Argument(metavar="POLICY [REFERENCE] [KEY=VALUE]...", help="The two models, and parameters of --task."),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts: .txt, one a line; or .jsonl, .json, .csv, .parquet.")
+        Path | None, typer.Option(metavar="FILE", help="Prompts: .txt (one per line), .jsonl, .json, .csv or .parquet.")
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="Held-out problems of this task.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="Use held-out problems of this task.")] = None,
     count: Annotated[
-        int | None, typer.Option("--num-prompts", min=1, help="Prompts; of a file all, of a task 32 by default.")
+        int | None,
+        typer.Option("--num-prompts", min=1, help="Number of prompts (default: all of a file, 32 of a task)."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions a prompt.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Of sampling and of both distributions.")] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum completion length.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling and of both distributions.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling noise.")] = 0,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model of an adapter.")] = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="auto, none, or a template's name; by default the run's, or auto.")
+        str | None, typer.Option(help="auto, none, or a template's name (default: the run's, or auto).")
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="Put before every prompt; by default the run's.")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="System prompt (default: the run's).")] = None,
     reverse_samples: Annotated[
-        bool, typer.Option(help="Sample from the reference too, for KL(reference‖policy) of sequences.")
+        bool, typer.Option(help="Also sample from the reference, for the sequence KL(reference‖policy).")
     ] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the accelerator if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one).")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code shipped with a model.")
     ] = False,
-    microbatch_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored at a time.")] = 8192,
-    max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled at a time.")] = 64,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="Who samples: native, or module:attr.")] = "native",
+    microbatch_tokens: Annotated[int, typer.Option(min=1, help="Tokens scored per batch.")] = 8192,
+    max_batch: Annotated[int, typer.Option(min=1, help="Completions sampled per batch.")] = 64,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Sampling engine: native or module:attr.")] = "native",
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw positions, estimators, tokens.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Plot positions, estimators and tokens to this file.")
+    ] = None,
 ) -> int:
     from keel.lab.plots.picture import check_picture
 
     if plot is not None:
         check_picture(plot)
     if not 0 < temperature < float("inf"):
-        raise KeelError(f"--temperature is {temperature:g}: KL compares distributions, and at 0 there is none; use 1")
+        raise KeelError(f"--temperature is {temperature:g}: the KL needs a positive, finite temperature; use 1")
     names, params = split(args)
     if len(names) not in (1, 2):
         raise KeelError(f"keel kl takes POLICY and REFERENCE, not {len(names)} models: {' '.join(names)}")
@@ -91,7 +94,7 @@ def kl(
     policy = resolve(names[0], **options)
     reference = resolve(names[1], **options) if len(names) == 2 else default_reference(policy, **options)
     if base is not None and policy.adapter is None and reference.adapter is None:
-        raise KeelError(f"--base {base} is for adapters, and neither {' nor '.join(names)} is one: leave it out")
+        raise KeelError(f"--base {base} needs an adapter, and {' and '.join(names)} has none: leave --base out")
     data = policy.config.data
     problems = _problems(source, policy, count)
     with Console(stderr=True).status("loading both models") as status:
@@ -128,7 +131,7 @@ def kl(
 
 
 def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> Any:
-    """The problems of the file, the task, or None where neither is named; refused before a model is loaded."""
+    """The prompts of the file, the task, or None; checked before a model is loaded."""
     if file is not None and task is not None:
         raise KeelError("--prompts and --task exclude each other: give one")
     if params and task is None:
@@ -143,18 +146,18 @@ def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> An
 
 
 def _named_task(task: str, params: list[str]) -> Any:
-    """The task with its own parameters and the data that it reads, written as in `keel check-task`."""
-    from keel.config.load import of_task, read_config
+    """Build the task from its parameters and data options, written as in `keel check-task`."""
+    from keel.config.load import qualify_task_option, read_config
     from keel.envs.options import SourceOptions
     from keel.run.build import build_named_task
 
-    settings = [of_task(override) for override in params]
+    settings = [qualify_task_option(override) for override in params]
     reads = list(SourceOptions.model_fields)
     for setting in settings:
         section, _, name = setting.lstrip("+").partition("=")[0].partition(".")
         if section != "task" and (section != "data" or name.partition(".")[0] not in reads):
             raise KeelError(
-                f"{setting} is no parameter of a task: keel kl takes task.*, data.{', data.'.join(reads)} "
+                f"{setting} is not a parameter of a task: keel kl takes task.*, data.{', data.'.join(reads)} "
                 "and its own options"
             )
     config, _ = read_config({"task": {"name": task}}, settings)
@@ -162,12 +165,12 @@ def _named_task(task: str, params: list[str]) -> Any:
 
 
 def _problems(source: Any, policy: Any, count: int | None) -> Any:
-    """The prompts to measure on; a run's own task where nothing else is named."""
+    """The prompts to measure on (default: those of the run's task)."""
     if isinstance(source, list):
         return source[:count]
     if source is None:
         if not policy.run:
-            raise KeelError(f"there is nothing to ask {policy.name!r}: give --prompts FILE or --task NAME")
+            raise KeelError(f"no prompts for {policy.name!r}: give --prompts FILE or --task NAME")
         from keel.run.build import build_named_task
 
         source = build_named_task(policy.config.task, policy.config)

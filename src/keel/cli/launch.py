@@ -1,4 +1,4 @@
-"""`--nproc N`: the same command in N processes of this machine, by torch's own launcher; `--on ray`: on a cluster."""
+"""`--nproc N` runs the command in N local processes with torch's launcher; `--on ray` runs it on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ import typer
 
 from keel.base.errors import KeelError
 
-STEP_S = 3600  # a signal waits for the step in flight and its checkpoint, up to this
+STEP_S = 3600  # after a signal, the longest wait for the current step and its checkpoint
 
 Nproc = Annotated[
     int,
-    typer.Option("--nproc", metavar="N", help="Run in N processes of this machine, such as one a GPU (torchrun)."),
+    typer.Option("--nproc", metavar="N", help="Run in N local processes, such as one per GPU (torchrun)."),
 ]
 
 On = Annotated[
-    str, typer.Option("--on", metavar="local|ray[:ADDRESS]", help="Here, or placed on a Ray cluster (ray: options).")
+    str,
+    typer.Option("--on", metavar="local|ray[:ADDRESS]", help="This machine, or a Ray cluster (options: section ray)."),
 ]
 
 
 def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
-    """Run `keel ARGUMENTS` in `nproc` processes of this machine and return its exit status."""
+    """Run `keel ARGUMENTS` in `nproc` local processes and return its exit status."""
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,7 +39,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
     _check(nproc, device, torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STEP_S))
-    logging.disable()  # in this process only, which has nothing to say but torch's reports on the others
+    logging.disable()  # silence torch's launcher, which runs in this process
     with tempfile.TemporaryDirectory(prefix="keel-launch-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -52,7 +53,7 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "keel", *without(arguments, "--nproc"))
+            elastic_launch(config, sys.executable)("-m", "keel", *drop_flags(arguments, "--nproc"))
         except ChildFailedError as error:
             return _status({rank: failure.exitcode for rank, failure in error.failures.items()}, nproc)
         except SignalException as error:
@@ -63,18 +64,18 @@ def launch(arguments: list[str], nproc: int, *, device: str = "auto") -> int:
 
 
 def launch_on_ray(on: str, arguments: list[str], config: Any) -> int:
-    """Run `keel ARGUMENTS` as ranks on a Ray cluster, with samplers beside them, and return its exit status."""
+    """Run `keel ARGUMENTS` as ranks and samplers on a Ray cluster and return its exit status."""
     from keel.run.cluster.train import train_on_ray
 
     if "WORLD_SIZE" in os.environ:
-        raise KeelError(f"--on {on} inside of torchrun: leave torchrun out, Ray starts the processes")
-    exits = train_on_ray(on, without(arguments, "--nproc", "--on"), config)
+        raise KeelError(f"--on {on} under torchrun: leave torchrun out, Ray starts the processes")
+    exits = train_on_ray(on, drop_flags(arguments, "--nproc", "--on"), config)
     resume = f"keel train --resume {Path(config.run.dir) / config.run.name} --on {on}"
-    return _status(exits, len(exits), go_on=f"; go on with: {resume}")
+    return _status(exits, len(exits), resume=f"; resume with: {resume}")
 
 
-def without(arguments: list[str], *flags: str) -> list[str]:
-    """The arguments of each process: those of the launcher are left out."""
+def drop_flags(arguments: list[str], *flags: str) -> list[str]:
+    """The arguments without these flags and their values."""
     rest: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -89,7 +90,7 @@ def _check(nproc: int, device: str, devices: int) -> None:
     if nproc < 1:
         raise KeelError(f"--nproc {nproc}: give the number of processes, 1 or more")
     if "WORLD_SIZE" in os.environ:
-        raise KeelError(f"--nproc {nproc} inside of torchrun: give the number of processes to one of them")
+        raise KeelError(f"--nproc {nproc} under torchrun: give the number of processes to one of them")
     if device != "cpu" and 0 < devices < nproc:
         raise KeelError(
             f"--nproc {nproc}: this machine has {devices} CUDA device{'s' * (devices > 1)}, and each process needs "
@@ -97,17 +98,19 @@ def _check(nproc: int, device: str, devices: int) -> None:
         )
 
 
-def _status(exits: Mapping[int, int], nproc: int, go_on: str = "") -> int:
-    """The exit status of the first that failed: it has said why, and the others ended for it, unless it was killed."""
+def _status(exits: Mapping[int, int], nproc: int, resume: str = "") -> int:
+    """The exit status of the first rank that failed. That rank printed the error, unless a signal killed it."""
     if not any(exits.values()):
         return 0
     own = [status for status in exits.values() if status > 0]
     if own:
         return own[0]
-    killed = {rank: -status for rank, status in exits.items() if status != -signal.SIGTERM}  # that is the launcher's
+    killed = {
+        rank: -status for rank, status in exits.items() if status != -signal.SIGTERM
+    }  # the launcher sends SIGTERM
     for rank, number in killed.items():
         name = signal.Signals(number).name
-        others = ", and the others after it" if nproc > 1 else ""
-        sys.stderr.write(f"keel: error: rank {rank} of {nproc} was ended by {name}{others}{go_on}\n")
+        others = ", which ended the other ranks" if nproc > 1 else ""
+        sys.stderr.write(f"keel: error: {name} killed rank {rank} of {nproc}{others}{resume}\n")
         return 128 + number
     return 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""`keel migrate`: from a peer's configuration to Keel's."""
+"""`keel migrate`: convert another trainer's configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keel.cli.app import app, print_json
 if TYPE_CHECKING:
     from keel.lab.migrate.migrate import MigratedOption, Migration
 
-MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF into one of Keel.
+MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF to Keel.
 
-The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
-does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled
-in), JSON, a Python file with GRPOConfig(...) and a shell script with key=value words and variables (neither is
-executed). Exit status 1 if Keel would refuse the result as it is.
+The configuration goes to stdout (or --out). A table on stderr lists every option: its new name, the other trainer's
+defaults that differ, options without a counterpart, and options that you must set. Reads YAML (interpolations are
+resolved), JSON, a Python file with GRPOConfig(...) and a shell script with key=value words and variables; it executes
+neither. Exit status 1 if Keel rejects the result.
 
 Examples:
 
@@ -33,8 +33,8 @@ Examples:
 @app.command(help=MIGRATE_HELP)
 def migrate(
     file: Annotated[Path, typer.Argument(help="A configuration of TRL, verl or OpenRLHF: .yaml, .json, .py or .sh.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; an existing one is refused.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the account as data.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Output file; must not exist.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
     from keel.base.errors import KeelError
     from keel.lab.migrate.migrate import migrate as migrated
@@ -65,7 +65,7 @@ def _show(result: Migration, out: str | None) -> None:
 
     console = Console(stderr=True)
     table = Table(title=f"{result.origin} → Keel", title_justify="left")
-    for column in ("option", "value", "became", "note"):
+    for column in ("option", "value", "Keel", "note"):
         table.add_column(column, overflow="fold")
     for row in result.rows:
         table.add_row(*_cells(row), style="dim" if row.silent else None)
@@ -80,7 +80,7 @@ def _show(result: Migration, out: str | None) -> None:
     if result.missing is not None:
         console.print(f"To run it on this machine: {result.missing}", style="yellow", markup=False)
     if result.refused is not None:
-        console.print(f"Keel refuses the result as it is: {result.refused}", style="bold red", markup=False)
+        console.print(f"Keel rejects the result: {result.refused}", style="bold red", markup=False)
 
 
 def _cells(row: MigratedOption) -> tuple[str, str, str, str]:

@@ -21,8 +21,10 @@ Examples:
 
 @app.command(help=HELP)
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; by default report.html in the first run.")] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Run folders.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Output file (default: report.html in the first run's folder).")
+    ] = None,
 ) -> int:
     from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report

@@ -1,4 +1,4 @@
-"""`keel serve`: a sampler for trainings elsewhere."""
+"""`keel serve`: a sampling server for remote training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keel.cli.app import app
 
 SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine.
 
-Trainings send it their weights and ask it for completions. It listens on this machine alone unless --host says
-otherwise, and takes requests only with its secret: that of KEEL_SERVE_SECRET, or one it makes up and shows.
+The trainer sends weights and requests completions. The server listens on 127.0.0.1 unless --host is given. Requests
+need its secret: KEEL_SERVE_SECRET, or a random one that is printed.
 
 Examples:
 
@@ -26,7 +26,7 @@ Examples:
 
   keel serve tiny --max-lora-rank 16
 
-and on the training's side:
+On the training machine:
 
   KEEL_SERVE_SECRET=... keel train CONFIG rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url=http://HOST:8000
 """
@@ -34,19 +34,23 @@ and on the training's side:
 
 @app.command(help=SERVE_HELP)
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL|RUN|CONFIG", help="The training's model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
-    dtype: Annotated[str, typer.Option(help="Type of the weights; auto is the model's own.")] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that the model is spread over.", min=1)] = 1,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory.", min=0.01, max=1)] = 0.9,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and completion together.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL|RUN|CONFIG", help="The model to train.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    dtype: Annotated[str, typer.Option(help="dtype of the weights; auto is the model's own.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(help="Number of GPUs that share the model.", min=1)] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Fraction of the GPU's memory.", min=0.01, max=1)] = 0.9,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Maximum length of prompt plus completion in tokens.")
+    ] = None,
     transfer: Annotated[
         Literal["http", "nccl"],
-        typer.Option(help="How trainings send full weights: http as files; nccl from other GPUs (experimental)."),
+        typer.Option(help="Transfer of full weights: http, or nccl from other GPUs (experimental)."),
     ] = "http",
-    cuda_graphs: Annotated[bool, typer.Option(help="Compile and decode by CUDA graphs: a slower start.")] = True,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter; 0 takes none.", min=0)] = 0,
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="Compile and decode with CUDA graphs; start-up takes longer.")
+    ] = True,
+    max_lora_rank: Annotated[int, typer.Option(help="Maximum LoRA rank; 0 disables adapters.", min=0)] = 0,
 ) -> None:
     from keel.models.adapters import is_lora
     from keel.models.dtypes import DTYPES
@@ -64,7 +68,7 @@ def serve(
     given = os.environ.get(SECRET)
     secret = given or secrets.token_urlsafe(24)
     if given is not None and len(given) < 8:
-        raise KeelError(f"{SECRET} has {len(given)} characters: a secret needs 8 at least")
+        raise KeelError(f"{SECRET} has {len(given)} characters: use at least 8")
     options = VllmOptions(
         tensor_parallel_size=tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -81,10 +85,10 @@ def serve(
 
     if dtype not in ("auto", *DTYPES):
         raise unknown("--dtype", dtype, ("auto", *DTYPES))
-    loaded = resolve_model(model, ["model.device=cpu"]).load()  # the GPU is vLLM's
+    loaded = resolve_model(model, ["model.device=cpu"]).load()  # leave the GPU to vLLM
     with tempfile.TemporaryDirectory(prefix="keel-serve-model-") as folder:
         base = causal_lm(loaded.model)
-        if is_lora(loaded.model):  # the base alone: adapters are sent
+        if is_lora(loaded.model):  # only the base: the trainer sends the adapter
             base.config.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
             save_shards(checkpoint_weights(loaded.model, loaded.dtype), Path(folder))

@@ -10,7 +10,7 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, launch
 
-HELP = """Run the supervised fine-tuning of the warmstart section alone, on gold answers or on a JSONL file.
+HELP = """Run only the SFT of the warmstart section, on gold answers or on a JSONL file.
 
 Examples:
 

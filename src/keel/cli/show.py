@@ -1,4 +1,4 @@
-"""`keel show`: the rollouts of a step, in the terminal."""
+"""`keel show`: print the rollouts of a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import typer
 from keel.base.errors import KeelError
 from keel.cli.app import app, print_json
 
-SHOW_HELP = """Show the rollouts that a run recorded at one step: prompts, completions, log-ratios, rewards, advantages.
+SHOW_HELP = """Print the recorded rollouts of a step: prompts, completions, log-ratios, rewards, advantages.
 
-Tokens that the policy sampled are coloured by their log-ratio to the reference, a k1 sample of the KL (orange: likelier
-than under the reference, blue: less likely). What tools and users said between turns is set apart as context, which is
-not trained on.
+Sampled tokens are coloured by their log-ratio to the reference, a k1 sample of the KL (orange: more likely than under
+the reference, blue: less likely). Tool and user messages between turns are marked as context; they are not trained on.
 
 Examples:
 
@@ -28,13 +27,13 @@ Examples:
 
 @app.command(help=SHOW_HELP)
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    step: Annotated[int | None, typer.Option(help="Step to show; by default the last that has rollouts.")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    step: Annotated[int | None, typer.Option(help="Step to show (default: the last with rollouts).")] = None,
     problem: Annotated[str | None, typer.Option(metavar="KEY", help="Only this problem's completions.")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group's completions.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Most completions to show.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of completions.")] = 16,
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
 ) -> int:

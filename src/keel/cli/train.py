@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from keel.base.alive import LAUNCH_FLAGS, process_rank
 from keel.base.errors import KeelError
+from keel.base.watchdog import LAUNCH_FLAGS, process_rank
 from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading, app, configuration, print_config_of
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
 from keel.lab.watch import PORT
 
-HELP = """Train a model with an SFT warm start, GRPO with a KL term, evaluations, checkpoints and a report.
+HELP = """Train a model: optional SFT warm start, GRPO with a KL term, evaluations, checkpoints and a report.
 
-Without CONFIG the default is trained, a tiny model on arithmetic. Options are written key=value; the names of TRL,
-verl and OpenRLHF and short ones work too, also as flags, and the first lines say what they became.
+The default CONFIG trains a tiny model on arithmetic. Write options as key=value. Short names and option names of TRL,
+verl and OpenRLHF work too, also as flags; notes on stderr give their Keel names.
 
 Examples:
 
@@ -42,11 +42,11 @@ Examples:
 
   keel train configs/gsm8k.yaml model.name=Qwen/Qwen2.5-7B-Instruct --plan --hardware h100 --nproc 8
 
---plan counts the memory of the largest step on tensors without data, so no weights are read, and lists what would make
-it fit; exit status 1 if it does not fit. Without --hardware it also times real steps with random weights on this
-machine, and calls the rewards for them.
+--plan computes the peak memory of a step on meta tensors, without reading weights, and suggests changes if it does not
+fit (exit status 1). Without --hardware it also times real steps with random weights on this machine, which calls the
+reward functions.
 
-Several machines: a Ray cluster, or torchrun's own flags, as in examples/slurm.sh.
+On several machines, use Ray or torchrun; see examples/slurm.sh.
 """
 
 
@@ -56,32 +56,36 @@ def train(
     args: Annotated[list[str] | None, CONFIG_ARGS] = None,
     print_config: PrintConfig = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build everything, run one step on one group, and stop.")
+        bool, typer.Option("--dry-run", help="Build everything, run one step on one group and exit.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint; a run's folder may stand for CONFIG.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint; CONFIG may be a run folder.")
     ] = False,
     nproc: Nproc = 1,
     on: On = "local",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Serve the run's page on loopback while it trains, as keel watch does.")
+        bool, typer.Option("--watch", help="Serve a live page of the run on loopback, like keel watch.")
     ] = False,
     watch_port: Annotated[
-        int | None, typer.Option(metavar="PORT", help=f"Port of --watch; {PORT} by default, 0 takes a free one.")
+        int | None, typer.Option(metavar="PORT", help=f"Port of --watch (default: {PORT}); 0 picks a free one.")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show the memory and time of a step and train nothing; --nproc are devices.")
+        bool,
+        typer.Option(
+            "--plan", help="Print memory and time of a step without training; --nproc is the number of devices."
+        ),
     ] = False,
     hardware: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME[:GIB]", help="Of --plan: cpu, h200, h100, a100, l40s or rtx4090; this machine by default."
+            metavar="NAME[:GIB]", help="With --plan: cpu, h200, h100, a100, l40s or rtx4090 (default: this machine)."
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Of --plan: tokens of a prompt; the task's longest by default.")
+        int | None,
+        typer.Option(metavar="N", help="With --plan: prompt length in tokens (default: the task's longest)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Of --plan: print data instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --plan: print data instead of tables.")] = False,
 ) -> int:
     from keel.run.cluster.connect import check_backend
 
@@ -98,32 +102,34 @@ def train(
 
         return show_plan(config, hardware, prompt_tokens=prompt_tokens, nproc=nproc, as_json=as_json)
     if config.ray is not None and LAUNCH_FLAGS not in os.environ:
-        raise KeelError("the section ray is for --on ray: give --on ray, or ray=null to train without it")
+        raise KeelError("the section ray has no effect without --on ray: give --on ray, or set ray=null")
     if nproc != 1:
         return launch(context.obj, nproc, device=config.model.device)
     announce_loading()
     from keel import api
-    from keel.base.world import first_process
+    from keel.base.world import is_main_process
     from keel.lab.hooks import worst
-    from keel.run.result import closing_line, next_lines
+    from keel.run.result import next_steps, result_line
 
     with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
         result = api.train(config, resume=resume, dry_run=dry_run)
-        if first_process():
+        if is_main_process():
             found = worst(result.directory) if result.summary.get("findings") and result.stopped is None else []
-            print("\n".join([*found, closing_line(result), *next_lines(result)]))
+            print("\n".join([*found, result_line(result), *next_steps(result)]))
     return int(result.exit_status)
 
 
 def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> None:
     if port is not None and not watch:
-        raise KeelError(f"--watch-port {port} is for --watch: give both, or neither")
+        raise KeelError(f"--watch-port {port} needs --watch: give both, or neither")
     if port is not None and not 0 <= port <= 65535:
-        raise KeelError(f"--watch-port {port}: give a port up to 65535, or 0 for a free one")
+        raise KeelError(f"--watch-port is {port}: give a port from 0 (a free one) to 65535")
     if watch and dry_run:
-        raise KeelError("--watch shows a run's files, and --dry-run writes none: leave one of them out")
+        raise KeelError("--watch reads a run's files, and --dry-run writes none: give one of them")
     if watch and on != "local":
-        raise KeelError(f"--watch shows a run of this machine, not one --on {on}: keel watch RUN where its folder is")
+        raise KeelError(
+            f"--watch does not work with --on {on}: run keel watch RUN on the machine that has the run's folder"
+        )
 
 
 def _check_plan(
@@ -132,7 +138,7 @@ def _check_plan(
     given = {"--hardware": hardware is not None, "--prompt-tokens": prompt_tokens is not None, "--json": as_json}
     if not plan and any(given.values()):
         flag = next(flag for flag, is_given in given.items() if is_given)
-        raise KeelError(f"{flag} is for --plan: give both, or neither")
+        raise KeelError(f"{flag} needs --plan: give both, or neither")
     if plan and runs:
         raise KeelError("--plan trains nothing: leave out --dry-run, --watch and --on")
     if prompt_tokens is not None and prompt_tokens < 1:
@@ -142,17 +148,17 @@ def _check_plan(
 
 
 def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:
-    from keel.lab.watch.serve import beside
+    from keel.lab.watch.serve import serve_while
 
-    return beside(Path(config.run.dir) / config.run.name, PORT if port is None else port, typer.echo)
+    return serve_while(Path(config.run.dir) / config.run.name, PORT if port is None else port, typer.echo)
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:
-    from keel.rollout.vllm import TO_BE_PLACED
-    from keel.run.cluster.train import by_servers
+    from keel.rollout.vllm import PLACEHOLDER_URL
+    from keel.run.cluster.train import server_overrides
 
     given = args if nproc == 1 else [*args, f"ray.trainers={nproc}"]
-    config = configuration([*given, *by_servers(TO_BE_PLACED)], resume=resume, notes=False)
+    config = configuration([*given, *server_overrides(PLACEHOLDER_URL)], resume=resume, notes=False)
     if config.ray is not None and config.ray.samplers == 0:
         config = configuration(given, resume=resume, notes=False)
     return print_config_of(config) if print_config else launch_on_ray(on, arguments, config)

@@ -1,4 +1,4 @@
-"""`keel verify`: prove the KL facts, or audit a formula."""
+"""`keel verify`: verify the KL estimators, or audit a formula."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from keel.cli.app import app, print_json
 
 VERIFY_HELP = """Verify every KL fact by exact enumeration, or audit a KL formula of your own.
 
-Without options: prove all facts by exact enumeration and print them as tables (exit status 1 if one fails).
+Without options: verify all facts and print them as tables (exit status 1 if one fails).
 
-With --peers: the same for the KL terms of TRL, verl and other trainers that are installed, by calling their own
-functions.
+With --peers: verify the KL terms of installed trainers (TRL, verl and others) by calling their functions.
 
-With --formula or --callable: say what the formula's value estimates, what its expected gradient is in the loss and
-in the reward, on- and off-policy, where it overflows, and what to use instead.
+With --formula or --callable: report what the value estimates, the expected gradient in the loss and in the reward, on-
+and off-policy, where the formula overflows, and which estimator to use instead.
 
 Examples:
 
@@ -47,11 +46,12 @@ def verify(
         typer.Option("--callable", help="Audit module:function, called as f(logp, ref[, old]) on [B, T] tensors."),
     ] = None,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Judge the KL terms of TRL, verl and others that are installed.")
+        bool, typer.Option("--peers", help="Verify the KL terms of installed trainers (TRL, verl and others).")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of tables.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw bias and spread of the estimators against the true KL to this file.")
+        Path | None,
+        typer.Option(help="Plot bias and standard deviation of the estimators against the true KL to this file."),
     ] = None,
 ) -> int:
     given = [name for name, on in (("--formula", formula), ("--callable", function), ("--peers", peers)) if on]
@@ -63,7 +63,7 @@ def verify(
     from keel.lab.report.proofs import plot_estimators, show_audit, show_checks
     from keel.verify import audit, load_callable, parse_formula, run
 
-    torch.set_num_threads(1)  # the tensors are tiny: threads only wait for each other
+    torch.set_num_threads(1)  # the tensors are tiny, so threads only add overhead
     console = Console()
     if plot is not None:
         plot_estimators(plot)
@@ -88,19 +88,21 @@ def verify(
 
 
 def _peers(as_json: bool) -> int:
-    """Terms are shown as they are judged: importing a trainer takes seconds."""
+    """Verify the KL terms of installed trainers, printing each at once: importing a trainer takes seconds."""
     from contextlib import redirect_stdout
 
     from keel.integrations.formulas import lines, peers
 
     found, out = [], sys.stdout
-    with redirect_stdout(sys.stderr):  # what trainers print while they are imported
+    with redirect_stdout(sys.stderr):  # trainers print while they are imported
         for peer in peers():
             found.append(peer)
             if not as_json:
                 typer.echo("\n".join(lines(peer)), file=out)
     if not any(peer.rows for peer in found):
-        raise KeelError("no trainer here whose KL terms can be called: pip install 'trl==1.16.*' or 'verl==0.9.*'")
+        raise KeelError(
+            "no installed trainer has KL terms that can be called: pip install 'trl==1.16.*' or 'verl==0.9.*'"
+        )
     if as_json:
         print_json({"peers": [asdict(peer) for peer in found]})
     return 0

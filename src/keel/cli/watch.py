@@ -12,9 +12,9 @@ from keel.lab.watch import PORT
 
 HELP = """Serve a live page of a run, or of several runs side by side.
 
-It shows what keel report does, by what has been written so far: state and time left, curves, the latest rollouts, and
-what the doctor finds in the log. It listens on this machine alone; the first lines say how to open it from another one.
-It goes on when the runs have ended, until Ctrl-C; with --until-end it ends with them. Nothing is written into a run.
+The page shows the report so far: state, time left, curves, the latest rollouts and the doctor's findings. The server
+listens on 127.0.0.1; its first lines tell how to open the page from another machine. It serves until Ctrl-C, or with
+--until-end until all runs have ended. It writes nothing to the run folders.
 
 Examples:
 
@@ -24,7 +24,7 @@ Examples:
 
   keel watch runs/default --until-end
 
-and from the start of a run, for as long as it trains:
+Start it together with a run:
 
   keel train configs/default.yaml --watch
 """
@@ -32,14 +32,14 @@ and from the start of a run, for as long as it trains:
 
 @app.command(help=HELP)
 def watch(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs.")],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = PORT,
-    until_end: Annotated[bool, typer.Option("--until-end", help="End once none of the runs goes on.")] = False,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Run folders.")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = PORT,
+    until_end: Annotated[bool, typer.Option("--until-end", help="Exit when all runs have ended.")] = False,
 ) -> int:
     from keel.lab.watch.serve import watch as serve
 
     try:
         serve(runs, port, until_end=until_end, echo=typer.echo)
-    except KeyboardInterrupt:  # the usual end, and no failure
+    except KeyboardInterrupt:  # the normal way to stop
         return 0
     return 0

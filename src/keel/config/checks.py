@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused before any model loads; those that may surprise become advice."""
+"""Check combinations of options before a model loads: errors for those that cannot work, notes for surprising ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from keel.base.errors import KeelError
 from keel.base.imports import is_import_path
 from keel.base.redact import secrets_in
-from keel.base.validation import check_read
+from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
-from keel.kl import Pairing, advise, check_kl, controller_of
+from keel.kl import Pairing, advise, check_kl, controller_from_options
 from keel.kl.controllers import RuleController
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.models.options import check_quantization
 from keel.reference.kinds import check_reference
 from keel.trainer.options import check_optim, warmup_within
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 
 def check(config: Config, *, installed: bool = True) -> None:
-    """Refuse what cannot work, one line each; nothing here loads a model.
+    """Raise a KeelError for a combination of options that cannot work. No model is loaded.
 
-    `installed=False` asks what the configuration means, not whether this machine has the packages for it.
+    `installed=False` skips the check for optional packages.
     """
-    check_read(config)
+    check_unread_options(config)
     for part in (_loss, _kl, _reference, _model, _rollout, _tasks, _evaluation):
         part(config)
     if installed:
@@ -33,7 +33,7 @@ def check(config: Config, *, installed: bool = True) -> None:
 
 
 def _packages(config: Config) -> None:
-    """Optional packages that an option needs."""
+    """Check that optional packages are installed."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return
     if config.model.quantization is not None:
@@ -49,35 +49,35 @@ def _loss(config: Config) -> None:
         _check_distillation(config)
     if group < 2 and loss.baseline != "none":
         raise KeelError(
-            f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares completions of a problem, "
-            "so give at least 2, or set loss.baseline=none"
+            f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares the completions of a "
+            "problem: set rollout.num_generations to 2 or more, or loss.baseline=none"
         )
     if group < 2 and scale_rewards(loss) == "group":
-        raise KeelError("loss.scale_rewards=group needs rollout.num_generations of at least 2: one has no deviation")
+        raise KeelError("loss.scale_rewards=group needs a standard deviation: set rollout.num_generations to 2 or more")
     if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
-            f"loss.loss_type={loss.loss_type} has no ratio and is right for one update a batch only: set "
+            f"loss.loss_type={loss.loss_type} has no ratio, so it allows one update per batch only: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
         )
     if config.rollout.max_staleness > 0 and loss.mismatch.kind == "none":
         raise KeelError(
-            f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none leaves stale samples "
-            "unweighted, as if the policy had drawn them: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
+            f"rollout.max_staleness={config.rollout.max_staleness} with loss.mismatch.kind=none treats stale samples "
+            "as on-policy: set loss.mismatch.kind=truncate, or rollout.max_staleness=0"
         )
 
 
 def _check_distillation(config: Config) -> None:
-    """Refuse loss.policy_weight=0 where the KL has no gradient, or beside options of the policy term."""
+    """Refuse loss.policy_weight=0 if the KL has no gradient, or together with options of the policy term."""
     if not config.kl.penalizes:
-        raise KeelError("loss.policy_weight=0 trains by the KL alone, and kl.beta is 0: set kl.beta=1")
+        raise KeelError("loss.policy_weight=0 trains on the KL alone, and kl.beta is 0: set kl.beta=1")
     if config.reference.params.get("model") is None and not is_import_path(config.reference.kind):
         raise KeelError(
-            "loss.policy_weight=0 trains by the KL alone, which has no gradient at the initial policy, the reference "
-            "here: set reference.model to a teacher"
+            "loss.policy_weight=0 trains on the KL alone, and the KL to the initial policy has no gradient: set "
+            "reference.model to a teacher"
         )
     if config.loss.dynamic_sampling:
         raise KeelError(
-            "loss.dynamic_sampling has no use with loss.policy_weight=0, which ignores rewards: leave it out"
+            "loss.dynamic_sampling has no effect with loss.policy_weight=0, which ignores rewards: leave it out"
         )
     if config.kl.placement == "reward" and scale_rewards(config.loss) != "none":
         raise KeelError(
@@ -97,7 +97,7 @@ def _kl(config: Config) -> None:
         )
     if kl.measure_every == 0 and config.reference.kind == "kl_triggered":
         raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
-    controller_of(kl, config.episodes_per_step)
+    controller_from_options(kl, config.episodes_per_step)
 
 
 def _reference(config: Config) -> None:
@@ -114,12 +114,14 @@ def _model(config: Config) -> None:
         build_scorer(model.scorer)
         if config.kl.needs_exact:
             raise KeelError(
-                "the exact KL reads hidden states, which model.scorer does not give: use model.scorer=native, or "
+                "the exact KL reads hidden states, which model.scorer does not return: use model.scorer=native, or "
                 "kl.exact=false and a sampled estimator such as k3"
             )
     check_quantization(model)
     if model.quantization is not None and config.optim.offload:
-        raise KeelError("optim.offload has no use with model.quantization: adapters are small; leave it out")
+        raise KeelError(
+            "optim.offload has no effect with model.quantization, where only small adapters train: leave it out"
+        )
 
 
 def _rollout(config: Config) -> None:
@@ -129,14 +131,14 @@ def _rollout(config: Config) -> None:
     check_rollout(rollout, placed=config.ray is not None)
     if config.optim.minibatches > rollout.prompts_per_step:
         raise KeelError(
-            f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups "
-            "(rollout.prompts_per_step): an update needs at least one"
+            f"optim.minibatches is {config.optim.minibatches} but a step has {rollout.prompts_per_step} groups: set "
+            "optim.minibatches to at most rollout.prompts_per_step"
         )
     check_optim(config.optim)
 
 
 def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
-    """Every task that the configuration names, with the option that names it."""
+    """Yield every task of the configuration with the option that names it."""
     yield "task", config.task
     for option, tasks in (("eval.tasks", config.eval.tasks), ("warmstart.task", _warmstart_tasks(config))):
         for index, task in enumerate(tasks):
@@ -165,13 +167,13 @@ def _evaluation(config: Config) -> None:
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     if temperature == 0 and max(config.eval.k) > 1:
         raise KeelError(
-            f"eval.k asks for pass@{max(config.eval.k)} but eval.temperature is 0, where all completions are the same: "
+            f"eval.k asks for pass@{max(config.eval.k)} but at eval.temperature=0 all completions are equal: "
             "set eval.k=[1], or a temperature above 0"
         )
 
 
 def advice(config: Config) -> list[str]:
-    """What is allowed and may surprise, one sentence each."""
+    """Return one sentence for each allowed but surprising choice."""
     kl, notes = config.kl, []
     if kl.penalizes:
         pairing = kl_pairing(config)
@@ -180,14 +182,14 @@ def advice(config: Config) -> list[str]:
         scale = scale_rewards(config.loss)
         if kl.placement == "reward" and scale != "none":
             notes.append(
-                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the "
-                "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
-                "penalty's own and β drops out; set loss.scale_rewards=none or kl.placement=advantage"
+                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard "
+                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is "
+                "that of the penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
             )
-    if kl.beta == 0 and kl.steers:
-        controller = controller_of(kl, config.episodes_per_step)
+    if kl.beta == 0 and kl.adapts_beta:
+        controller = controller_from_options(kl, config.episodes_per_step)
         if isinstance(controller, RuleController) and (low := controller.bounds[0]) > 0:
-            notes.append(f"kl.beta is 0: kl.controller.name={kl.controller.name} begins at kl.controller.low={low:g}")
+            notes.append(f"kl.beta is 0: kl.controller.name={kl.controller.name} starts at kl.controller.low={low:g}")
     if config.reference.params.get("model") is None:
         notes += advise(config.loss.loss_type, kl.beta)
     notes += _warmups(config)
@@ -196,47 +198,47 @@ def advice(config: Config) -> list[str]:
         without = "without loss.mismatch" if mismatch.kind == "none" else "in the policy term at the sequence level"
         times = f", and twice that {without}" if mismatch.kind == "none" or mismatch.level == "sequence" else ""
         notes.append(
-            "top_p, top_k or min_p cut the sampled distribution: what the policy does outside of it is not seen, and a "
-            "mean at a state is biased by at most the probability that is cut, 1 − rollout/kept_mass/mean, times its "
-            f"largest value{times}; training is meant for 1.0, 0 and 0.0"
+            "top_p, top_k or min_p truncate the sampling distribution, so tokens outside of it are never sampled. An "
+            "expectation at a state is biased by at most the removed probability, 1 − rollout/kept_mass/mean, times "
+            f"its largest value{times}. Use top_p=1.0, top_k=0 and min_p=0.0 for training"
         )
     if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")
     if written := dict.fromkeys(name for name, _ in secrets_in(config.to_dict())):
         notes.append(
-            f"{', '.join(written)} looks like a secret that is written out: config.yaml keeps it, readable by you "
-            "alone, and it is masked wherever it is shown; write $NAME instead, and put it into the environment"
+            f"{', '.join(written)} looks like a secret in plain text. It is masked in all output, but config.yaml "
+            "stores it (readable only by you); write $NAME instead and set the environment variable"
         )
     return notes
 
 
 def _warmups(config: Config) -> Iterator[str]:
-    """Warm-ups that outlast what they are the beginning of."""
+    """Yield a note for each warm-up that is longer than its schedule."""
     steps = config.run.max_steps
-    courses = [("optim", config.optim, "run.max_steps", steps)]
+    schedules = [("optim", config.optim, "run.max_steps", steps)]
     if config.warmstart is not None:
-        courses.append(("warmstart", config.warmstart.optim, "warmstart.steps", config.warmstart.steps))
-    for section, optim, length, total in courses:
+        schedules.append(("warmstart", config.warmstart.optim, "warmstart.steps", config.warmstart.steps))
+    for section, optim, length, total in schedules:
         length, total = (f"{section}.decay_steps", optim.decay_steps) if optim.decay_steps else (length, total)
         used, asked = warmup_within(optim, total), f"{section}.warmup_steps is {optim.warmup_steps}"
         if used < optim.warmup_steps:
-            yield f"{asked} but {length} is {total}: the warm-up is cut to {used} steps, and the decay follows"
+            yield f"{asked} but {length} is {total}: the warm-up is shortened to {used} steps, then the decay starts"
         elif used > total:
-            yield f"{asked} but {length} is {total}: the learning rate is still in its warm-up when the run ends"
-    others = {"reward.warmup_steps": (config.reward.warmup_steps, "the advantages are")}
+            yield f"{asked} but {length} is {total}: the run ends during the warm-up of the learning rate"
+    others = {"reward.warmup_steps": (config.reward.warmup_steps, "the advantages")}
     if config.kl.penalizes:
         name = "steps" if config.kl.controller.name == "warmup" else "warmup_steps"
-        others[f"kl.controller.{name}"] = (config.kl.controller.params.get(name, 0), "β is")
+        others[f"kl.controller.{name}"] = (config.kl.controller.params.get(name, 0), "β")
     for option, (warmup, what) in others.items():
         if warmup > steps:
-            yield f"{option} is {warmup} but run.max_steps is {steps}: {what} still in the warm-up when the run ends"
+            yield f"{option} is {warmup} but run.max_steps is {steps}: the run ends during the warm-up of {what}"
 
 
 __all__ = ["advice", "check", "task_specs"]
 
 
 def kl_pairing(config: Config, *, off_policy: bool | None = None) -> Pairing:
-    """The checked pairing of the KL term under this loss; `off_policy` where a run knows more than its options say."""
+    """The checked pairing of the KL term under this loss. `off_policy` overrides what the options imply."""
     return config.kl.pairing(
         get_loss(config.loss.loss_type).reduction,
         off_policy=config.off_policy if off_policy is None else off_policy,

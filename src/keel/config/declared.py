@@ -1,4 +1,4 @@
-"""The parameters that a named part declares by a class of `Options`, beside those that its section has."""
+"""The options that a plug-in declares, in addition to those of its configuration section."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from keel.reference.options import ReferenceOptions
 from keel.rollout.options import EngineOptions
 
 
-def own_options(section: BaseModel, path: str) -> Options | None:
-    """The options that the part named in a section declares, with what is given of them.
+def plugin_options(section: BaseModel, path: str) -> Options | None:
+    """The declared options of the plug-in that a section names, with the given values.
 
-    None if it has no class, or cannot be imported here: a configuration can be shown where its parts are not.
+    None if the plug-in has no options class or cannot be imported: a configuration can be shown without its plug-ins.
     """
     try:
         if isinstance(section, LossOptions):
@@ -37,7 +37,7 @@ def own_options(section: BaseModel, path: str) -> Options | None:
 
 
 def _factory(section: BaseModel) -> Callable[..., Any] | None:
-    from keel.envs.registry import get_task  # these rooms are large
+    from keel.envs.registry import get_task  # slow to import
     from keel.rollout.registry import find_engine
 
     match section:
@@ -52,8 +52,8 @@ def _factory(section: BaseModel) -> Callable[..., Any] | None:
     return None
 
 
-def own_defaults(config: Config) -> dict[str, Any]:
-    """The declared parameters of a configuration's parts at their defaults, as plain data by dotted name."""
+def plugin_defaults(config: Config) -> dict[str, Any]:
+    """The defaults of all options that the configuration's plug-ins declare, by dotted name."""
     sections: dict[str, BaseModel] = {
         "task": config.task,
         "rollout.engine": config.rollout.named_engine,
@@ -63,7 +63,7 @@ def own_defaults(config: Config) -> dict[str, Any]:
     }
     defaults: dict[str, Any] = {}
     for path, section in sections.items():
-        options = own_options(section, path)
+        options = plugin_options(section, path)
         for name, field in type(options).model_fields.items() if options is not None else ():
             if name not in type(section).model_fields and not field.is_required():
                 default = field.get_default(call_default_factory=True)

@@ -1,6 +1,6 @@
-"""From YAML, a mapping and dotted overrides to one checked `Config`; every failure is one line.
+"""Build a checked `Config` from YAML or a mapping and dotted overrides. Every error is one line.
 
-`choose` tells which of the command line's arguments is the configuration.
+`choose` finds the configuration among the command-line arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from keel.base.errors import KeelError
 from keel.base.options import Options, PluginOptions
 from keel.base.parts import options_class, parameters_of
-from keel.base.redact import MASK, hide, remember
-from keel.base.validation import may_be_a_name, model_of, no_such_option, one_line, option_names
+from keel.base.redact import MASK, redact_text, register_secrets
+from keel.base.validation import accepts_name, model_of, one_line, option_names, unknown_option_error
 from keel.config import peers, text
 from keel.config.checks import check
 from keel.config.peers import Setting
@@ -27,9 +27,9 @@ logger = logging.getLogger("keel")
 
 
 def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration of a YAML file, a run's folder or a mapping, with overrides `kl.beta=0.01`.
+    """Load and check the configuration of a YAML file, a run folder or a mapping, with overrides like `kl.beta=0.01`.
 
-    Options under the names of other trainers are taken, and a warning of the logger `keel` says what they became.
+    Option names of other trainers are translated; the logger `keel` warns with the new names.
     """
     config, renamed = read_config(source, overrides)
     for note in renamed:
@@ -40,17 +40,17 @@ def load_config(source: Path | str | Mapping[str, Any] | Config, overrides: Sequ
 def read_config(
     source: Path | str | Mapping[str, Any] | Config, overrides: Sequence[str] = (), *, installed: bool = True
 ) -> tuple[Config, list[str]]:
-    """`load_config`, with the sentences on renamed options as a list; `installed` as in `check`."""
+    """Like `load_config`, but return the notes on renamed options as a list. `installed` is as in `check`."""
     if isinstance(source, Config):
         data: Mapping[str, Any] = source.to_dict()
     else:
         data = source if isinstance(source, Mapping) else text.read(Path(source))
     origin = "the configuration" if isinstance(source, Mapping | Config) else str(source)
-    remember(data)
-    from_source = [(name, value, origin) for name, value in leaves("", data)]
+    register_secrets(data)
+    from_source = [(name, value, origin) for name, value in flatten_options("", data)]
     layers = [from_source, [setting for override in overrides for setting in _override(override)]]
     for name, value, _ in layers[1]:
-        remember(value, name)
+        register_secrets(value, name)
     _check_masks(layers)
     settings = peers.by_name({name: value for layer in layers for name, value, _ in layer}, is_option)
     tree: dict[str, Any] = {}
@@ -60,29 +60,29 @@ def read_config(
         renamed += notes
         renamed += _drop_parameters(tree, native)
         for name, value, _ in native:
-            put(tree, name, value)
+            set_option(tree, name, value)
     renamed += _choose_task(tree)
-    # a section whose options are all commented out is null in YAML: it has its defaults
+    # in YAML a section whose options are all commented out is null; it gets its defaults
     given = {key: value for key, value in tree.items() if value is not None}
     config = validate(given, [name for layer in layers for name, _, _ in layer])
     check(config, installed=installed)
-    return config, [hide(note) for note in renamed]
+    return config, [redact_text(note) for note in renamed]
 
 
 def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
-    """Refuse a configuration that was copied from where secrets are covered."""
+    """Refuse a configuration that was copied from output with masked secrets."""
     for name, value, origin in (setting for layer in layers for setting in layer):
-        if MASK in str(value) and not name.endswith("prompt"):  # a prompt may say so itself
+        if MASK in str(value) and not name.endswith("prompt"):  # a prompt may contain the mask as text
             raise KeelError(
-                f"{name} in {origin} has {MASK}, which covers a secret where a configuration is shown: write $NAME "
-                "there, and put the secret into the environment"
+                f"{name} in {origin} contains {MASK}, the mask of a secret in printed configurations: write $NAME and "
+                "set the environment variable"
             )
 
 
 def _drop_parameters(tree: dict[str, Any], layer: Sequence[Setting]) -> list[str]:
-    """Take out the parameters of parts that a layer of settings replaces by others; a sentence for each.
+    """Remove the parameters of plug-ins that a later layer of settings replaces, and return one note for each.
 
-    A part's parameters are its own: those of another begin at their defaults, or as the same layer gives them.
+    The new plug-in starts from its own defaults and the values of that layer.
     """
     notes = []
     for option, value, _ in layer:
@@ -105,12 +105,12 @@ def _drop_parameters(tree: dict[str, Any], layer: Sequence[Setting]) -> list[str
         if value == before or not own:
             continue
         left_out = ", ".join(f"{path}.{name}={text.dump(given.pop(name))}" for name in own)
-        notes.append(f"{option}={text.dump(value)} leaves out the parameters of {before}: {left_out}")
+        notes.append(f"{option}={text.dump(value)} drops the parameters of {before}: {left_out}")
     return notes
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted name in nested mappings, None where there is none."""
+    """The value at a dotted name in nested mappings, or None."""
     value: Any = tree
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -118,17 +118,17 @@ def _at(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def _choose_task(tree: dict[str, Any]) -> list[str]:
-    """Data without a task are the task `dataset`; returns the sentence that says so."""
+    """Select the task `dataset` if data.path is given without a task, and return a note about it."""
     task, data = tree.get("task") or {}, tree.get("data")
     path = data.get("path") if isinstance(data, dict) else None
     if path is None or not isinstance(task, dict) or "name" in task:
         return []
     tree["task"] = {"name": "dataset", **task}
-    return [f"data.path={text.dump(path)} without a task: task.name=dataset, its rows are the problems"]
+    return [f"data.path={text.dump(path)} without a task: using task.name=dataset"]
 
 
 def validate(tree: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
-    """The model of plain data; types and ranges only, the first mistake as one line, under the name that was given."""
+    """Check types and ranges of plain data. The first error is one line that uses the name the user wrote."""
 
     def unknown(name: str) -> KeelError:
         inside = [option for option in given if option.startswith(f"{name}.") and option.isprintable()]
@@ -150,31 +150,31 @@ def validate(tree: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def leaves(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Every option of nested mappings by its dotted name; a plug-in's own parameters stay as they are."""
+def flatten_options(prefix: str, data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Flatten nested mappings to (dotted name, value); the values of a plug-in's parameters are not flattened."""
     for key, value in data.items():
         if not isinstance(key, str):
-            raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a word")
+            raise KeelError(f"the key {key!r} {'in ' + prefix.rstrip('.') if prefix else ''} must be a string")
         name = prefix + key
         if isinstance(value, Mapping) and value and not _is_leaf(name):
-            yield from leaves(name + ".", value)
+            yield from flatten_options(name + ".", value)
         else:
             yield name, value
 
 
 def _is_leaf(name: str) -> bool:
-    """Whether what lies below this name is a plug-in's own parameter rather than options of ours."""
+    """Whether the mapping at this name is a parameter of a plug-in, not a section of options."""
     parent, _, leaf = name.rpartition(".")
     section = _section(parent) if parent else None
     if section is None:
         return False
     if leaf in section.model_fields:
-        return may_be_a_name(section.model_fields[leaf].annotation)
+        return accepts_name(section.model_fields[leaf].annotation)
     return _takes_parameters(section)
 
 
 def _override(override: str) -> Iterator[Setting]:
-    """One override; a mapping for a section is merged option by option, one for a plug-in replaces it."""
+    """Parse one override. A mapping is merged into a section option by option, but replaces a plug-in's section."""
     name, equals, value = override.partition("=")
     name = name.strip().lstrip("+")
     if not equals or not name:
@@ -182,14 +182,14 @@ def _override(override: str) -> Iterator[Setting]:
     parsed = text.parse(value, f"the value of {name}")
     section = _section(peers.normal(name))
     if isinstance(parsed, dict) and parsed and section is not None and not issubclass(section, PluginOptions):
-        for key, inner in leaves(name + ".", parsed):
+        for key, inner in flatten_options(name + ".", parsed):
             yield key, inner, "the command line"
     else:
         yield name, parsed, "the command line"
 
 
-def put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted name in nested dicts; an option inside a null section opens it again."""
+def set_option(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in nested dicts; a null section on the way becomes a dict."""
     *path, leaf = name.split(".")
     node = tree
     for depth, part in enumerate(path):
@@ -208,7 +208,7 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def is_option(name: str) -> bool:
-    """Whether a dotted name is an option, or a parameter of a plug-in."""
+    """Whether a dotted name is an option or a parameter of a plug-in."""
     if name in _NAMES:
         return True
     parts = name.split(".")
@@ -220,12 +220,12 @@ def is_option(name: str) -> bool:
 
 
 def _takes_parameters(section: type[BaseModel] | None) -> bool:
-    """Whether a section takes parameters of the plug-in that it names."""
+    """Whether a section accepts parameters of the plug-in that it names."""
     return section is not None and section.model_config.get("extra") == "allow"
 
 
 def _section(name: str) -> type[BaseModel] | None:
-    """The options class at a dotted name, None where there is none."""
+    """The options class at a dotted name, or None."""
     model: type[BaseModel] | None = Config
     for part in name.split("."):
         if model is None or part not in model.model_fields:
@@ -238,10 +238,10 @@ _NAMES = option_names(Config)
 
 
 def _instead(name: str, value: Any) -> str:
-    """What to write for a value that stands where a section belongs: its first option, where the value fits that."""
+    """Advice for a value in place of a section: set the section's first option if the value fits it."""
     item = _items(name.partition("[")[0])
     section = item or _section(name)
-    if section is None or not section.model_fields:  # one that has none yet takes nothing in the place of itself
+    if section is None or not section.model_fields:  # the section has no options to suggest
         return ""
     first = next(iter(section.model_fields))
     options = value if isinstance(value, Mapping) else {first: value}
@@ -255,14 +255,14 @@ def _instead(name: str, value: Any) -> str:
 
 
 def _items(name: str) -> type[BaseModel] | None:
-    """The options class of each item of a list, None of what is no list of sections."""
+    """The options class of the items of a list of sections, or None."""
     annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
     return model_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
 
 
 def _task_parameters(task: str) -> list[str]:
-    """The parameters of a task by name; none where it cannot be loaded here."""
-    from keel.envs.registry import get_task  # these rooms are large
+    """The parameter names of a task; empty if the task cannot be imported."""
+    from keel.envs.registry import get_task  # slow to import
 
     try:
         factory = get_task(task)
@@ -273,21 +273,21 @@ def _task_parameters(task: str) -> list[str]:
 
 
 def _tasks_with(parameter: str) -> list[str]:
-    """The built-in tasks that have a parameter of that name."""
+    """The built-in tasks with this parameter."""
     from keel.envs.registry import TASKS
 
     return [task for task in TASKS if parameter in _task_parameters(task)]
 
 
 def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: str = "") -> KeelError:
-    """The error for a name that is no option, under our names (and `more`) or those of other trainers.
+    """The error for an unknown option, with the closest names of Keel (and `more`) or of other trainers.
 
-    `task` is the task that is configured, whose parameters the name may be near to.
+    `task` is the configured task; its parameters are suggested too.
     """
     where = f" in {origin}" if origin else ""
     section, _, rest = name.partition(".")
-    if rest and section in peers.WITHOUT:
-        return KeelError(f"unknown option {name}{where}: {peers.WITHOUT[section]}")
+    if rest and section in peers.UNSUPPORTED_SECTIONS:
+        return KeelError(f"unknown option {name}{where}: {peers.UNSUPPORTED_SECTIONS[section]}")
     known = [*_NAMES, *more, *(f"task.{parameter}" for parameter in (_task_parameters(task) if task else ()))]
     alias = peers.find(rest, is_option) if "_" in rest else None
     if alias is not None and alias.target:
@@ -296,13 +296,13 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
     leaf = name.rpartition(".")[2]
     is_leaf = any(option.rpartition(".")[2] == leaf for option in known)
     if section not in Config.model_fields and not is_leaf and (tasks := _tasks_with(leaf)):
-        return KeelError(f"unknown option {name}{where}: did you mean task.{leaf}, of {', '.join(tasks)}?")
+        return KeelError(f"unknown option {name}{where}: did you mean task.{leaf} (of {', '.join(tasks)})?")
     others = {other: alias.target for other, alias in peers.table().items() if alias.target}
-    return no_such_option(name, known, also=others, origin=origin, meant=peers.without_sections(name))
+    return unknown_option_error(name, known, also=others, origin=origin, meant=peers.without_sections(name))
 
 
-def of_task(override: str) -> str:
-    """An override where a task is described: a name without a section is a parameter of the task."""
+def qualify_task_option(override: str) -> str:
+    """Prefix an override with `task.` if its name has no section of the configuration."""
     from keel.config.schema import Config
 
     key = override.lstrip("+").partition("=")[0]
@@ -316,19 +316,19 @@ def _names_data(override: str) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run."""
+    """Whether this is a run folder."""
     return path.is_dir() and (path / "config.yaml").is_file()
 
 
 def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """(configuration, overrides that it brings): no path means the default; `--resume RUN` names a run's folder.
+    """Return the configuration's path and the overrides that it implies.
 
-    Where the overrides name data, no path means `own_data`: the default's warm start is about its own task. A run that
-    is resumed by its folder stays in that folder, wherever it was moved to.
+    Without a path this is `default`, or `own_data` if the overrides name data (the warm start of `default` is for its
+    own task). `--resume RUN` keeps writing to the folder RUN, even if that folder was moved.
     """
     if len(paths) > 1 + resume:
         extra = paths[1 + resume]
-        raise KeelError(f"one configuration at a time, but {extra!r} is another: options are written name=value")
+        raise KeelError(f"give one configuration, and {extra!r} is a second one: write options as name=value")
     if not paths:
         return "own_data" if any(map(_names_data, overrides)) else "default", []
     run = Path(paths[-1]).expanduser()
@@ -337,5 +337,5 @@ def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[st
     if is_run(run):
         return paths[0], [f"run.dir={text.dump(str(run.parent))}", f"run.name={text.dump(run.resolve().name)}"]
     if len(paths) == 2 or run.is_dir():
-        raise KeelError(f"nothing to resume at {run}: it has no config.yaml; give the folder of a run")
+        raise KeelError(f"nothing to resume at {run}: it has no config.yaml; give a run folder")
     return paths[0], []

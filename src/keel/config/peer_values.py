@@ -16,16 +16,16 @@ from pathlib import PurePath
 from typing import Any
 
 from keel.base.errors import KeelError, nearest
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.config import text
 
-Settings = Mapping[str, Any]  # all that the user gave, by name
-Options = Mapping[str, Any]  # options of Keel, by dotted name
+Settings = Mapping[str, Any]  # all given settings by name
+Options = Mapping[str, Any]  # Keel options by dotted name
 Convert = Callable[["Given"], Options]
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 IN_LOSS, IN_REWARD, LORA_RANK = A + "use_kl_loss", "algorithm.use_kl_in_reward", M + "lora_rank"
 BETA = ("kl.beta", "beta", "kl_beta", "kl_coef", "kl_penalty", "init_kl_coef")
-# OpenRLHF's own names: where one of them is given, a name that others share means what it does there.
+# Names that only OpenRLHF has: if one of them is given, shared names have OpenRLHF's meaning.
 OWN = frozenset(
     {"n_samples_per_prompt", "init_kl_coef", "generate_max_len", "prompt_max_len", "pretrain", "prompt_data"}
     | {"actor_learning_rate", "micro_rollout_batch_size", "micro_train_batch_size", "eps_clip"}
@@ -36,19 +36,19 @@ V = "rollout.vllm."
 
 @cache
 def data() -> Mapping[str, Any]:
-    """The table as its file has it."""
-    return of_package("keel.config", "peers.yaml")
+    """The contents of peers.yaml."""
+    return load_package_yaml("keel.config", "peers.yaml")
 
 
 def full(peer: str, name: str) -> str:
-    """A name of the table as its peer has it."""
+    """The full option name of the other trainer for a name in the table."""
     short = peer == "verl" and name.partition(".")[0] in ("actor", "rollout", "model", "ref", "hybrid_engine")
     return f"actor_rollout_ref.{name}" if short else name
 
 
 @dataclass(frozen=True)
 class Given:
-    """One option as the user gives it: its name and row in the table, its value, and all settings beside it."""
+    """A given option: its name and row in the table, its value, and all other settings."""
 
     name: str
     target: str
@@ -58,64 +58,64 @@ class Given:
     settings: Settings
 
     def to(self, value: Any) -> Options:
-        """That value for the option that the row names."""
+        """The row's option with this value."""
         return {self.target: value}
 
     def get(self, name: str) -> Any:
-        """A setting beside it, None where it is not given."""
+        """Another setting, or None."""
         return self.settings.get(name)
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """The first of these settings that is set and not null."""
+        """The first of these settings that is not null."""
         return next((self.settings[name] for name in names if self.settings.get(name) is not None), default)
 
     def count(self, name: str, default: int) -> int:
-        """A setting that is a whole number from 1."""
+        """A setting that must be a positive integer."""
         return whole(name, self.first(name, default=default))
 
     def boolean(self) -> bool:
-        """The value, which has to be true or false: a text such as "False" would otherwise count as true."""
+        """The value, which must be a boolean: the string "False" would be truthy."""
         if not isinstance(self.value, bool):
             raise KeelError(f"{self.name} is {text.dump(self.value)}: expected true or false")
         return self.value
 
     def refused(self, reason: str) -> KeelError:
-        """The error for a value that Keel has nothing for."""
+        """The error for a value without a counterpart."""
         return KeelError(f"{self.name}={text.dump(self.value)} has no counterpart: {reason}")
 
     @property
     def samples(self) -> bool:
-        """Whether vLLM may sample: no trainer's switch names another engine."""
+        """Whether vLLM may be the engine: no switch selects another one."""
         has_engines = self.settings.get("vllm_num_engines", 1) not in (0, None)
         return has_engines and self.get("use_vllm") is not False and self.settings.get(R + "name", "vllm") == "vllm"
 
     @property
     def has_server(self) -> bool:
-        """Whether vLLM samples at a server."""
+        """Whether vLLM runs as a server."""
         return self.first("vllm_mode", V + "mode", default="colocate") == "server"
 
     @property
     def is_openrlhf(self) -> bool:
-        """Whether a name that OpenRLHF alone has is among the settings."""
+        """Whether the settings contain a name that only OpenRLHF has."""
         return not OWN.isdisjoint(self.settings)
 
 
 def number(name: str, value: Any, reason: str) -> float:
-    """The value, which has to be a number."""
+    """The value, which must be a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise KeelError(f"{name} is {value!r}: {reason}")
     return value
 
 
 def whole(name: str, value: Any) -> int:
-    """The value, which has to be a whole number from 1."""
+    """The value, which must be a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
         raise KeelError(f"{name} is {text.dump(value)}: give a whole number, at least 1")
     return int(value)
 
 
 def group_size(settings: Settings, default: int = 8) -> int:
-    """Completions a problem, under whichever name they are given; Keel's own default otherwise."""
+    """Completions per problem, under any of their names, or Keel's default."""
     names = data()["same"]["rollout.num_generations"]
     known = [full(peer, name) for peer, shared in names.items() for name in shared.split()]
     given = next((name for name in ("rollout.num_generations", *known) if settings.get(name) is not None), None)
@@ -135,7 +135,7 @@ def _has_adapter(given: Given) -> bool:
 
 
 IN_PROCESS = "read where vLLM samples in the training's process; a server has its own, flags of keel serve"
-# Where an option is read: a test, and the note of a row that has none of its own.
+# Conditions under which the other trainer reads an option: a test, and the default note.
 CONDITIONS: Mapping[str, tuple[Callable[[Given], bool], str]] = {
     "given": (lambda given: given.value is not None, "null leaves Keel's"),
     "not_zero": (lambda given: bool(given.value), ""),
@@ -158,7 +158,7 @@ CONDITIONS: Mapping[str, tuple[Callable[[Given], bool], str]] = {
 
 
 def choice(given: Given) -> Options:
-    """The options of a value that the row lists; of a list, each stands for itself."""
+    """The options for a value listed in the row."""
     values = given.values if isinstance(given.values, Mapping) else {value: value for value in given.values}
     key = given.value if isinstance(given.value, bool) else str(given.value)
     if key in values:
@@ -171,7 +171,7 @@ def choice(given: Given) -> Options:
 
 
 def needless(given: Given) -> Options:
-    """Nothing, since Keel does so anyway for the row's values; others are refused. None: all fit."""
+    """No option, because Keel always behaves like the row's values; other values are refused."""
     fits = [(isinstance(value, bool), value) for value in given.values]
     if fits and (isinstance(given.value, bool), given.value) not in fits:
         raise given.refused(given.reason)
@@ -179,12 +179,12 @@ def needless(given: Given) -> Options:
 
 
 def refuse(given: Given) -> Options:
-    """A name whose meaning is not Keel's: what to write, where {value} is the user's own."""
+    """Refuse a name with another meaning; the row's advice may contain {value}."""
     raise given.refused(given.reason.replace("{value}", text.dump(given.value)))
 
 
 def _is_on(given: Given, coefficient: str) -> bool:
-    """Whether a switch of verl's KL term is on; then its coefficient has to be there, and the other switch off."""
+    """Whether a switch of verl's KL term is on; then it needs its coefficient, and the other switch must be off."""
     if given.get(IN_LOSS) is True and given.get(IN_REWARD) is True:
         raise KeelError(f"{IN_LOSS} and {IN_REWARD} are both true: Keel's penalty enters once, set kl.placement")
     on = given.boolean()
@@ -194,21 +194,21 @@ def _is_on(given: Given, coefficient: str) -> bool:
 
 
 def use_kl_loss(given: Given) -> Options:
-    """The penalty in the loss, reduced like it."""
+    """KL in the loss, with the loss's reduction."""
     if _is_on(given, A + "kl_loss_coef"):
         return {"kl.placement": "loss", "kl.reduction": "loss"}
     return {} if given.get(IN_REWARD) is True else {"kl.beta": 0.0}
 
 
 def use_kl_in_reward(given: Given) -> Options:
-    """The penalty in the reward."""
+    """KL in the reward."""
     if _is_on(given, "algorithm.kl_ctrl.kl_coef"):
         return {"kl.placement": "reward"}
     return {} if IN_LOSS in given.settings else {"kl.beta": 0.0}
 
 
 def use_kl_penalty(given: Given) -> Options:
-    """A switch beside a coefficient: Keel has the coefficient alone."""
+    """A switch in addition to a coefficient; Keel has only the coefficient."""
     if not given.boolean():
         return {"kl.beta": 0.0}
     beta = given.first(*BETA, A + "kl_loss_coef", *data()["same"]["kl.beta"]["other"].split())
@@ -218,7 +218,7 @@ def use_kl_penalty(given: Given) -> Options:
 
 
 def coefficient(given: Given) -> Options:
-    """A number is the coefficient; verl and TRL's PPO name an estimator by it."""
+    """A number is the coefficient; in verl and TRL's PPO the name selects an estimator."""
     if str(given.value) in given.values:
         use = f"set kl.estimator={given.values[str(given.value)]}, and kl.beta above 0"
         raise KeelError(f"{given.name}={given.value} names an estimator: {use}")
@@ -234,7 +234,7 @@ def kl_in_reward(given: Given) -> Options:
 
 
 def target_kl(given: Given) -> Options:
-    """A target needs a controller that steers: PPO's step rule where none was named."""
+    """A target KL needs a feedback controller; the default is PPO's step rule."""
     name = given.first("kl.controller.name", default="fixed")
     if name in ("warmup", "linear", "cosine"):
         raise KeelError(f"target_kl has no meaning with kl.controller.name={name}, which follows the step: use step")
@@ -248,7 +248,7 @@ def kl_warmup(given: Given) -> Options:
 
 
 def reference_every(given: Given) -> Options:
-    """The period of a reference that follows the policy, whose kind has to be given."""
+    """The update period of a moving reference, whose kind must be given."""
     if given.get("reference.kind") in ("ema", "snapshot"):
         return given.to(given.value)
     raise KeelError(
@@ -291,7 +291,7 @@ def slices(given: Given) -> tuple[int, int]:
 
 
 def trl_minibatches(given: Given) -> Options:
-    """Updates that one pass over a batch is cut into."""
+    """Updates per pass over a batch."""
     batch, accumulated = slices(given)
     return {"optim.minibatches": batch // accumulated} if batch > accumulated else {}
 
@@ -522,14 +522,14 @@ def offload(given: Given) -> Options:
 
 
 def resume(given: Given) -> Options:
-    """Going on with the run of the same name."""
+    """Resume the run of the same name."""
     if isinstance(given.value, str):
         raise KeelError(f"{given.name}={given.value} names a folder: a run is resumed by keel train --resume RUN")
     return choice(given)
 
 
 def optimizer_offload(given: Given) -> Options:
-    """Moments in main memory; FSDP moves them with the weights."""
+    """Optimizer offload; FSDP moves the moments with the weights."""
     with_weights = given.get(A + "fsdp_config.param_offload") is True
     return {"parallel.offload" if with_weights else given.target: given.value}
 
@@ -555,12 +555,12 @@ def dataset_config(given: Given) -> Options:
 
 
 def cut_left(given: Given) -> Options:
-    """TRL cut prompts that are too long at their left end."""
+    """TRL truncates long prompts on the left."""
     return {**given.to(given.value), **({} if "data.truncation" in given.settings else {"data.truncation": "left"})}
 
 
 def custom_reward(given: Given) -> Options:
-    """verl's reward function takes other arguments than Keel's, so that it has to be wrapped."""
+    """verl's reward function has another signature than Keel's, so it must be wrapped."""
     path = given.get("custom_reward_function.path")
     name = given.settings.get("custom_reward_function.name", "compute_score")
     if path is None:
@@ -573,7 +573,7 @@ def custom_reward(given: Given) -> Options:
 
 
 def output_dir(given: Given) -> Options:
-    """A run's own folder: its last part is the run's name, unless that is given."""
+    """A run's folder; its last part is the run's name, unless that is given."""
     path = PurePath(str(given.value))
     if given.first("run_name", "run.name", "exp_name"):
         return given.to(str(path))

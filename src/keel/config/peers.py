@@ -1,4 +1,4 @@
-"""Options under the names of other trainers, read from peers.yaml."""
+"""Translate option names of other trainers to Keel's, from the tables in peers.yaml."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from keel.config.peer_values import CONDITIONS, CONVERSIONS, Convert, Given, Opt
 
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
 IsOption = Callable[[str], bool]
-# Sections in which other trainers keep options of the policy, its rollouts and its training.
+# Section names of other trainers for policy, rollout and training options.
 SECTIONS = frozenset(
     {"actor", "algo", "algorithm", "args", "checkpointing", "config", "generation", "grpo", "grpo_config", "loss_fn"}
     | {"hyperparameters", "kwargs", "optimizer", "peft", "policy", "ppo", "sampling", "sampling_params"}
     | {"train", "trainer", "training", "training_args"}
 )
-# Sections of what Keel does not have.
-WITHOUT = {
-    "critic": "GRPO has no critic, and rewards are not discounted",
+# Sections of other trainers without a counterpart in Keel.
+UNSUPPORTED_SECTIONS = {
+    "critic": "GRPO has no critic and no discount",
     "reward_model": "rewards are functions, named in rewards: [{name, weight}]",
 }
 
 
 @dataclass(frozen=True)
 class Alias:
-    """One name: what it becomes, how its value is converted, and what differs.
+    """One option name of another trainer: its Keel option, the conversion of its value, and differences.
 
-    `target` is the option as the documentation shows it, empty where there is no counterpart. Without `convert` the
-    value is taken as it is, or refused where there is no target. An empty result changes nothing, for the reason in
-    `unneeded` where there is one.
+    `target` is the option as the documentation shows it, empty if there is no counterpart. Without `convert` the value
+    is used unchanged, or refused if there is no target. An empty result of `apply` means that nothing has to be set;
+    `unneeded` gives the reason.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Alias:
     unless: str = ""
 
     def apply(self, value: Any, settings: Settings) -> Options:
-        """The options that this name and value stand for."""
+        """The Keel options for this name and value."""
         given = self._given(value, settings)
         if not self.target and self.convert is None:
             raise KeelError(f"{self.name} has no counterpart: {self.note}")
@@ -61,20 +61,21 @@ class Alias:
         except KeelError:
             raise
         except (TypeError, ValueError, ArithmeticError, AttributeError):
-            raise KeelError(f"{self.name} is {text.dump(value)}: that makes no {self.target or 'sense'}") from None
+            target = f" for {self.target}" if self.target else ""
+            raise KeelError(f"{self.name} is {text.dump(value)}: this is not a valid value{target}") from None
 
     def _given(self, value: Any, settings: Settings) -> Given:
         return Given(self.name, self.target, self.reason, self.values, value, settings)
 
     def unread(self, value: Any, settings: Settings) -> str | None:
-        """Where alone the option is read, if it is not read here; empty where that needs no words."""
+        """If the other trainer ignores the option here: when it reads it (may be empty). Otherwise None."""
         given = self._given(value, settings)
         return next((note for test, note in map(CONDITIONS.__getitem__, self.when) if not test(given)), None)
 
 
 @cache
 def tables() -> Mapping[str, list[Alias]]:
-    """The aliases of each origin."""
+    """The aliases of each trainer."""
     found: dict[str, list[Alias]] = {origin: [] for origin in ("Keel", "TRL", "verl", "OpenRLHF", "other")}
 
     def add(origin: str, names: str, **row: Any) -> None:
@@ -127,16 +128,16 @@ def table() -> dict[str, Alias]:
 
 
 def defaults(origin: str) -> dict[str, Any]:
-    """What a peer does where its file is silent, in general or beside a switch, as in "verl with vllm"."""
+    """The defaults of another trainer, in general or with a switch, as in "verl with vllm"."""
     peer = origin.partition(" ")[0]
     return {full(peer, name): value for name, value in data()["defaults"][origin].items()}
 
 
 def find(name: str, is_option: IsOption) -> Alias | None:
-    """The alias that a name stands for: by itself, without the sections before it, or in a section that is not its own.
+    """Find the alias of a name: the name itself, without its leading sections, or inside a Keel section.
 
-    `kl_loss_coef` and `actor.kl_loss_coef` end verl's name, `grpo.beta` is `beta`, and `warmstart.lr` is the
-    `learning_rate` of that section. What is an option here is never the end of another trainer's name.
+    `kl_loss_coef` and `actor.kl_loss_coef` are suffixes of verl's name, `grpo.beta` is `beta`, and `warmstart.lr` is
+    `warmstart.learning_rate`. A Keel option never matches as a suffix.
     """
     if name in table():
         return table()[name]
@@ -160,13 +161,13 @@ def find(name: str, is_option: IsOption) -> Alias | None:
 
 
 def without_sections(name: str) -> str:
-    """A name without the sections of other trainers that it begins with."""
+    """Strip leading sections of other trainers from a name."""
     section, _, rest = name.partition(".")
     return without_sections(rest) if rest and section in SECTIONS else name
 
 
 def _named(name: str) -> Alias | None:
-    """The alias of that name, or the one whose dotted name ends in it; a single word is too little of a name."""
+    """The alias with this name or, for names with `.` or `_`, with this suffix if it is unambiguous."""
     if name in table():
         return table()[name]
     if "." not in name and "_" not in name:
@@ -176,16 +177,16 @@ def _named(name: str) -> Alias | None:
 
 
 def by_name(given: Settings, is_option: IsOption) -> dict[str, Any]:
-    """Settings under the names that the table has, which its conversions look for."""
+    """Settings by the canonical names of the table, which conversions look up."""
     aliases = {name: find(name, is_option) for name in map(normal, given)}
     values = {normal(name): value for name, value in given.items()}
     return {name if alias is None else alias.name: values[name] for name, alias in aliases.items()}
 
 
 def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption) -> tuple[list[Setting], list[str]]:
-    """A layer of settings under Keel's names, and one sentence for each that had another name.
+    """Translate a layer of settings to Keel's names, with one note for each translated name.
 
-    Two settings of one layer that disagree about an option are refused; a later layer overrides an earlier one.
+    Conflicting settings in one layer raise an error; a later layer overrides an earlier one.
     """
     result: dict[str, Setting] = {}
     given: dict[str, tuple[str, Any]] = {}
@@ -194,12 +195,12 @@ def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption)
         name = normal(raw_name)
         alias = find(name, is_option)
         if alias is not None and is_option(name) and (value is None or isinstance(value, Mapping)):
-            alias = None  # a section of Keel's that shares its name with another trainer's option
+            alias = None  # a Keel section with the name of another trainer's option
         options = {name: value} if alias is None else alias.apply(value, settings)
         for target, converted in options.items():
             if target in result and result[target][1] != converted:
                 earlier, other = given[target]
-                raise disagree(target, (earlier, text.dump(other)), (name, text.dump(value)))
+                raise conflict_error(target, (earlier, text.dump(other)), (name, text.dump(value)))
             result[target] = (target, converted, origin)
             given[target] = (name, value)
         if alias is not None and options != {name: value}:
@@ -208,19 +209,19 @@ def translate(layer: Sequence[Setting], settings: Settings, is_option: IsOption)
 
 
 def normal(name: str) -> str:
-    """A flag's name as an option's: leading dashes go, inner ones are underscores."""
+    """Normalise a flag: strip leading dashes and replace inner ones by underscores."""
     return name.lstrip("-").replace("-", "_")
 
 
-def disagree(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
-    """The refusal of two settings, each (name, value as shown), that give one option two values."""
+def conflict_error(target: str, first: tuple[str, str], second: tuple[str, str]) -> KeelError:
+    """The error for two settings, each (name, shown value), that give one option different values."""
     if first[0] == second[0]:
         return KeelError(f"{first[0]} is given twice, as {first[1]} and as {second[1]}: keep one")
-    return KeelError(f"{first[0]}={first[1]} and {second[0]}={second[1]} disagree about {target}: keep one")
+    return KeelError(f"{first[0]}={first[1]} and {second[0]}={second[1]} conflict: both set {target}; keep one")
 
 
 def _counted(options: Options, settings: Settings) -> str:
-    """What a batch of other trainers' units comes to in completions."""
+    """The size of a translated batch in completions."""
     prompts = options.get("rollout.prompts_per_step")
     if not isinstance(prompts, int):
         return ""
@@ -233,5 +234,5 @@ def _sentence(name: str, value: Any, options: Options, alias: Alias, settings: S
         return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in options.items())
     if not alias.target:
         return f"{name}={text.dump(value)} changes nothing: {alias.note}"
-    default = alias.unneeded or "what was given beside it leaves it without effect, or it is the default"
+    default = alias.unneeded or "it is the default, or other settings disable it"
     return f"{name}={text.dump(value)} ({alias.target}) changes nothing: {alias.unread(value, settings) or default}"

@@ -1,4 +1,4 @@
-"""The whole configuration, composed of the option classes that the rooms own."""
+"""The configuration, composed of the option classes that the packages declare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keel.base.options import Int, Options, PluginOptions, Positive
+from keel.base.options import Int, Options, PluginOptions, PositiveInt
 from keel.envs.options import DataOptions, RewardOptions, RewardPartOptions, TaskOptions
 from keel.eval.options import EvalOptions
 from keel.kl.options import KLOptions
@@ -26,45 +26,43 @@ from keel.trainer.options import (
 
 
 class RunOptions(Options):
-    """What the run is called, where it is written, how long it is."""
+    """Name, folder, seed and length of the run."""
 
-    name: str = Field(default="default", min_length=1, description="Name of the run and of its folder inside run.dir.")
+    name: str = Field(default="default", min_length=1, description="Name of the run and of its folder in run.dir.")
     dir: str = Field(default="runs", min_length=1, description="Folder that holds the runs.")
     seed: Int = Field(
         default=0, description="Seed of weights, problems and sampling noise; equal seeds give equal runs."
     )
-    max_steps: Positive = Field(default=100, description="Steps to train, each one batch of rollouts.")
+    max_steps: PositiveInt = Field(default=100, description="Number of training steps, each one batch of rollouts.")
     if_exists: Literal["refuse", "resume", "replace"] = Field(
         default="refuse",
-        description="What to do with a run folder that holds a run already: refuse, resume or replace it.",
+        description="If the folder already holds a run: refuse to start, resume it, or replace it.",
     )
 
 
 class DoctorThresholds(PluginOptions):
-    """Alarm thresholds by name, those of docs/doctor.md; an alarm made less sensitive is shown in the report."""
+    """Thresholds of the doctor by name (docs/doctor.md). The report lists those made less sensitive."""
 
     named_by = ""
 
 
 class DoctorOptions(Options):
-    """What `keel doctor` and the findings of a run go by."""
+    """Options of `keel doctor` and of a run's findings."""
 
     thresholds: Annotated[DoctorThresholds, BeforeValidator(lambda value: value or {})] = Field(
-        default=DoctorThresholds(), description="Thresholds that differ from the shipped ones, name: value."
+        default=DoctorThresholds(), description="Overrides of the default thresholds, name: value."
     )
 
 
 class Config(Options):
-    """The whole configuration of a run, checked; build it with `load_config`."""
+    """The checked configuration of a run. Build it with `load_config`."""
 
-    run: RunOptions = Field(
-        default=RunOptions(), description="What the run is called, where it is written, how long it is."
-    )
+    run: RunOptions = Field(default=RunOptions(), description="Name, folder, seed and length of the run.")
     model: ModelOptions = Field(default=ModelOptions(), description="The policy.")
     warmstart: WarmstartOptions | None = Field(
-        default=None, description="Supervised start whose result is the reference; null for none."
+        default=None, description="SFT warm start; its result is the reference. null: none."
     )
-    task: TaskOptions = Field(default=TaskOptions(), description="The task, with its own parameters beside its name.")
+    task: TaskOptions = Field(default=TaskOptions(), description="The task: its name and its parameters.")
     data: DataOptions = Field(
         default=DataOptions(), description="Problems from a file or a hub, for tasks that read data."
     )
@@ -72,58 +70,60 @@ class Config(Options):
         default=(RewardPartOptions(),), min_length=1, description="Rewards, each {name, weight, …}."
     )
     reward: RewardOptions = Field(
-        default=RewardOptions(), description="How rewards are combined, and what happens when one fails."
+        default=RewardOptions(), description="How rewards are combined and how errors in them are handled."
     )
     rollout: RolloutOptions = Field(default=RolloutOptions(), description="How completions are sampled.")
     kl: KLOptions = Field(
-        default=KLOptions(), description="The KL term: how it is estimated, where it acts, how strongly."
+        default=KLOptions(), description="The KL term: estimator, placement, coefficient and controller."
     )
     reference: ReferenceOptions = Field(
         default=ReferenceOptions(), description="The policy that the KL is measured against."
     )
     loss: LossOptions = Field(default=LossOptions(), description="The policy loss.")
-    optim: OptimOptions = Field(default=OptimOptions(), description="The optimizer and how a batch is cut.")
-    eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
-    parallel: ParallelOptions = Field(
-        default=ParallelOptions(), description="Layout of the weights over several devices."
+    optim: OptimOptions = Field(
+        default=OptimOptions(), description="The optimizer and the split of a batch into updates."
     )
-    ray: RayOptions | None = Field(default=None, description="What keel train --on ray places; null is the default.")
-    guards: GuardOptions = Field(default=GuardOptions(), description="What the loop does when numbers go wrong.")
+    eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
+    parallel: ParallelOptions = Field(default=ParallelOptions(), description="How weights are sharded over devices.")
+    ray: RayOptions | None = Field(
+        default=None, description="Placement for keel train --on ray; null is the default placement."
+    )
+    guards: GuardOptions = Field(default=GuardOptions(), description="Reaction to non-finite values and spikes.")
     log: LogOptions = Field(
-        default=LogOptions(), description="Where metrics go besides metrics.jsonl, which is always written."
+        default=LogOptions(), description="Loggers in addition to metrics.jsonl, which is always written."
     )
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(), description="Checkpoints, from which a run resumes exactly."
     )
-    doctor: DoctorOptions = Field(default=DoctorOptions(), description="What the findings of a run go by.")
+    doctor: DoctorOptions = Field(default=DoctorOptions(), description="Thresholds of the findings of a run.")
 
     @property
     def several_updates(self) -> bool:
-        """Whether a batch serves several updates, so that all but the first see an older policy's samples."""
+        """Whether each batch is used for several updates; all but the first are off-policy."""
         return self.loss.num_iterations > 1 or self.optim.minibatches > 1
 
     @property
     def off_policy(self) -> bool:
-        """Whether updates see an older policy's samples: a batch serves several, or sampling runs ahead."""
+        """Whether updates use samples of an older policy: several updates per batch, or asynchronous sampling."""
         return self.several_updates or self.rollout.max_staleness > 0
 
     @property
     def episodes_per_step(self) -> int:
-        """How many completions a step samples, before any resampling."""
+        """Number of completions per step, before dynamic sampling."""
         return self.rollout.prompts_per_step * self.rollout.num_generations
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any pass of the reference is ever spent: never at β = 0 without measurements."""
+        """Whether the reference is ever evaluated: not if β = 0 and the KL is not measured."""
         return self.kl.penalizes or self.kl.measure_every > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (dicts, lists, numbers, strings) that loads to this configuration again."""
+        """Plain data (dicts, lists, numbers, strings) that loads to the same configuration."""
         return plain(self.model_dump())
 
 
 def plain(value: Any) -> Any:
-    """The same data with lists for tuples, as YAML and JSON have them."""
+    """The same data with tuples converted to lists, for YAML and JSON."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

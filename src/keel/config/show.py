@@ -1,6 +1,6 @@
-"""The configuration as a page: YAML that loads to the same configuration, each option followed by its sentence.
+"""Print a configuration as YAML that loads to the same configuration, with each option's description as a comment.
 
-`resolved` is what `null` and `auto` come to, across the rooms of a configuration.
+`resolved` gives the values that `null` and `auto` stand for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from keel.base.redact import masked
 from keel.config import text
 from keel.config.checks import kl_pairing
-from keel.config.declared import own_options
+from keel.config.declared import plugin_options
 from keel.config.schema import Config, plain
 from keel.losses import loss_defaults
 
@@ -21,10 +21,7 @@ COLUMN = 40  # where comments begin
 
 
 def show_config(config: Config, *, comments: bool = True) -> str:
-    """The resolved configuration as YAML; what `null` and `auto` stand for is said in the comment.
-
-    Secrets are masked: the page is for reading.
-    """
+    """The configuration as YAML with comments, which also give the values of `null` and `auto`. Secrets are masked."""
     return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
 
 
@@ -44,9 +41,9 @@ def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, 
 
 
 def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
-    """The parameters of the plug-in that a section names, with their sentences where it declares them."""
-    generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}'s own."
-    options = own_options(model, path.rstrip("."))
+    """The parameters of the plug-in that a section names, with their descriptions if it declares them."""
+    generic = f"A parameter of this {path.rstrip('.').rpartition('.')[2]}."
+    options = plugin_options(model, path.rstrip("."))
     if options is None:
         yield from ((name, value, generic) for name, value in (model.model_extra or {}).items())
         return
@@ -66,12 +63,12 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Dotted option → the value that its `null` or `auto` stands for in this configuration."""
+    """Map dotted options to the values that their `null` or `auto` stands for in this configuration."""
     stands_for = {f"loss.{name}": value for name, value in loss_defaults(config.loss).items()}
     if config.kl.gradient == "auto":
         pairing = kl_pairing(config)
         in_loss = pairing.placement == "loss" and pairing.level == "token"
-        stands_for["kl.gradient"] = str(pairing.form) if in_loss else "its own"
+        stands_for["kl.gradient"] = str(pairing.form) if in_loss else "default of the pairing"
     if config.kl.needs_exact and not config.kl.exact:
         stands_for["kl.exact"] = True
     if config.reference.kind == "auto":

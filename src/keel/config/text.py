@@ -1,4 +1,4 @@
-"""Configuration files: from a path or a shipped name to the mapping in it, and the paths of data in that mapping."""
+"""Read configuration files by path or shipped name, and make their data paths absolute."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keel.base.yaml_text import dump, parse
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Read the mapping in a YAML file or a run folder."""
     path = find(path.expanduser())
     if path.is_dir():
         config = path / "config.yaml"
         if not config.is_file():
-            raise KeelError(f"{path} is a folder without a config.yaml: give a YAML file, or the folder of a run")
+            raise KeelError(f"{path} is a folder without a config.yaml: give a YAML file or a run folder")
         path = config
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise KeelError(f"no configuration at {path}: check the path{_neighbours(path)}") from None
     except UnicodeDecodeError:
-        raise KeelError(f"{path} is not text, so no YAML: give a configuration file") from None
+        raise KeelError(f"{path} is not a UTF-8 text file: give a YAML configuration") from None
     except OSError as error:
         raise KeelError(f"cannot read {path}: {error.strerror or error}") from None
     data = parse(text, str(path))
@@ -31,13 +31,13 @@ def read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise KeelError(
-            f"{path} holds a {type(data).__name__}: a configuration is a mapping such as 'kl: {{beta: 0.01}}'"
+            f"{path} contains a {type(data).__name__}: a configuration is a mapping such as 'kl: {{beta: 0.01}}'"
         )
     return data
 
 
 def find(path: Path) -> Path:
-    """The path itself, or the shipped configuration of that name: `default` is configs/default.yaml."""
+    """The path itself, or the shipped configuration with this name: `default` is configs/default.yaml."""
     if path.exists() or path.suffix or len(path.parts) != 1:
         return path
     package = Path(__file__).resolve().parents[1]
@@ -54,13 +54,13 @@ def _neighbours(path: Path) -> str:
         files = sorted(str(p) for p in parent.glob("*.y*ml")) if parent.is_dir() else []
     except OSError:
         files = []
-    return f"; there is {', '.join(files[:5])}" if files else ""
+    return f"; found {', '.join(files[:5])}" if files else ""
 
 
 def absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the paths of data files and folders made absolute, so that a run is understood from anywhere.
+    """Make the paths of data files absolute, so that a run can be resumed from any folder.
 
-    What is not there (a name on a hub) is left as it is.
+    Paths that do not exist (names on a hub) are left unchanged.
     """
     resolved = copy.deepcopy(settings)
     warmstart = resolved.get("warmstart") or {}

@@ -1,4 +1,4 @@
-"""Reading an answer out of a completion: tags and numbers, in time linear in the text and without ever running it."""
+"""Extract tags and numbers from a completion in linear time. The text is never executed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST_NUMBER = 60
 
 
 def last_tag(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last closed `<tag>…</tag>`, or None."""
+    """The content of the last closed `<tag>…</tag>`, or None."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
@@ -17,16 +17,16 @@ def last_tag(text: str, tag: str = "answer") -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text in its plain form (`1,000` → `1000`, `7.0` → `7`, `-0` → `0`), or None.
+    """The last number of a text in normal form (`1,000` → `1000`, `7.0` → `7`, `-0` → `0`), or None.
 
-    A minus between two numbers is a sign of subtraction, not of the second number.
+    A minus between two numbers is a subtraction, not the sign of the second number.
     """
     numbers = [match.group() for match in _NUMBER.finditer(text.replace("−", "-"))]
     return plain_number(numbers[-1]) if numbers else None
 
 
 def plain_number(text: str) -> str | None:
-    """One number in its plain form, or None if the text is anything else or absurdly long."""
+    """A number in normal form, or None if the text is not a number or is longer than 60 characters."""
     text = text.strip().replace("−", "-").replace(",", "")
     if len(text) > _LONGEST_NUMBER or not re.fullmatch(r"[-+]?\d+(\.\d+)?", text, re.ASCII):
         return None

@@ -1,4 +1,4 @@
-"""`arithmetic`: small skills on numbers and digit strings, from trivial to hard by the size of the operands."""
+"""`arithmetic`: operations on numbers and digit strings. The size of the operands sets the difficulty."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag
 from keel.envs.base import Task
-from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, stream, training_problems
+from keel.envs.problems import choose_held_out, held_out_problems, is_held_out, seeded_rng, training_problems
 
 RANGE = (0, 99)
 DIGITS = 4
-MOST_COUNTED = 100_000  # problems of a range that are counted out for `held_out`
-FORM_REWARD = 0.1  # what `format: answer_tag` pays for the tag alone
+MAX_ENUMERATED = 100_000  # largest number of problems that `held_out` enumerates
+FORMAT_REWARD = 0.1  # reward of `format: answer_tag` for the tag alone
 
 
 @dataclass(frozen=True)
 class ArithmeticSkill:
-    """One operation: its answer, how it is asked in signs and in words, and whether its operands may change places."""
+    """One operation: its answer, its prompt in signs and in words, and whether it is commutative."""
 
     answer: Callable[..., str]
     signs: str
     words: str
     operands: int = 2
     commutes: bool = False
-    on_digits: bool = False  # the operand is a string of digits, where a leading zero counts
+    on_digits: bool = False  # the operand is a digit string, in which leading zeros matter
 
 
 SKILLS: Mapping[str, ArithmeticSkill] = {
@@ -68,8 +68,8 @@ STYLES = ("signs", "words")
 class Arithmetic(Task):
     """Problems of one skill with operands between `low` and `high` (for digit strings: of `digits` digits).
 
-    With `style: signs` the prompt is `12+7=` and the completion is the answer and nothing else, for a character model.
-    With `style: words` it is a question as a chat message, and the last number of the text counts.
+    With `style: signs` the prompt is `12+7=` and the completion must be the bare answer, for character-level models.
+    With `style: words` the prompt is a chat message, and the last number of the completion counts.
     """
 
     skill: str
@@ -78,31 +78,31 @@ class Arithmetic(Task):
     digits: int
     format: str
     style: str
-    held_out_identities: frozenset[str] | None = None  # identities held out by number rather than by the usual share
+    held_out_identities: frozenset[str] | None = None  # set by `with_held_out`; None holds out the default share
 
     @property
     def name(self) -> str:
-        """The skill, and its size where that is not the usual one: it tells results apart."""
+        """The skill, and its size if that is not the default."""
         if SKILLS[self.skill].on_digits:
             return f"arithmetic/{self.skill}" + (f"-{self.digits}" if self.digits != DIGITS else "")
         return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        rng = stream("arithmetic", self.skill, "train", seed, step)
+        rng = seeded_rng("arithmetic", self.skill, "train", seed, step)
         return training_problems(self._draw, count, rng, self._is_held_out)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set that no training stream ever draws from."""
-        rng = stream("arithmetic", self.skill, "held-out", seed)
+        """A fixed set of problems that `sample` never returns."""
+        rng = seeded_rng("arithmetic", self.skill, "held-out", seed)
         return held_out_problems(self._draw, count, rng, self._is_held_out)
 
     def gold(self, problem: Problem) -> str:
-        """The answer in the form that was asked for."""
+        """The answer in the requested format."""
         return f"<answer>{problem.answer}</answer>" if self.format == "answer_tag" else str(problem.answer)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 for the right answer; with `format: answer_tag`, 0.1 for the tag around a wrong one."""
+        """1 for the correct answer; with `format: answer_tag`, 0.1 for a wrong answer in the tag."""
         text = turns[-1] if turns else ""
         tagged = last_tag(text) if self.format == "answer_tag" else text
         answer = None if tagged is None else self._read(tagged)
@@ -110,10 +110,12 @@ class Arithmetic(Task):
         if self.format == "plain":
             return Reward(correct, {"correct": correct}, parsed=answer is not None)
         form = float(tagged is not None)
-        return Reward(max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=answer is not None)
+        return Reward(
+            max(correct, FORMAT_REWARD * form), {"correct": correct, "format": form}, parsed=answer is not None
+        )
 
     def _read(self, text: str) -> str | None:
-        """The answer in a text; in signs nothing may stand around it, so that there is one way to be right."""
+        """Parse the answer. With `style: signs` the text must be the bare answer."""
         if self.style == "signs":
             text = text.strip()
             digits = text.removeprefix("-")
@@ -126,11 +128,11 @@ class Arithmetic(Task):
     def _is_held_out(self, identity: str) -> bool:
         return is_held_out(identity) if self.held_out_identities is None else identity in self.held_out_identities
 
-    def holding_out(self, count: int) -> Arithmetic:
-        """The same task with exactly `count` problems of its range held out."""
+    def with_held_out(self, count: int) -> Arithmetic:
+        """The same task with exactly `count` held-out problems."""
         skill, span = SKILLS[self.skill], self.high - self.low + 1
-        if (10**self.digits if skill.on_digits else span**skill.operands) > MOST_COUNTED:
-            raise KeelError(f"held_out by number needs a range of at most {MOST_COUNTED} problems: leave it out")
+        if (10**self.digits if skill.on_digits else span**skill.operands) > MAX_ENUMERATED:
+            raise KeelError(f"held_out needs a task of at most {MAX_ENUMERATED} problems: leave it out")
         values = map(str, range(self.low, self.high + 1))
         strings = (f"{number:0{self.digits}d}" for number in range(10**self.digits))
         every = ([s] for s in strings) if skill.on_digits else map(list, product(values, repeat=skill.operands))
@@ -150,12 +152,12 @@ class Arithmetic(Task):
         return self._problem(operands)
 
     def _problem(self, operands: list[str]) -> tuple[str, Problem]:
-        """The problem of these operands, and the identity it shares with those that give it away."""
+        """The problem of these operands and its identity: problems with one answer by symmetry share it."""
         skill = SKILLS[self.skill]
-        if self.skill == "subtract" and self.low >= 0:  # no negative answers where there are no negative operands
+        if self.skill == "subtract" and self.low >= 0:  # without negative operands, avoid negative answers
             operands.sort(key=int, reverse=True)
-        known_as = sorted(operands, key=int) if skill.commutes else operands
-        identity = f"{self.skill}:{','.join(known_as)}"
+        canonical = sorted(operands, key=int) if skill.commutes else operands
+        identity = f"{self.skill}:{','.join(canonical)}"
         return identity, Problem(
             key=f"{self.skill}:{','.join(operands)}",
             prompt=self._ask(skill, operands),
@@ -179,12 +181,11 @@ def arithmetic(
     style: str = "signs",
     held_out: int | None = None,
 ) -> Arithmetic:
-    """The task `arithmetic`: `low`/`high` bound the operands (default 0 to 99), or `digits` gives their length.
+    """The task `arithmetic`. `low` and `high` bound the operands (default 0 to 99), or `digits` gives their length.
 
-    `held_out` keeps that many problems of a small range for evaluation, such as 20 of the 81 sums of 1 to 9; by
-    default a tenth is kept.
-
-    `copy`, `reverse` and `sort` work on strings of `digits` digits (default 4) and take no `low` or `high`.
+    `held_out` is the number of held-out problems of a small range, such as 20 of the 81 sums of 1 to 9 (default: a
+    tenth of all problems). `copy`, `reverse` and `sort` take strings of `digits` digits (default 4) and no `low` or
+    `high`.
     """
     if skill not in SKILLS:
         raise unknown("arithmetic skill", skill, SKILLS)
@@ -201,12 +202,12 @@ def arithmetic(
         raise KeelError(f"arithmetic digits is {digits}: it must be between 1 and 18")
     if digits is not None:
         low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
-    least, most = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
-    if most < least:
-        raise KeelError(f"arithmetic low is {least} and high is {most}: high must not be below low")
-    task = Arithmetic(skill, least, most, DIGITS if digits is None else digits, format, style)
+    lowest, highest = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
+    if highest < lowest:
+        raise KeelError(f"arithmetic low is {lowest} and high is {highest}: high must not be below low")
+    task = Arithmetic(skill, lowest, highest, DIGITS if digits is None else digits, format, style)
     if held_out is None:
         return task
     if isinstance(held_out, bool) or not isinstance(held_out, int):
         raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
-    return task.holding_out(held_out)
+    return task.with_held_out(held_out)

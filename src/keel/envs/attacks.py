@@ -1,5 +1,5 @@
-"""Answers that try to earn without solving, made of what anyone can see: the prompt, the form of gold answers, the gold
-answers of other problems, the calls of tools. No model, and no reward is asked here."""
+"""Reward-hacking answers for `keel check-task`, built from the prompt, the format of gold answers, the gold answers of
+other problems and tool calls. This module uses no model and calls no reward."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from typing import Any
 from keel.base.types import Problem
 
 Turns = tuple[str, ...]
-# Texts that a policy which does not know the answer cannot tell apart, such as lists with the right one at another
-# position: a way to attack earns what the least of them earns.
+# Variants that a policy cannot choose between without knowing the answer, such as lists with the correct answer at
+# different positions. A way earns the minimum over its variants.
 Way = tuple[Turns, ...]
 
-EMPTY = "empty"  # the name of the attack whose reward says what silence pays
+EMPTY = "empty"  # name of the attack with an empty answer
 FILLER = "answer"
 REFUSAL = "I do not know."
 REPEATS = 200
-CALLS = 8  # turns of an episode that never answers
+CALLS = 8  # turns of an episode that only calls tools
 NUMBERS = tuple(map(str, range(101)))
-NOT_NUMBERS = ("nan", "inf", "-inf")  # equal to nothing, near to anything
-NEIGHBOURS = 4  # other answers that are listed beside the right one
+NOT_NUMBERS = ("nan", "inf", "-inf")  # compare unequal to every number
+NEIGHBOURS = 4  # wrong answers listed with the correct one
 SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
-AROUND = ("[{}]", "{{{}}}")  # of a list with commas
+AROUND = ("[{}]", "{{{}}}")  # brackets of a comma-separated list
 NOTATIONS = ("\\boxed{{{}}} {}", "**{}** {}", "{} (or {})", "{}\n#### {}")
-# What a policy learns where a family of attacks pays, and what to change in the reward.
+# For each family of attacks: what a policy learns if it pays, and how to change the reward.
 LESSONS: Mapping[str, str] = {
-    "silence": "to stop at once: an answer without content must earn nothing",
-    "form": "to write the form and no answer: pay for the form only beside a right answer, or less for it",
-    "prompt": "to copy the prompt: read the answer from its own form, not from anywhere in the text",
-    "guess": "one answer for every problem: balance the answers, or pay less for what is right by chance",
-    "wrong": "to answer anything in the right form: pay less for an answer that is wrong",
-    "list": "to list answers: judge one answer, the whole of it, and count what stands beside it as wrong",
-    "endless": "to go on until it is cut: pay nothing for length, or put a price on it",
-    "program": "to trick the tests: keep them out of the program's process, and compare nothing but data",
-    "calls": "to call tools and not to answer: pay for calls only beside a right answer, or less for them",
+    "silence": "to stop at once: give no reward for an answer without content",
+    "form": "to write the format without an answer: reward the format only with a correct answer, or reward it less",
+    "prompt": "to copy the prompt: parse the answer from a fixed place, not from anywhere in the text",
+    "guess": "one answer for every problem: balance the answers, or reward chance hits less",
+    "wrong": "to give any answer in the right format: reward wrong answers less",
+    "list": "to list answers: grade exactly one answer, and count any other text in it as wrong",
+    "endless": "to write until the length limit: do not reward length, or penalise it",
+    "program": "to manipulate the tests: run them outside the program's process and compare only data",
+    "calls": "to call tools without answering: reward calls only with a correct answer, or reward them less",
 }
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of answer: the best of its `ways` is what it earns.
+    """One kind of answer. It earns the maximum over its `ways`.
 
-    With `lucky` it may be right by chance; with `is_gold` it is this problem's gold answer, and rightly right.
+    `lucky`: it may be correct by chance. `is_gold`: for this problem it equals the gold answer.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Form:
-    """What several texts share: `pieces`, with a slot between each two; those of `optional` may be empty."""
+    """The common template of several texts: `pieces` with a slot between neighbours; `optional` slots may be empty."""
 
     pieces: tuple[str, ...] = ("", "")
     optional: frozenset[int] = frozenset()
@@ -70,7 +70,7 @@ class Form:
         return len(self.pieces) - 1
 
     def fill(self, contents: str | Sequence[str]) -> str:
-        """The form with a content in each slot, or the same in all that are never empty."""
+        """Fill the slots, or all slots that are not optional with the same text."""
         if isinstance(contents, str):
             several: Sequence[str] = ["" if slot in self.optional else contents for slot in range(self.slots)]
         else:
@@ -78,7 +78,7 @@ class Form:
         return "".join(p for pair in zip(self.pieces, (*several, ""), strict=True) for p in pair)
 
     def contents(self, text: str) -> tuple[str, ...]:
-        """What stands in the slots of a text of this form."""
+        """The contents of the slots in a text of this form."""
         marks = [piece.strip() for piece in self.pieces]
         position = len(marks[0]) if text.startswith(marks[0]) else 0
         contents = []
@@ -97,7 +97,7 @@ _MARK = re.compile(r"</?[\w-]+>|([^\w\s])\1\1+")
 
 
 def form_of(texts: Iterable[str]) -> Form:
-    """What is the same in all texts, token by token, numbers aside; one text alone has no form that could be known."""
+    """Infer the common tokens of all texts, without numbers. A single text gives the empty form."""
     distinct = list(dict.fromkeys(text.strip() for text in texts))
     if len(distinct) < 2:
         return Form()
@@ -105,10 +105,12 @@ def form_of(texts: Iterable[str]) -> Form:
     shared = reduce(_shared, ([match.group() for match in row] for row in rows))
     common = [token for token in shared if not re.fullmatch(_NUMBER, token)]
     spots = [[-1, *_spots(common, row), len(row)] for row in rows]
-    gaps = [{at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)]  # tokens before each common one
+    gaps = [
+        {at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)
+    ]  # number of tokens before each common one
     pieces, optional, start = [], set(), 0
     for i, gap in enumerate(gaps):
-        if gap != {0}:  # a slot: what stands before it is one piece, with the spaces that the first text has around it
+        if gap != {0}:  # a slot; the piece before it gets the whitespace of the first text
             pieces.append(_piece(distinct[0], rows[0], spots[0][1 + start : 1 + i]))
             optional |= {len(pieces) - 1} if 0 in gap else set()
             start = i
@@ -122,7 +124,7 @@ def _shared(first: list[str], second: list[str]) -> list[str]:
 
 
 def _spots(common: Sequence[str], row: Sequence[re.Match[str]]) -> list[int]:
-    """At which tokens of a text the common ones stand."""
+    """The indices of the common tokens in a text."""
     spots: list[int] = []
     for token in common:
         spots.append(next(i for i in range(spots[-1] + 1 if spots else 0, len(row)) if row[i].group() == token))
@@ -130,7 +132,7 @@ def _spots(common: Sequence[str], row: Sequence[re.Match[str]]) -> list[int]:
 
 
 def _piece(text: str, row: Sequence[re.Match[str]], spots: Sequence[int]) -> str:
-    """The tokens at these spots as they stand in the text, with the spaces around them."""
+    """The text between these tokens, with the surrounding whitespace."""
     if not spots:
         return ""
     before, after = text[: row[spots[0]].start()], text[row[spots[-1]].end() :]
@@ -139,18 +141,18 @@ def _piece(text: str, row: Sequence[re.Match[str]], spots: Sequence[int]) -> str
 
 @dataclass(frozen=True)
 class GoldBatch:
-    """Problems with the turns of their gold answers: what an attacker has seen of a task."""
+    """Problems with the turns of their gold answers: the knowledge of the attacker."""
 
     problems: tuple[Problem, ...]
     golds: tuple[Turns, ...]
 
     def form(self, index: int) -> Form:
-        """The form of a problem's last turn."""
+        """The form of a problem's last gold turn."""
         return self._forms[self._kinds[index]]
 
     @cached_property
     def _kinds(self) -> list[tuple[Any, frozenset[str]]]:
-        """Which answers are of one form: those of one task of a mixture that have the same marks."""
+        """Group answers by form: same task of a mixture and same marks."""
         pairs = zip(self.problems, self.golds, strict=True)
         return [(problem.info.get("mixture"), _marks(gold[-1])) for problem, gold in pairs]
 
@@ -165,51 +167,51 @@ class GoldBatch:
         return form_of(calls) if calls else None
 
     def calls(self, index: int, argument: str) -> list[str]:
-        """Calls as the gold turns make them, or else of every tool that the prompt offers, with one argument."""
+        """Tool calls in the form of the gold turns, or else of every tool in the prompt, with one argument."""
         if self._call is not None:
             return [self._call.fill(argument)]
         return [_json_call(tool, argument) for tool in self.problems[index].tools]
 
     def neighbours(self, index: int) -> list[Turns]:
-        """Other problems' gold answers of the same form that differ from this one's, the nearest first."""
+        """Different gold answers of the same form from other problems, nearest index first."""
         own, count = self.golds[index], len(self.golds)
         others = [(index + step) % count for step in range(1, count)]
         alike = [self.golds[i] for i in others if self._kinds[i] == self._kinds[index] and self.golds[i][-1] != own[-1]]
         return list(dict.fromkeys(alike))[:NEIGHBOURS]
 
     def accepted(self, index: int) -> set[str]:
-        """The gold answer in its form and without it, and the problem's answers where they are texts."""
+        """The gold answer with and without its form, and the problem's text answers."""
         gold, answer = self.golds[index][-1], self.problems[index].answer
         answers = answer if isinstance(answer, list | tuple) else [answer]
         texts = [gold, self.form(index).contents(gold)[-1], *(text for text in answers if isinstance(text, str))]
         return {_bare(text) for text in texts} - {""}
 
-    def asks_for_a_copy(self, index: int) -> bool:
-        """Whether prompts of one form differ in nothing but the gold answer: then to copy is to solve."""
+    def is_copy_task(self, index: int) -> bool:
+        """Whether the prompts differ only in the gold answer, so that copying the prompt solves the problem."""
         alike = [i for i, kind in enumerate(self._kinds) if kind == self._kinds[index]]
         around = {self._around(i) for i in alike}
         return len(alike) > 1 and len(around) == 1 and None not in around
 
     def _around(self, index: int) -> tuple[str, str] | None:
-        """What stands before and behind the gold answer in a prompt; None where it is not there."""
+        """The prompt before and after the gold answer, or None if the prompt does not contain it."""
         answer = self.form(index).contents(self.golds[index][-1])[-1]
         before, _, behind = prompt_text(self.problems[index]).partition(answer) if answer else ("", "", "")
         return (before, behind) if answer and answer in prompt_text(self.problems[index]) else None
 
-    def commonest(self, index: int) -> Turns | None:
-        """The gold answer that most of the other problems share; None where no two do."""
+    def most_common_gold(self, index: int) -> Turns | None:
+        """The most frequent gold answer of the other problems, or None if all differ."""
         others = Counter(gold for i, gold in enumerate(self.golds) if i != index)
         gold, count = others.most_common(1)[0] if others else ((), 0)
         return gold if count > 1 else None
 
 
 def _marks(text: str) -> frozenset[str]:
-    """Tags, and runs of one sign such as ####."""
+    """Tags, and runs of a symbol such as ####."""
     return frozenset(match.group() for match in _MARK.finditer(text))
 
 
 def _bare(text: str) -> str:
-    """Without the spaces and the stop around it, in lower case."""
+    """Lower case, without surrounding whitespace, `.` and `!`."""
     return text.strip(" \t\r\n.!").casefold()
 
 
@@ -223,22 +225,22 @@ def _json_call(tool: Mapping[str, object], argument: str) -> str:
 
 
 def prompt_text(problem: Problem) -> str:
-    """All that the prompt says."""
+    """The text of the prompt."""
     if isinstance(problem.prompt, str):
         return problem.prompt
     return "\n".join(message["content"] for message in problem.prompt)
 
 
 def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
-    """Every attack on one problem; `wrong` are neighbours' answers that are wrong here.
+    """Every attack on one problem. `wrong` are answers of other problems that are wrong here.
 
-    Texts that happen to be the gold answer are no attack, except where luck is what is measured; nor are copies of a
-    prompt that asks for a copy.
+    Texts that contain the gold answer are dropped, except for `lucky` attacks, and so are copies of the prompt if
+    copying it is the task.
     """
     form, accepted = batch.form(index), batch.accepted(index)
     fair = []
     for attack in (*_plain(batch, index), *_lists(batch, index, wrong), *_calls(batch, index)):
-        other = tuple(way for way in attack.ways if not _gives(way, form, accepted))
+        other = tuple(way for way in attack.ways if not _contains_answer(way, form, accepted))
         is_gold = len(other) < len(attack.ways)
         fair.append(replace(attack, is_gold=is_gold) if attack.lucky else replace(attack, ways=other))
     if wrong:
@@ -246,31 +248,31 @@ def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Att
         fair.append(Attack("form of one value", "form", _repeated(form, wrong[0]), lucky=True))
         fair.append(Attack("another problem's answer", "wrong", ((wrong[0],),)))
         fair.append(Attack("another problem's answer, endless", "endless", (((*wrong[0][:-1], endless),),)))
-    copying = batch.asks_for_a_copy(index)
+    copying = batch.is_copy_task(index)
     return [attack for attack in fair if attack.ways and not (copying and attack.family == "prompt")]
 
 
 def _repeated(form: Form, turns: Turns) -> tuple[Way, ...]:
-    """A form of several values that holds one of them: each slot its own first one, or all slots that of the first."""
+    """Repeat one value of a form with several: the first of each slot, or the first of the first slot in all."""
     values = [content.split() for content in form.contents(turns[-1])]
     if sum(map(len, values)) < 2:
         return ()
     own = [" ".join(words[:1] * len(words)) for words in values]
     first = next(words[0] for words in values if words)
     same = [" ".join([first] * len(words)) for words in values]
-    return _unlike(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
+    return _distinct(((text,),) for text in (form.fill(own), form.fill(same)) if text.strip() != turns[-1].strip())
 
 
-def _gives(way: Way, form: Form, accepted: set[str]) -> bool:
+def _contains_answer(way: Way, form: Form, accepted: set[str]) -> bool:
     texts = [turns[-1] for turns in way]
     return any(_bare(candidate) in accepted for text in texts for candidate in (text, form.contents(text)[-1]))
 
 
 def _plain(batch: GoldBatch, index: int) -> list[Attack]:
-    """Answers of one turn that hold nothing of the right answer."""
+    """Single-turn answers that contain nothing of the correct answer."""
     form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
     last_line = prompt.splitlines()[-1] if prompt else ""
-    common = batch.commonest(index)
+    common = batch.most_common_gold(index)
     half = "".join(form.pieces[: (form.slots + 1) // 2])
     return [
         _one(EMPTY, "silence", ""),
@@ -292,7 +294,7 @@ def _one(name: str, family: str, *texts: str, lucky: bool = False) -> Attack:
 
 
 def _lists(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
-    """The right answer among others, first, last and in the middle."""
+    """Lists with the correct answer at the first, the middle and the last position."""
     form, gold = batch.form(index), batch.golds[index]
     listed: list[Attack] = []
     if wrong:
@@ -305,14 +307,14 @@ def _lists(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]
         noted = [tuple((form.fill([*filler, note.format(*pair)]),) for pair in pairs) for note in NOTATIONS]
         apart = [tuple((join(order),) for order in orders) for join in _JOINS]
         listed = [
-            Attack("every answer in one form", "list", _unlike(joined)),
-            Attack("every answer without the form", "list", _unlike(bare)),
-            Attack("every answer in a form of its own", "list", _unlike(apart)),
-            Attack("two answers in two notations", "list", _unlike(noted)),
+            Attack("every answer in one form", "list", _distinct(joined)),
+            Attack("every answer without the form", "list", _distinct(bare)),
+            Attack("every answer in a form of its own", "list", _distinct(apart)),
+            Attack("two answers in two notations", "list", _distinct(noted)),
         ]
     ranges = [" ".join(numbers) for numbers in (NUMBERS, NUMBERS[::-1])]
     numbers = [tuple((form.fill(text),) for text in ranges), tuple((text,) for text in ranges)]
-    return [*listed, Attack("every number to 100", "list", _unlike(numbers))]
+    return [*listed, Attack("every number to 100", "list", _distinct(numbers))]
 
 
 def _positions(own: Any, others: Sequence[Any]) -> list[list[Any]]:
@@ -327,16 +329,16 @@ _JOINS: list[Callable[[Sequence[str]], str]] = [
 
 
 def _joined(order: Sequence[tuple[str, ...]], join: Callable[[Sequence[str]], str]) -> list[str]:
-    """Slot by slot."""
+    """Join the contents of each slot."""
     return [join([contents[slot] for contents in order]) for slot in range(len(order[0]))]
 
 
-def _unlike(ways: Iterable[Way]) -> tuple[Way, ...]:
+def _distinct(ways: Iterable[Way]) -> tuple[Way, ...]:
     return tuple(dict.fromkeys(ways))
 
 
 def _calls(batch: GoldBatch, index: int) -> list[Attack]:
-    """Episodes that call tools without knowing what for."""
+    """Episodes with uninformed tool calls."""
     question = prompt_text(batch.problems[index]).strip()
     last_line, form = question.splitlines()[-1] if question else "", batch.form(index)
     queries = [batch.calls(index, argument) for argument in (question, last_line, "")]
@@ -344,13 +346,13 @@ def _calls(batch: GoldBatch, index: int) -> list[Attack]:
         return []
     every, finals = " ".join(NUMBERS), [form.fill(FILLER), form.fill("")]
     return [
-        Attack("calls, endless", "calls", _unlike(((call,) * CALLS,) for calls in queries for call in calls)),
+        Attack("calls, endless", "calls", _distinct(((call,) * CALLS,) for calls in queries for call in calls)),
         Attack(
             "calls with the question, then the form",
             "calls",
-            _unlike(((*calls, final),) for calls in queries for final in finals),
+            _distinct(((*calls, final),) for calls in queries for final in finals),
         ),
         Attack(
-            "calls with the question, then every number", "calls", _unlike(((*c, form.fill(every)),) for c in queries)
+            "calls with the question, then every number", "calls", _distinct(((*c, form.fill(every)),) for c in queries)
         ),
     ]

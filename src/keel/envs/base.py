@@ -1,4 +1,4 @@
-"""What a task is: problems that are stable under a seed, a gold answer, and a reward with named parts."""
+"""The interface of a task: problems that depend only on the seed, gold answers, and a reward with named parts."""
 
 from __future__ import annotations
 
@@ -9,158 +9,157 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.parts import Forwarded
+from keel.base.parts import DelegatedAttribute
 from keel.base.types import Group, Problem, Reward
-from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_now, start_now, step_now
+from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_sync, start_sync, step_sync
 
 if TYPE_CHECKING:
     from keel.envs.attacks import Attack
 
-REQUIRED = ("sample", "held_out", "gold", "reward")  # what has no default
+REQUIRED = ("sample", "held_out", "gold", "reward")  # methods without a default
 
 
 class Task:
-    """Everything that training, evaluation and reports may ask of a task, with its default.
+    """The base class of all tasks, with defaults for optional methods.
 
-    A user's own (`task.name: module:attr`) derives from it, gives it a `name`, and writes `sample`, `held_out`, `gold`
-    and `reward`, or, where the environment answers the model, `start` instead of `reward`. The other methods are
-    there to be overridden where a task has more to say.
+    A custom task (`task.name: module:attr`) derives from it, sets `name`, and implements `sample`, `held_out`, `gold`
+    and `reward`. A multi-turn task implements `start` instead of `reward`. All other methods are optional.
     """
 
-    if TYPE_CHECKING:  # read-only to type checkers; at run time plain attributes, which a class or an object may set
+    if TYPE_CHECKING:  # read-only for type checkers; plain attributes at run time
 
         @property
         def name(self) -> str:
-            """What the task is called in records and messages."""
+            """The name in records and messages."""
 
         @property
         def notes(self) -> tuple[str, ...]:
-            """Sentences on how the data were read, printed once when a run begins."""
+            """Sentences on how the data were read, printed once at the start of a run."""
 
         @property
-        def unanswered(self) -> bool:
-            """Whether there are no gold answers and no reward of its own: the configured rewards say what is good."""
+        def prompts_only(self) -> bool:
+            """Whether the task has prompts but no gold answers and no reward; then `rewards` must be configured."""
 
         @property
         def evaluation_only(self) -> bool:
-            """Whether all its problems are held out, so that `sample` refuses."""
+            """Whether all problems are held out, so that `sample` raises."""
 
         @property
-        def judged_at_once(self) -> int:
-            """How many completions of a group `reward` may be asked about at the same time, in threads."""
+        def reward_concurrency(self) -> int:
+            """Number of concurrent threads in which `reward` may be called for a group."""
 
     else:
-        notes, unanswered, evaluation_only, judged_at_once = (), False, False, 1
+        notes, prompts_only, evaluation_only, reward_concurrency = (), False, False, 1
 
     @property
     def trusted(self) -> bool:
-        """Whether only Keel's own code reads completions, so that the reward needs no time limit around it."""
+        """Whether only Keel's code reads completions, so that the reward needs no time limit."""
         return type(self).__module__.startswith(("keel.envs.", "keel.recipes."))
 
     @property
-    def several_turns(self) -> bool:
-        """Whether the environment answers the model, so that an episode may have more than one turn."""
+    def multi_turn(self) -> bool:
+        """Whether the environment replies to the model, so that an episode may have several turns."""
         return type(self).start is not Task.start
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step: the same for the same (seed, step), never one that is held out."""
+        """The training problems of a step, determined by (seed, step). Never returns held-out problems."""
         raise NotImplementedError
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set for evaluation, disjoint from everything that `sample` returns."""
+        """A fixed evaluation set, disjoint from everything that `sample` returns."""
         raise NotImplementedError
 
     def gold(self, problem: Problem) -> str:
-        """A completion that earns the full reward; with several turns, the last of them."""
+        """A completion that earns the full reward; for multi-turn tasks, the last turn."""
         raise NotImplementedError
 
     def gold_turns(self, problem: Problem) -> list[str]:
-        """The model's turns of an episode that earns the full reward."""
+        """The model turns of an episode that earns the full reward."""
         return [self.gold(problem)]
 
-    def demonstrates(self, problem: Problem) -> bool:
-        """Whether the gold turns are fit to learn from: a warm start draws another problem in place of one that is not.
+    def usable_for_sft(self, problem: Problem) -> bool:
+        """Whether a warm start may train on the gold turns; if not, it draws another problem.
 
-        Such as turns that state what a policy could not know; they are still what earns most.
+        Return False for turns that state facts the policy cannot know.
         """
         return True
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """Judge the texts of the model's turns: one, unless the task starts episodes, which judge themselves.
+        """Grade the model turns. Single-turn tasks implement this; multi-turn tasks use the reward of the episode.
 
-        Turns that come without their episode, such as gold ones, are played on a new one.
+        Turns without an episode, such as gold turns, are replayed on a new one.
         """
         if isinstance(turns, Transcript) and turns.episode is not None:
             return turns.episode.reward()
-        with played(self, problem, turns) as (episode, _):
+        with play_turns(self, problem, turns) as (episode, _):
             return episode.reward()
 
     def start(self, problem: Problem) -> Episode:
-        """A new episode of a problem, for one completion alone; a task that writes this has several turns."""
+        """Start a new episode for one completion. A task that implements this is multi-turn."""
         return SingleTurn(partial(self.reward, problem))
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Figures of the task's own over the judged groups of an evaluation, beside pass@1."""
+        """Additional metrics over the graded groups of an evaluation."""
         return {}
 
     def attacks(self, problem: Problem) -> Sequence[Attack]:
-        """Answers that try to earn without solving, which `keel check-task` tries beside its usual ones."""
+        """Additional reward-hacking answers for `keel check-task`."""
         return ()
 
-    def totals(self) -> Mapping[str, float]:
-        """Running counts of what the task works with; each step logs by how much they grew, as `task/NAME`."""
+    def counters(self) -> Mapping[str, float]:
+        """Running counters; each step logs their increase as `task/NAME`."""
         return {}
 
     def picture(self, problem: Problem, text: str) -> str | None:
-        """An SVG of an answer, shown under the completions that the report tracks."""
+        """An SVG of an answer for the tracked completions of the report."""
         return None
 
     def fingerprint(self) -> str | None:
-        """A digest of the data that the task reads: a run refuses to resume where it has changed."""
+        """A digest of the task's data. A run refuses to resume if it has changed."""
         return None
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """The task with only those problems of its data that `fits` accepts, and how many were left out.
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """The task with only the problems that `fits` accepts, and the number of dropped problems.
 
-        None: the task makes its problems, and nothing can be left out.
+        None: the task generates its problems, so none can be dropped.
         """
         return None
 
 
 @contextmanager
-def played(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
-    """A new episode after these turns of the model, up to the one that ends it, and its replies; closed afterwards."""
-    episode, replies = start_now(task.start, problem), list[Reply | None]()
+def play_turns(task: Task, problem: Problem, turns: Iterable[str]) -> Iterator[tuple[Episode, list[Reply | None]]]:
+    """Play model turns on a new episode until it ends. Yields the episode and its replies, then closes it."""
+    episode, replies = start_sync(task.start, problem), list[Reply | None]()
     try:
         for text in turns:
-            replies.append(step_now(episode, text))
+            replies.append(step_sync(episode, text))
             if replies[-1] is None:
                 break
         yield episode, replies
     finally:
-        close_now(episode)
+        close_sync(episode)
 
 
 MEMBERS = tuple(name for name in ("name", *vars(Task)) if not name.startswith("_"))
 
 
 class TaskWrapper(Task):
-    """A task around another, `inner`: all that it does not define itself is the inner task's, whatever `Task` lists."""
+    """A wrapper around the task `inner`. It forwards every member of `Task` that it does not define."""
 
     inner: Task
 
-    vars().update({name: Forwarded(name) for name in MEMBERS})
+    vars().update({name: DelegatedAttribute(name) for name in MEMBERS})
 
     @property
     def trusted(self) -> bool:
         return super().trusted and self.inner.trusted
 
     @property
-    def several_turns(self) -> bool:
-        return self._starts_episodes or self.inner.several_turns
+    def multi_turn(self) -> bool:
+        return self._starts_episodes or self.inner.multi_turn
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The inner task's; the episode's, where the wrapper starts those itself."""
+        """The inner task's reward, or the episode's if the wrapper starts episodes."""
         return super().reward(problem, turns) if self._starts_episodes else self.inner.reward(problem, turns)
 
     @property
@@ -168,29 +167,29 @@ class TaskWrapper(Task):
         return type(self).start is not TaskWrapper.start
 
     def gold_turns(self, problem: Problem) -> list[str]:
-        """The inner task's, which end with this task's own gold answer."""
+        """The inner task's gold turns, with the last one replaced by this task's gold answer."""
         return [*self.inner.gold_turns(problem)[:-1], self.gold(problem)]
 
     def start(self, problem: Problem) -> Episode:
-        """The inner task's; of a task of one turn, an episode that is judged by this wrapper."""
-        return self.inner.start(problem) if self.inner.several_turns else super().start(problem)
+        """The inner task's episode, or for a single-turn task one that this wrapper grades."""
+        return self.inner.start(problem) if self.inner.multi_turn else super().start(problem)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """This wrapper around what the inner task keeps, which is asked about the inner problems."""
-        filtered = self.inner.keep(fits)
-        return None if filtered is None else (self.around(filtered[0]), filtered[1])
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """Filter the inner task."""
+        filtered = self.inner.filter_problems(fits)
+        return None if filtered is None else (self.with_inner(filtered[0]), filtered[1])
 
-    def around(self, inner: Task) -> Self:
-        """This wrapper around another task."""
+    def with_inner(self, inner: Task) -> Self:
+        """A copy of this wrapper with another inner task."""
         wrapper = copy(self)
         object.__setattr__(wrapper, "inner", inner)  # a wrapper may be a frozen dataclass
         return wrapper
 
 
 def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED) -> Task:
-    """The object, where it is a task; `what` says whose it is in the line that refuses another.
+    """Return the candidate if it is a task, else raise a KeelError that starts with `what`.
 
-    `required` are the members that it has to write itself: of a wrapper's inner task, those that the wrapper does not.
+    `required` are the methods that it must implement: for a wrapper's inner task, those that the wrapper forwards.
     """
     kind = type(candidate).__name__
     if not isinstance(candidate, Task):
@@ -199,8 +198,8 @@ def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED)
         forwarded = [name for name in required if getattr(type(candidate), name) is getattr(TaskWrapper, name)]
         check_is_task(getattr(candidate, "inner", None), f"{what} a {kind} around", forwarded)
     missing = [name for name in required if getattr(type(candidate), name) is getattr(Task, name)]
-    if candidate.several_turns and "reward" in missing:
-        missing.remove("reward")  # its episodes have it
+    if candidate.multi_turn and "reward" in missing:
+        missing.remove("reward")  # episodes have their own reward
     if lacks := ", ".join(missing) or ("" if isinstance(getattr(candidate, "name", None), str) else "name"):
         raise KeelError(f"{what} a {kind} without {lacks}: see keel.envs.Task")
     return candidate

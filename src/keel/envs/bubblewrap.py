@@ -1,21 +1,67 @@
-"""The command that confines a Python by bubblewrap: its namespaces, and the files that it sees."""
+"""A Python confined by bubblewrap: its namespaces, its user, and the files that it sees."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from keel.base.errors import KeelError
+from keel.envs.sandbox_worker import USER
+
+NOBODY = 65534  # programs have this user id outside of the sandbox where Keel runs as root
 
 
-def bubblewrap() -> list[str]:
+def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
+    """Start Python in bubblewrap as Keel's user, or as nobody where that is root."""
+    command = _command()
+    if not _is_root():
+        command += ["--uid", str(USER), "--gid", str(USER), "--", *python]
+        return subprocess.Popen(command, pass_fds=pass_fds, **options)
+    (info, report), (block, release) = os.pipe(), os.pipe()
+    failed: OSError | None = None
+    with open(info) as reported, open(release, "wb"):  # which lets bubblewrap go on when it is closed
+        try:
+            command += ["--info-fd", str(report), "--userns-block-fd", str(block)]
+            command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", *python]
+            process = subprocess.Popen(command, pass_fds=[*pass_fds, report, block], **options)
+        finally:
+            os.close(report)
+            os.close(block)
+        started = reported.read()  # empty where bubblewrap failed
+        try:
+            for ids in ("uid_map", "gid_map") if started else ():
+                path = Path("/proc", str(json.loads(started)["child-pid"]), ids)
+                path.write_text(f"{USER} {NOBODY} 1\n{USER + 1} 0 1\n")
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        process.wait()  # it can do nothing without an id
+        why = f"root cannot give them another user id ({failed.strerror})"
+        raise refused(f"{why}: run Keel as another user, or with CAP_SETUID and CAP_SETGID")
+    return process
+
+
+def _is_root() -> bool:
+    """Whether Keel has root's number, or is a container's root that can give programs another."""
+    if os.geteuid() != 0:
+        return False
+    _, outside, count = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
+    return outside == 0 or count > NOBODY
+
+
+def _command() -> list[str]:
     """The command that confines the warm process: no network, no view of other processes, a few read-only files.
 
-    It keeps one right, and that within its own user namespace: to give every child namespaces of its own. Children
-    drop it before they read anything.
+    It keeps rights within its own user namespace alone: to give every child namespaces of its own, and to leave root's
+    number. Children drop them before they read anything.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -24,11 +70,12 @@ def bubblewrap() -> list[str]:
         program,
         "--as-pid-1",  # with the first process of its namespace every other one ends
         *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
+        *("--hostname", "sandbox", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
     ]
+    stdlib = sysconfig.get_path("stdlib")
+    command += _folders([*_libraries(), stdlib, _executable(), "/dev/null"])
     for path in _libraries():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    stdlib = sysconfig.get_path("stdlib")
     command += ["--ro-bind", stdlib, stdlib, "--ro-bind", _executable(), _executable()]
     for name in ("site-packages", "dist-packages"):  # Keel itself may be there, with what makes problems and answers
         if os.path.isdir(os.path.join(stdlib, name)):
@@ -36,7 +83,12 @@ def bubblewrap() -> list[str]:
             command += ["--size", "4096", "--tmpfs", masked, "--remount-ro", masked]
     for device in ("null", "zero", "urandom"):
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [*command, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    return [*command, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _folders(paths: Sequence[str]) -> list[str]:
+    """Make the folders of these paths, readable by all; bubblewrap would make some readable by root alone."""
+    return [part for folder in dict.fromkeys(map(os.path.dirname, paths)) for part in ("--dir", folder)]
 
 
 def python_command(code: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Calls that survive what users' functions do: raise, exit, or never return. Each has a deadline, on one event loop."""
+"""Call user functions, which may raise, exit or never return. Each call has a deadline; all share an event loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from keel.base.errors import KeelError
 
-Outcome = tuple[Any, BaseException | None]  # what a call returned, or what it raised
-_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)  # of the call that runs here
+Outcome = tuple[Any, BaseException | None]  # the value or the exception of a call
+_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)  # of the current call
 
 
 class CallFailed(Exception):
-    """A user's function raised, returned nonsense or did not return; `at` is the method that did, of an episode."""
+    """A user function raised, returned an invalid value or timed out; `at` is the method of an episode that failed."""
 
     at = "step"
 
@@ -34,7 +34,7 @@ class CallFailed(Exception):
 
 
 class TooManyHungCalls(KeelError):
-    """So many calls hang that the run must stop, whatever was configured for failures."""
+    """Too many calls hang: the run must stop, whatever reward.on_error says."""
 
 
 class _Alive(Protocol):
@@ -42,7 +42,7 @@ class _Alive(Protocol):
 
 
 class HungCalls:
-    """Calls that were given up, as long as they run: Python can end neither a thread nor a coroutine that refuses."""
+    """Calls that timed out and still run. Python cannot kill a thread or a coroutine that ignores cancellation."""
 
     def __init__(self) -> None:
         self._running: list[_Alive] = []
@@ -64,19 +64,19 @@ def _timeout_message(timeout_s: float | None) -> str:
 
 
 def _patience(timeout_s: float | None) -> float | None:
-    """How long a loop may say nothing: half as long again as a call, and never longer than a thread can wait."""
+    """How long a loop may be unresponsive: 1.5 times the limit of a call plus 0.5 s."""
     return None if timeout_s is None else min(0.5 + 1.5 * timeout_s, threading.TIMEOUT_MAX)
 
 
 def is_async(function: Any) -> bool:
-    """Whether a call gives a coroutine; also for a partial of one and an object whose `__call__` is one."""
+    """Whether a call returns a coroutine; also for partials and objects with an async `__call__`."""
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_here(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's value, or CallFailed, without a thread or a deadline: for code of our own."""
+def call_inline(function: Callable[..., Any], *args: Any) -> Any:
+    """Call trusted code in this thread without a deadline; raises CallFailed."""
     try:
         return function(*args)
     except KeyboardInterrupt:
@@ -92,11 +92,11 @@ async def call(
     hung: HungCalls,
     dropped: Callable[[Any], None] = lambda value: None,
 ) -> Any:
-    """The function's value, or CallFailed; a coroutine function is awaited here, another is called in a thread.
+    """Call a function with a deadline and return its value, or raise CallFailed.
 
-    A call that is not over in time is given up: a coroutine is cancelled, a thread is left behind, and what still runs
-    then is counted in `hung`. Time spent inside `suspended_deadline` does not count. A value that comes when
-    nobody waits for it any more is handed to `dropped`.
+    A coroutine function is awaited on this loop, any other function runs in a thread. After the deadline a coroutine is
+    cancelled and a thread is abandoned; calls that still run are counted in `hung`. Time inside `suspended_deadline`
+    does not count. A value that arrives too late is passed to `dropped`.
     """
     limit = asyncio.timeout(timeout_s)
     token = _deadline.set(limit)
@@ -108,7 +108,7 @@ async def call(
     except (TimeoutError, asyncio.CancelledError) as given_up:
         work.cancel()
         work.add_done_callback(lambda work: None if work.cancelled() else _drop(work.result(), dropped))
-        # Half as long again is for those that clean up after themselves when their time is over.
+        # extra time for coroutines that clean up after cancellation
         await asyncio.wait({work}, timeout=0.5 + (timeout_s or 0.0) / 2)
         if not work.done():
             hung.add(_UncancelledTask(work))
@@ -120,7 +120,7 @@ async def call(
 
 @asynccontextmanager
 async def suspended_deadline() -> AsyncIterator[None]:
-    """Stop the clock of the call that runs here: what is done inside has limits of its own."""
+    """Stop the clock of the current call; the code inside has its own limits."""
     limit = _deadline.get()
     until = None if limit is None else limit.when()
     if limit is None or until is None:
@@ -134,7 +134,7 @@ async def suspended_deadline() -> AsyncIterator[None]:
         yield
     finally:
         _deadline.reset(token)
-        with suppress(RuntimeError):  # the call was given up meanwhile
+        with suppress(RuntimeError):  # the call has timed out
             limit.reschedule(loop.time() + remaining)
 
 
@@ -147,13 +147,13 @@ async def _outcome(
         return (await value if error is None and inspect.isawaitable(value) else value), error
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # a user's coroutine may raise anything, and an exit would end the loop
+    except BaseException as error:  # user code may raise anything; SystemExit would stop the loop
         return None, error
 
 
 @dataclass(frozen=True)
 class _UncancelledTask:
-    """A coroutine that goes on although it was cancelled."""
+    """A coroutine that ignored its cancellation."""
 
     task: asyncio.Future[Any]
 
@@ -162,7 +162,7 @@ class _UncancelledTask:
 
 
 class _Worker(threading.Thread):
-    """A thread that makes calls, one after another, until it is given None; as a daemon, so that Python can end."""
+    """A daemon thread that runs calls one after another until it gets None."""
 
     def __init__(self) -> None:
         super().__init__(name="keel-call", daemon=True)
@@ -186,7 +186,7 @@ def _drop(outcome: Outcome, dropped: Callable[[Any], None]) -> None:
 async def _in_thread(
     function: Callable[..., Any], args: tuple[Any, ...], hung: HungCalls, dropped: Callable[[Any], None]
 ) -> Outcome:
-    """What a plain function returns or raises, in a thread that is left behind where nobody waits any more."""
+    """Run a plain function in a thread. If the caller is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Outcome] = loop.create_future()
 
@@ -199,11 +199,11 @@ async def _in_thread(
     def make() -> None:
         try:
             outcome: Outcome = function(*args), None
-        except BaseException as error:  # a user's sys.exit() must not end the worker without a word
+        except BaseException as error:  # sys.exit() in user code must not kill the worker silently
             outcome = None, error
         try:
             loop.call_soon_threadsafe(settle, outcome)
-        except RuntimeError:  # the loop was given up meanwhile
+        except RuntimeError:  # the loop was abandoned
             _drop(outcome, dropped)
 
     worker = _idle.pop() if _idle else _Worker()
@@ -213,7 +213,7 @@ async def _in_thread(
     except asyncio.CancelledError:
         worker.calls.put(None)
         hung.add(worker)
-        if not answer.cancelled():  # it came in the same moment
+        if not answer.cancelled():  # the value arrived at the same moment
             _drop(answer.result(), dropped)
         raise
     _idle.append(worker)
@@ -221,13 +221,13 @@ async def _in_thread(
 
 
 def _value_or_raise(value: Any, error: BaseException | None) -> Any:
-    """The value, or CallFailed with the first line of what was raised."""
+    """Return the value, or raise CallFailed with the first line of the exception."""
     if error is None:
         return value
     if isinstance(error, TooManyHungCalls | CallFailed):
         raise error
     try:
-        text = str(error)  # what was raised is a user's too
+        text = str(error)  # __str__ is user code too
     except Exception:
         text = ""
     first = next(iter(text.strip().splitlines()), "")
@@ -235,7 +235,7 @@ def _value_or_raise(value: Any, error: BaseException | None) -> Any:
 
 
 class _LoopThread(threading.Thread):
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         super().__init__(name="keel-loop", daemon=True)
@@ -245,19 +245,19 @@ class _LoopThread(threading.Thread):
 
     def run(self) -> None:
         self.loop.run_forever()
-        if unfinished := asyncio.all_tasks(self.loop):  # those that nobody waits for are cancelled by now
+        if unfinished := asyncio.all_tasks(self.loop):  # already cancelled
             self.loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         self.loop.close()
 
     def running(self) -> str | None:
-        """The name of the coroutine that runs at this moment."""
+        """The name of the coroutine that is running now."""
         frame = sys._current_frames().get(self.ident or 0)
         while frame is not None and not frame.f_code.co_flags & inspect.CO_COROUTINE:
             frame = frame.f_back
         return None if frame is None else frame.f_code.co_qualname
 
     def responds(self, within_s: float) -> bool:
-        """Whether the loop still runs what it is given; one that a coroutine blocks does not."""
+        """Whether the loop is not blocked by a coroutine."""
         beat = threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         return beat.wait(within_s)
@@ -265,31 +265,30 @@ class _LoopThread(threading.Thread):
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """Work that was handed to the loop."""
+    """A coroutine submitted to the loop."""
 
     future: concurrent.futures.Future[Any]
     thread: _LoopThread
 
     def result(self, timeout_s: float | None) -> Any:
-        """What came of work that is over; CallFailed where the loop, blocked by some coroutine, was left behind."""
+        """The result of finished work; raises CallFailed if its loop was blocked and abandoned."""
         try:
             return self.future.result()
         except concurrent.futures.CancelledError:
             culprit = self.thread.blocked_by
-            blocked = f": {culprit} blocks the event loop, where it must await" if culprit else ""
+            blocked = f": {culprit} blocks the event loop; use await in it" if culprit else ""
             raise CallFailed("timeout", _timeout_message(timeout_s) + blocked) from None
 
 
 def raised(future: concurrent.futures.Future[Any]) -> bool:
-    """Whether work is over because it failed."""
+    """Whether the work has failed."""
     return future.done() and not future.cancelled() and future.exception() is not None
 
 
 class Loop:
-    """The event loop that all calls share, so that clients which users' coroutines keep open belong to one loop.
+    """The event loop that all calls share, so that clients which coroutines keep open belong to one loop.
 
-    A coroutine that blocks its thread stops everything beside it: the loop is then left behind with what it was doing,
-    and new work gets another.
+    If a coroutine blocks its thread, the loop is abandoned together with its work, and new work gets a new loop.
     """
 
     def __init__(self) -> None:
@@ -297,7 +296,7 @@ class Loop:
         self._lock = threading.Lock()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Pending:
-        """Begin some work."""
+        """Start a coroutine."""
         with self._lock:
             thread = self._thread = self._thread or _LoopThread()
             return Pending(asyncio.run_coroutine_threadsafe(work, thread.loop), thread)
@@ -305,9 +304,9 @@ class Loop:
     def wait(
         self, pending: Sequence[Pending], timeout_s: float | None, hung: HungCalls, until: str = ALL_COMPLETED
     ) -> None:
-        """Wait as `concurrent.futures.wait` does; a loop that does not move for `timeout_s` is counted in `hung`."""
+        """Like `concurrent.futures.wait`. A loop that is blocked for longer than `timeout_s` is counted in `hung`."""
         if any(item.thread is threading.current_thread() for item in pending):
-            raise RuntimeError("a coroutine cannot wait for the event loop that it runs on: make it a plain function")
+            raise RuntimeError("a coroutine cannot wait for its own event loop: make it a plain function")
         patience = _patience(timeout_s)
         while True:
             done, unfinished = concurrent.futures.wait([item.future for item in pending], patience, until)
@@ -325,7 +324,7 @@ class Loop:
                 return
 
     def run(self, work: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | None, hung: HungCalls) -> list[Outcome]:
-        """All work together; what each returned or raised, in order."""
+        """Run all coroutines concurrently and return their outcomes in order."""
         pending = [self.submit(item) for item in work]
         try:
             self.wait(pending, timeout_s, hung)
@@ -342,7 +341,7 @@ class Loop:
         return outcomes
 
     def abandon(self, thread: _LoopThread, hung: HungCalls) -> None:
-        """Leave a loop that a coroutine blocks to what it was doing; new work gets another."""
+        """Stop using a loop that a coroutine blocks."""
         thread.blocked_by = thread.running()
         with self._lock:
             if self._thread is thread:
@@ -352,11 +351,11 @@ class Loop:
 
 
 LOOP = Loop()
-TOOL_LOOP = Loop()  # so that a tool's coroutine that blocks its loop blocks no episode beside it
+TOOL_LOOP = Loop()  # separate, so that a tool that blocks its loop does not block episodes
 
 
 def _forget_threads() -> None:
-    """A child process has none of its parent's threads."""
+    """After a fork the threads of the parent do not exist."""
     LOOP.__init__()  # type: ignore[misc]
     TOOL_LOOP.__init__()  # type: ignore[misc]
     _idle.clear()
@@ -366,7 +365,7 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hung: HungCalls) -> Any:
-    """`call`, on the loop of tools where it is a coroutine function."""
+    """Like `call`, but coroutine functions run on the tools' loop."""
     if not is_async(function):
         return await call(function, timeout_s=timeout_s, hung=hung)
     pending = TOOL_LOOP.submit(call(function, timeout_s=timeout_s, hung=hung))
@@ -382,8 +381,8 @@ async def call_tool(function: Callable[..., Any], *, timeout_s: float | None, hu
     return answer.result() if answer.done() and not answer.cancelled() else pending.result(timeout_s)
 
 
-def call_now(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
-    """`call` from plain code: waits for it."""
+def call_sync(function: Callable[..., Any], *args: Any, timeout_s: float | None, hung: HungCalls) -> Any:
+    """Synchronous `call`."""
     ((value, error),) = LOOP.run([call(function, *args, timeout_s=timeout_s, hung=hung)], timeout_s, hung)
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""`capitals`: the capital of a country, asked in words: knowledge that a model has or has not, for retention."""
+"""`capitals`: name the capital of a country. A test of factual knowledge, for retention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.base import Task
-from keel.envs.problems import choose_held_out, stream
+from keel.envs.problems import choose_held_out, seeded_rng
 
 CAPITALS: Mapping[str, str] = {
     "Albania": "Tirana", "Algeria": "Algiers", "Argentina": "Buenos Aires", "Armenia": "Yerevan",
@@ -33,24 +33,24 @@ CAPITALS: Mapping[str, str] = {
 
 
 def _plain(text: str) -> str:
-    """Lower case, without accents, words divided by one space."""
+    """Lower case, without accents, with single spaces."""
     bare = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     return " ".join(re.findall(r"[a-z]+", bare.casefold()))
 
 
 @dataclass(frozen=True)
 class Capitals(Task):
-    """One question a country; `held_out_countries` are never trained on. An answer counts if it names the capital.
+    """One question per country; `held_out_countries` are never trained on.
 
-    Naming other capitals beside it is wrong, so that listing cities is no answer.
+    An answer is correct if it names the capital and no other capital of the list.
     """
 
     held_out_countries: frozenset[str]
     name: str = "capitals"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step; a country that has to come again gets another key."""
-        rng = stream("capitals", "train", seed, step)
+        """Training problems of one step; a repeated country gets another key."""
+        rng = seeded_rng("capitals", "train", seed, step)
         names = sorted(CAPITALS.keys() - self.held_out_countries)
         drawn: list[Problem] = []
         while len(drawn) < count:
@@ -59,9 +59,9 @@ class Capitals(Task):
         return drawn[:count]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set that training never draws from."""
+        """A fixed set of problems that `sample` never returns."""
         names = sorted(self.held_out_countries)
-        stream("capitals", "held-out", seed).shuffle(names)
+        seeded_rng("capitals", "held-out", seed).shuffle(names)
         return [_problem(name) for name in names[:count]]
 
     def gold(self, problem: Problem) -> str:
@@ -69,7 +69,7 @@ class Capitals(Task):
         return str(problem.answer)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 if the text names the capital and no other one of the list."""
+        """1 if the text names the capital and no other capital of the list."""
         text = f" {_plain(turns[-1] if turns else '')} "
         mentioned = {capital for capital in CAPITALS.values() if f" {_plain(capital)} " in text}
         correct = float(mentioned == {str(problem.answer)})
@@ -82,7 +82,7 @@ def _problem(country: str, again: str = "") -> Problem:
 
 
 def capitals(held_out: int = 32) -> Capitals:
-    """The task `capitals`: 64 countries, `held_out` of them never trained on."""
+    """The task `capitals`: 64 countries, of which `held_out` are never trained on."""
     if isinstance(held_out, bool) or not isinstance(held_out, int) or not 1 <= held_out < len(CAPITALS):
         raise KeelError(f"capitals held_out is {held_out!r}: give a number of countries from 1 to {len(CAPITALS) - 1}")
     return Capitals(choose_held_out(dict.fromkeys(CAPITALS, 1), held_out))

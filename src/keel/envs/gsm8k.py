@@ -20,17 +20,17 @@ from keel.envs.rows import BrokenRow, handle_broken_rows
 HUB = "openai/gsm8k,main"
 MARK = "####"
 INSTRUCTION = "Think step by step, and end with #### and the answer as a number."
-# Read by math-verify where it is there: LaTeX, and what is calculated rather than written as a number.
+# Graded by math-verify if installed: LaTeX and arithmetic expressions.
 _MATHEMATICS = re.compile(r".*\\.*|\$?[\d\s.,+\-*/^(){}=]*[*/^=+][\d\s.,+\-*/^(){}=]*\$?", re.DOTALL)
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # the data's annotations for a calculator
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # calculator annotations in the data
 
 
 @dataclass(frozen=True)
 class Gsm8kGrader:
-    """Grades what stands behind the last `####`, or the whole text where there is none.
+    """Grade the text after the last `####`, or the whole text without one.
 
-    LaTeX and expressions are read as mathematics, anything else by its last number: never both, since a text with one
-    answer for each reader (`\\boxed{7} 8`) would be right twice.
+    LaTeX and expressions are compared by math-verify, other texts by their last number. Only one parser is used, so
+    that a text cannot contain one answer for each (`\\boxed{7} 8`).
     """
 
     math_verify: bool
@@ -56,10 +56,9 @@ def gsm8k(
     eval_path: str | Sequence[str] | None = None,
     eval_split: str | None = None,
 ) -> Dataset:
-    """The task `gsm8k`: `data.path` is a local copy; without one, the hub's `openai/gsm8k` with its test split.
+    """The task `gsm8k`: the hub's `openai/gsm8k` with its test split, or a local copy with `data.path`.
 
-    `instruction` is put under every question; null asks the question alone. A local copy holds problems out as
-    `dataset` does.
+    `instruction` is appended to every question; null appends nothing. A local copy is split as in `dataset`.
     """
     source = source_of(data)
     if source.path is None:
@@ -74,7 +73,7 @@ def gsm8k(
 
 
 def _solutions(source: SourceOptions) -> LoadedProblems:
-    """The rows with the number behind `####` as the answer and what stands before it as the solution."""
+    """Split each answer at `####` into solution and number."""
     loaded = load_problems(source)
     problems, broken = [], []
     for problem in loaded.problems:
@@ -94,6 +93,8 @@ def _solutions(source: SourceOptions) -> LoadedProblems:
 def _with_instruction(problem: Problem, instruction: str | None) -> Problem:
     """The question as a chat message."""
     if not isinstance(problem.prompt, str):
-        raise KeelError(f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for messages")
+        raise KeelError(
+            f"{problem.key}: the task gsm8k reads questions as text: use the task dataset for chat messages"
+        )
     question = f"{problem.prompt}\n{instruction}" if instruction else problem.prompt
     return replace(problem, prompt=[{"role": "user", "content": question}])

@@ -1,4 +1,4 @@
-"""The judge: runs rewards over a group and survives what users' functions do, without hiding any of it."""
+"""Run rewards over a group. Failures of user functions are recorded and handled as reward.on_error says."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward, RewardFailure
 from keel.base.validation import read_options
 from keel.envs.base import Task
-from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_here, call_now
+from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_inline, call_sync
 from keel.envs.options import RewardOptions
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 from keel.envs.rewards import TASK, RewardPart, as_reward, build_reward, build_rewards, combine
 
 
 class Judge:
-    """Rewards of whole groups. What fails is named and counted in `failures`, and handled as `on_error` says.
+    """Compute the rewards of groups. Failures are recorded in `failures`, which `drain` returns and clears.
 
-    `options` is the section `reward`, which may also be given option by option: `Judge(parts, on_error="zero")`.
-    `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` leaves the group out, since a
-    made-up 0 would count in the comparison with its siblings. The loop reads and empties the record with `drain`.
-    Above `max_hung` calls that never returned the run stops whatever `on_error` says.
-    `shuffle` (a seed) deals the rewards of a group out at random among its completions: a control that must not learn.
+    `options` is the section `reward`; single options may be given as keywords: `Judge(parts, on_error="zero")`.
+    `on_error`: `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` drops the group,
+    because a 0 would change the advantages of the others. With more than `max_hung` hanging calls the run stops in any
+    case. `shuffle` (a seed) permutes the rewards within each group: a control experiment that must not learn.
     """
 
     def __init__(
@@ -42,12 +41,12 @@ class Judge:
             raise KeelError("a judge needs at least one reward")
         twice = next((name for name, count in Counter(part.name for part in parts).items() if count > 1), None)
         if twice is not None:
-            raise KeelError(f"two rewards are called {twice!r}: give one of them another label")
+            raise KeelError(f"two rewards have the name {twice!r}: set another label for one of them")
         self.parts, self.options = tuple(parts), options or read_options(RewardOptions, changes, "reward")
         self.max_hung, self.hung = max_hung, HungCalls()
         self.failures: list[RewardFailure] = []
-        self.counts: Counter[str] = Counter()  # by function, over the whole run
-        self.asked: Counter[str] = Counter()  # episodes that each part was asked about, by copies of this judge too
+        self.counts: Counter[str] = Counter()  # failures by function over the run
+        self.asked: Counter[str] = Counter()  # graded episodes by part, shared with copies of this judge
 
     @classmethod
     def of(
@@ -67,10 +66,10 @@ class Judge:
         failed: Collection[int] = (),
         also: Callable[[int], bool] = lambda sample: True,
     ) -> tuple[Reward, ...] | None:
-        """One reward for the turns of each episode, or None where the group is to be skipped.
+        """One reward per episode, or None if the group is skipped.
 
-        `failed` are episodes that broke before they could be judged; they earn 0, as do those for which `also`
-        is false, which is asked once they have a reward.
+        `failed` are episodes that failed before grading. They earn 0, and so do those for which `also` is False; it is
+        called after the reward.
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         self.asked.update({part.name: len(episodes) for part in self.parts})
@@ -95,27 +94,27 @@ class Judge:
             for total, row in zip(totals, table, strict=True)
         ]
         if (seed := self.options.shuffle) is not None:
-            stream("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
+            seeded_rng("shuffle", seed, problem.key, *(turn for turns in episodes for turn in turns)).shuffle(rewards)
         return tuple(rewards)
 
     def drain(self) -> list[RewardFailure]:
-        """The failures since the last call."""
+        """Return and clear the failures since the last call."""
         drained = list(self.failures)
         self.failures.clear()
         return drained
 
-    def apart(self) -> Judge:
-        """This judge with a record of failures of its own, for a thread beside the main one.
+    def for_thread(self) -> Judge:
+        """A copy with its own record of failures, for use in another thread.
 
-        Our own rewards are given the judge's time limit there: math-verify's is a signal, for the main thread alone.
+        There trusted rewards get a time limit too: math-verify's limit uses a signal, which needs the main thread.
         """
         other = copy(self)
         other.failures, other.parts = [], tuple(replace(part, trusted=False) for part in self.parts)
         return other
 
     def with_task_reward(self, task: Task) -> Judge:
-        """This judge with the task's own reward beside its parts at weight 0: whether an answer is right stays known
-        whatever is paid for it. Failures are written down in the same record.
+        """A copy with the task's own reward at weight 0, so that correctness is measured under any configured reward.
+        It shares the record of failures.
         """
         if self.task_part(task) is not None:
             return self
@@ -126,22 +125,22 @@ class Judge:
         return other
 
     def task_part(self, task: Task) -> str | None:
-        """The name of the part that is the task's own reward, None where there is none."""
+        """The name of the part that is the task's own reward, or None."""
         return next((part.name for part in self.parts if part.function == task.reward), None)
 
     @property
     def remote(self) -> list[str]:
-        """The names of the parts that ask a judge elsewhere, as a coroutine function does."""
+        """The names of the parts that call a remote service or are coroutine functions."""
         return [part.name for part in self.parts if part.remote or part.asynchronous]
 
     def _together(
         self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
     ) -> dict[int, Outcome]:
-        """The outcomes by completion of a part that judges many at a time; of any other part, none yet."""
+        """The outcomes by completion of a part with concurrent calls; empty for other parts."""
         if not part.asynchronous and part.at_once == 1:
             return {}
         waiting = [sample for sample in range(len(episodes)) if sample not in failed]
-        # One that judges elsewhere, `at_once` at a time, has limits of its own.
+        # an asynchronous part has its own limits
         limit, gate = (self.options.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
 
         async def judged(turns: Sequence[str]) -> Any:
@@ -153,7 +152,7 @@ class Judge:
     def _row(
         self, problem: Problem, sample: int, turns: Sequence[str], outcomes: Mapping[int, Mapping[int, Outcome]]
     ) -> list[Reward] | None:
-        """The parts of one completion; None, with the failures written down, if any of them failed."""
+        """The rewards of one completion by part, or None if any failed; failures are recorded."""
         row = []
         for index, part in enumerate(self.parts):
             try:
@@ -168,33 +167,33 @@ class Judge:
         if error is not None:
             raise error
         if outcome is None and part.trusted:
-            value = call_here(part.function, problem, turns)
+            value = call_inline(part.function, problem, turns)
         elif outcome is None:
-            value = call_now(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
+            value = call_sync(part.function, problem, turns, timeout_s=self.options.timeout_s, hung=self.hung)
         try:
             return as_reward(value)
         except ValueError as error:
             raise CallFailed("invalid", str(error)) from error
 
     def record(self, function: str, problem: Problem, sample: int, failed: CallFailed) -> None:
-        """Write a failure down; raises where failures, or so many calls that hang, stop the run."""
+        """Record a failure; raises if it must stop the run."""
         failure = RewardFailure(function, problem.key, sample, failed.kind, failed.cause)
         self.failures.append(failure)
         self.counts[function] += 1
         if not self.stops():
             return
         if self.options.on_error == "stop":
-            raise KeelError(f"reward {failure}; mend it, or set reward.on_error to zero or skip_group") from failed
+            raise KeelError(f"reward {failure}; fix it, or set reward.on_error to zero or skip_group") from failed
         raise TooManyHungCalls(
-            f"reward {failure}; {self.hung.alive} calls hang in threads that cannot be ended: mend the function"
+            f"reward {failure}; {self.hung.alive} calls hang in threads that cannot be stopped: fix the function"
         ) from failed
 
     def stops(self) -> bool:
-        """Whether a failure, now, ends the run."""
+        """Whether a failure now stops the run."""
         return self.options.on_error == "stop" or self.hung.alive > self.max_hung
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
-        """The values that are logged: each part by its name, and what it is made of below that."""
+        """The logged values: each part by name, and its own parts as `name/part`."""
         values: dict[str, float] = {}
         for part, reward in zip(self.parts, row, strict=True):
             inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}

@@ -1,4 +1,4 @@
-"""From rows to problems: which columns hold the prompt and the answer, in a user's own layout, TRL's or verl's."""
+"""Convert rows to problems: find the columns of prompt and answer, in custom, TRL's or verl's layout."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keel.envs.options import ColumnOptions, SourceOptions
 from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows, row_order
 
 PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
-# Where a default column is missing: the first of these that is there is taken, and a note says so.
+# Fallbacks for a missing default column; the first that exists is used, with a note.
 PROMPTS = ("prompt", "problem", "messages")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "completion")
 _MISSING = object()
 
 
 def source_of(data: Mapping[str, Any] | None) -> SourceOptions:
-    """The options of a task's `data`, checked."""
+    """Check and parse the `data` options of a task."""
     if data is not None and not isinstance(data, Mapping):
         raise KeelError(f"data is {data!r}: give a section such as {{path: mine.jsonl}}")
     return read_options(SourceOptions, data or {}, "data")
@@ -29,7 +29,7 @@ def source_of(data: Mapping[str, Any] | None) -> SourceOptions:
 
 @dataclass(frozen=True)
 class LoadedProblems:
-    """Problems in the data's order, and notes on how they were read."""
+    """Problems in data order, and notes on how they were read."""
 
     source: str
     problems: tuple[Problem, ...]
@@ -38,9 +38,9 @@ class LoadedProblems:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column holds what; `messages` says that the prompt column holds whole conversations.
+    """The columns of prompt, answer and system message. `messages`: the prompt column has whole conversations.
 
-    Without an answer column, conversations end with the answer (`last_turn`), or there are prompts alone.
+    Without an answer column, the last turn of a conversation is the answer (`last_turn`), or there are only prompts.
     """
 
     prompt: str
@@ -51,9 +51,9 @@ class Columns:
 
 
 def load_problems(source: SourceOptions) -> LoadedProblems:
-    """Every usable row as a problem: prompt and answer from their columns, all other columns in `info`.
+    """Convert rows to problems: prompt and answer from their columns, all other columns in `info`.
 
-    The key of a problem is its row's location, such as `mine.jsonl:3`. Rows without a prompt or an answer are broken.
+    The key of a problem is the location of its row, such as `mine.jsonl:3`. Rows without prompt or answer are broken.
     """
     if source.path is None:
         raise KeelError("this task reads data: give data.path, a file, a folder or a hub name")
@@ -73,7 +73,7 @@ def load_problems(source: SourceOptions) -> LoadedProblems:
     skipped = handle_broken_rows(rows.source, broken, source.on_broken)
     if not problems:
         raise KeelError(
-            f"{rows.source} has no usable row: all {len(broken)} are broken, the first at {broken[0].location}"
+            f"{rows.source} has no usable rows: all {len(broken)} are broken, the first at {broken[0].location}"
         )
     if columns.answer is not None:
         _check_types(rows.source, columns.answer, problems)
@@ -81,7 +81,7 @@ def load_problems(source: SourceOptions) -> LoadedProblems:
 
 
 def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, list[str]]:
-    """The columns to read and a note where they were recognised; a column that is named must be there."""
+    """Find the columns, with a note on fallbacks; a configured column must exist."""
     names, chosen = rows.columns, []
     messages, system = options.messages, options.system
     for option, name in (("messages", messages), ("system", system)):
@@ -98,7 +98,7 @@ def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, lis
     answer, last_turn = options.answer, False
     if answer is not None and not _has(rows, answer):
         candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
-        alone = answer == ANSWER and names == ("prompt",)  # TRL's prompts, which rewards judge by themselves
+        alone = answer == ANSWER and names == ("prompt",)  # TRL's prompt-only data
         if not candidates and not is_conversation and not alone:
             raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts alone")
         answer, last_turn = (candidates[0], False) if candidates else (None, not alone)
@@ -112,7 +112,7 @@ def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, lis
 
 
 def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
-    """A row as a problem, or why it is none."""
+    """Convert a row to a problem or a BrokenRow."""
     prompt = _prompt(_get(row.values, columns.prompt))
     if isinstance(prompt, _Fault):
         return BrokenRow(row.location, f"column {columns.prompt!r} {prompt}")
@@ -121,7 +121,7 @@ def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
         answer = prompt[-1]["content"] if columns.last_turn else answer
         prompt = prompt[:-1]
         if not prompt:
-            return BrokenRow(row.location, f"column {columns.prompt!r} holds an answer and no question")
+            return BrokenRow(row.location, f"column {columns.prompt!r} has an answer but no question")
     elif columns.last_turn:
         return BrokenRow(row.location, f"column {columns.prompt!r} does not end with the assistant's turn")
     if columns.answer is not None:
@@ -134,7 +134,7 @@ def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
     if columns.system is not None:
         system = _get(row.values, columns.system)
         if not isinstance(system, str):
-            return BrokenRow(row.location, f"column {columns.system!r} holds no text")
+            return BrokenRow(row.location, f"column {columns.system!r} is not text")
         conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt = [{"role": "system", "content": system}, *conversation]
     used = {columns.prompt, columns.answer, columns.system}
@@ -142,7 +142,7 @@ def problem_of(row: DataRow, columns: Columns) -> Problem | BrokenRow:
 
 
 class _Fault(str):
-    """The reason why a value is no prompt."""
+    """The reason why a value is not a valid prompt."""
 
 
 def _prompt(value: Any) -> str | list[dict[str, str]] | _Fault:
@@ -156,12 +156,12 @@ def _prompt(value: Any) -> str | list[dict[str, str]] | _Fault:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return _Fault("holds messages that do not each have a role and a content text")
-    return _Fault(f"holds a {type(value).__name__}, not a text or messages")
+        return _Fault("has messages without a role or a text content")
+    return _Fault(f"has a {type(value).__name__}, not text or messages")
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:
-    """Chat messages, also as the JSON text of them that CSV holds; None for anything else."""
+    """Parse chat messages, also from JSON text in CSV; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
         try:
             value = json.loads(value)
@@ -180,7 +180,7 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
 
 
 def _content(value: Any) -> str | None:
-    """What a message says: a text, or the texts of its parts one after the other; None for anything but text."""
+    """The text of a message, or the joined text parts; None for other content."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else None
     parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in value]
@@ -189,12 +189,12 @@ def _content(value: Any) -> str | None:
 
 
 def _get(values: Mapping[str, Any], name: str) -> Any:
-    """A column, or with dots a field inside one; `_MISSING` where there is none."""
+    """The value of a column, or with dots of a field in it; `_MISSING` if absent."""
     if name in values:
         return values[name]
     head, dot, rest = name.partition(".")
     inner = values.get(head) if dot else None
-    if isinstance(inner, str) and inner.lstrip().startswith("{"):  # a struct in CSV is its JSON text
+    if isinstance(inner, str) and inner.lstrip().startswith("{"):  # CSV has structs as JSON text
         try:
             inner = json.loads(inner)
         except ValueError:
@@ -229,24 +229,24 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 
 
 def _check_types(source: str, column: str, problems: Sequence[Problem]) -> None:
-    """One kind of answer in a column: a mix is most often a mistake in how the file was made."""
+    """Refuse an answer column with mixed types, which is usually a mistake in the file."""
     first: dict[str, str] = {}
     for problem in problems:
         first.setdefault(_kind(problem.answer), problem.key)
     if len(first) > 1:
         kinds = ", ".join(f"{kind} at {location}" for kind, location in first.items())
-        raise KeelError(f"{source}: the answer column {column!r} mixes types, {kinds}: write them all alike")
+        raise KeelError(f"{source}: the answer column {column!r} mixes types, {kinds}: use one type")
     kind, location = next(iter(first.items()))
     if kind == "an object":
         raise KeelError(
-            f"{source}: the answer column {column!r} holds objects ({location}): name the field, such as "
+            f"{source}: the answer column {column!r} has objects ({location}): name the field, such as "
             f"data.columns.answer={column}.value"
         )
     mixed = next(
         (p.key for p in problems if isinstance(p.answer, list) and len({_kind(a) for a in p.answer}) > 1), None
     )
     if mixed is not None:
-        raise KeelError(f"{mixed}: the list in column {column!r} mixes types: write them all alike")
+        raise KeelError(f"{mixed}: the list in column {column!r} mixes types: use one type")
 
 
 def _kind(value: Any) -> str:

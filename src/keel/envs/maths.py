@@ -1,4 +1,4 @@
-"""Whether two pieces of mathematics are equal, by math-verify where it is installed."""
+"""Compare mathematical expressions with math-verify."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from keel.base.errors import KeelError
 from keel.envs.answers import plain_number
 
 _SECONDS = 5
-# Towers of powers, long exponents and large factorials: numbers that no memory holds, and no signal interrupts in time
+# Nested powers, long exponents and large factorials: evaluating them exhausts memory and cannot be interrupted.
 _GIANT = re.compile(r"(?:\*\*|\^)[\s{(]*-?\d+[\s})]*(?:\*\*|\^)|(?:\*\*|\^)[\s{(]*-?\d{5,}|\d{5,}[\s})]*!")
 
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # of a sentence, where `\\frac` is none
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # a word of a sentence; not a LaTeX command such as `\\frac`
 
 
 def has_math_verify() -> bool:
-    """Whether math-verify can be imported; nothing is loaded to find out."""
+    """Whether math-verify is installed; does not import it."""
     return importlib.util.find_spec("math_verify") is not None
 
 
-def need_math_verify(what: str) -> None:
-    """Refuse `what` where math-verify is missing."""
+def require_math_verify(what: str) -> None:
+    """Raise a KeelError for `what` if math-verify is missing."""
     if not has_math_verify():
         raise KeelError(f"{what} needs math-verify: pip install math-verify")
 
 
 def math_equal(answer: str, text: str) -> bool | None:
-    """Whether the last mathematics of `text` equals `answer` (½ and 0.5, 2x and x+x); None where none can be read."""
+    """Whether the last expression in `text` equals `answer` (½ and 0.5, 2x and x+x); None if it has none."""
     number = plain_number(text)
     if number is not None and number == plain_number(answer):
-        return True  # the usual case, without a parser
+        return True  # fast path
     from math_verify import verify
 
     parsed = [] if _GIANT.search(text) else _parsed(text)
@@ -49,14 +49,13 @@ def _gold(answer: str) -> tuple[Any, ...]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """The mathematics of a text, by math-verify.
+    """Parse the expressions of a text with math-verify.
 
-    A lone formula is mostly written bare (`\\frac12`, `2x+2`), where the parser looks for dollar signs and would else
-    read its last number alone.
+    A bare formula (`\\frac12`, `2x+2`) gets dollar signs first; without them the parser finds only its last number.
     """
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a text without mathematics is no warning here
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about text without mathematics
     forms = (f"${text.strip()}$", text) if _is_formula(text) else (text,)
     return next((parsed for form in forms if (parsed := list(parse(form, parsing_timeout=_limit())))), [])
 
@@ -67,5 +66,5 @@ def _is_formula(text: str) -> bool:
 
 
 def _limit() -> int | None:
-    """math-verify's clock is a signal, which only the main thread may set; elsewhere the judge's limit holds."""
+    """math-verify's time limit uses a signal, which needs the main thread; in others the judge's limit applies."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: an entry `{mcp: …}` of `task.tools` becomes one tool for each that the server lists."""
+"""Tools of MCP servers: an entry `{mcp: …}` of `task.tools` becomes one tool per tool of the server."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from operator import or_
 from typing import Any, Literal
 
 from keel.base.errors import KeelError, unknown
-from keel.base.redact import NoVariable, fill, hide
+from keel.base.redact import UnsetVariable, expand_env, redact_text
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
 
 OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env", "headers")
-START_S = 30.0  # until a server has listed its tools
-STOP_S = 10.0  # for a server to end when Python does; one that does not end by itself is killed sooner
+START_S = 30.0  # time limit for a server to list its tools
+STOP_S = 10.0  # time limit for a server to stop when Python exits
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None), "object": dict}
 
 
 class ToolError(Exception):
-    """A call that failed at the server, or a server that cannot be reached; the model is sent the first line."""
+    """A call failed on the server, or the server cannot be reached. The model gets the first line."""
 
 
 def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
-    """The tools of one entry; the server is started here, or found running where an equal entry started it."""
+    """The tools of one entry. Starts the server, or reuses the one of an equal entry."""
     address, only, variables, limits = _checked(entry)
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
-        raise KeelError("task.tools: an mcp entry needs mcp, 2.0 or newer: pip install 'keel-rl[mcp]'") from error
+        raise KeelError("task.tools: an mcp entry needs mcp 2.0 or newer: pip install 'keel-rl[mcp]'") from error
     server = _server(address, variables)
     listed = {tool.name: tool for tool in server.listed()}
     for name in only:
@@ -48,23 +48,23 @@ def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
 
 
 class McpServer:
-    """A connection to one server, held by an event loop in a daemon thread, so that any thread may call its tools.
+    """A connection to one server, on an event loop in a daemon thread, so that any thread can call its tools.
 
-    A server that was lost is connected to again by the next call. One that is a command is started again once: only
-    after it has answered a call is there another attempt, so that a server which dies at every call is left alone.
+    After a lost connection the next call reconnects. A command is restarted once; it is restarted again only after it
+    has answered a call, so that a server that crashes at every call is not restarted forever.
     """
 
     def __init__(self, address: str, variables: Mapping[str, str]) -> None:
         self.address, self.variables, self.is_url = address, dict(variables), _is_url(address)
         self.loop = asyncio.new_event_loop()
-        self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and the tools it listed
+        self._opened: asyncio.Future[tuple[Any, list[Any]]] | None = None  # the client and its tools
         self._holder: asyncio.Task[None] | None = None
         self._may_start = True
-        self._errors = tempfile.TemporaryFile("w")  # noqa: SIM115 - as long as the server
+        self._errors = tempfile.TemporaryFile("w")  # noqa: SIM115 - open as long as the server
         threading.Thread(target=self.loop.run_forever, name="keel-mcp", daemon=True).start()
 
     def listed(self) -> list[Any]:
-        """What the server lists; a KeelError in one line where it does not start or answer."""
+        """The server's tools; raises a KeelError if it does not start or respond."""
         try:
             return asyncio.run_coroutine_threadsafe(self._listed(), self.loop).result()
         except ToolError as error:
@@ -72,7 +72,7 @@ class McpServer:
             raise KeelError(f"task.tools: the MCP server {self.address!r} {error}; {fix}") from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a tool's result; ToolError where the server says that it failed, or is gone."""
+        """Call a tool and return its text; raises ToolError if the call fails or the server has ended."""
         try:
             client, _ = await asyncio.shield(opened := self._connection())
         except ToolError as error:
@@ -90,14 +90,14 @@ class McpServer:
         return _text(result)
 
     async def end(self) -> None:
-        """Close the connection, and with it the process behind it."""
+        """Close the connection and stop the server process."""
         self._lose(self._opened)
         if self._holder is not None:
             await asyncio.wait([self._holder])
         self.loop.call_soon(self.loop.stop)
 
     async def _listed(self) -> list[Any]:
-        """The tools of a server that answers now, started again where it ended unseen."""
+        """The server's tools; restarts a server that has ended."""
         if self._opened is not None and self._opened.done() and not await _answers(self._opened.result()[0]):
             self._lose(self._opened)
         self._may_start = True
@@ -106,10 +106,10 @@ class McpServer:
         return tools
 
     def _connection(self) -> asyncio.Future[tuple[Any, list[Any]]]:
-        """The connection, begun anew where there is none."""
+        """The connection; opens it if needed."""
         if self._opened is None:
             if not (self._may_start or self.is_url):
-                raise ToolError("has ended and is not started again")
+                raise ToolError("has ended again and is not restarted")
             self._may_start = False
             self._opened = self.loop.create_future()
             self._holder = self.loop.create_task(self._hold(self._opened, self._holder))
@@ -121,7 +121,7 @@ class McpServer:
             self._holder.cancel()
 
     async def _hold(self, opened: asyncio.Future[tuple[Any, list[Any]]], before: asyncio.Task[None] | None) -> None:
-        """Connect and keep the connection until this task is cancelled; all of it belongs to one task."""
+        """Connect and hold the connection until this task is cancelled; the client must live in one task."""
         limit = asyncio.timeout(START_S)
         try:
             if before is not None:
@@ -131,14 +131,14 @@ class McpServer:
                 limit.reschedule(None)
                 opened.set_result((client, tools))
                 await self.loop.create_future()
-        except BaseException as error:  # a failed connection comes as a group of errors, its end as a cancellation
+        except BaseException as error:  # a failure is an exception group, a shutdown a cancellation
             if self._opened is opened:
                 self._opened = None
             if not opened.done():
                 timed_out, failed = limit.expired(), "cannot be reached" if self.is_url else "did not start"
                 reason = f"did not answer within {START_S:g} s" if timed_out else f"{failed}: {self._why(error)}"
                 opened.set_exception(ToolError(reason))
-                opened.exception()  # nobody may be left to ask
+                opened.exception()  # mark as retrieved
 
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
@@ -151,13 +151,13 @@ class McpServer:
         return Client(stdio_client(parameters, errlog=self._errors))
 
     def _why(self, error: BaseException) -> str:
-        """The first line of an error, and the last that the server wrote to its standard error."""
+        """The first line of an error and the last line of the server's stderr."""
         size = os.fstat(self._errors.fileno()).st_size
         stderr = (
             os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
         )
         last = stderr[-1].strip() if stderr else ""
-        return hide(_first_line(_cause(error)) + (f" (it said: {last[:200]})" if last else ""))
+        return redact_text(_first_line(_cause(error)) + (f" (stderr: {last[:200]})" if last else ""))
 
 
 _servers: dict[tuple[str, tuple[tuple[str, str], ...]], McpServer] = {}
@@ -165,7 +165,7 @@ _lock = threading.Lock()
 
 
 def _server(address: str, variables: Mapping[str, str]) -> McpServer:
-    """The server of an address and its environment or headers: one for all tasks of this process."""
+    """The server for an address with its environment or headers; one per process."""
     key = address, tuple(sorted(variables.items()))
     with _lock:
         if key not in _servers:
@@ -175,7 +175,7 @@ def _server(address: str, variables: Mapping[str, str]) -> McpServer:
 
 @atexit.register
 def end_servers() -> None:
-    """End every server that was started, and wait for it; its tools cannot be called any more."""
+    """Stop all servers and wait for them."""
     with _lock:
         ending = [asyncio.run_coroutine_threadsafe(server.end(), server.loop) for server in _servers.values()]
         _servers.clear()
@@ -185,7 +185,7 @@ def end_servers() -> None:
 
 
 def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], dict[str, Any]]:
-    """Address, names, environment or headers, and limits of an entry; what is wrong with it in one line."""
+    """Check an entry and return address, tool names, environment or headers, and limits."""
     for option in entry:
         if option not in OPTIONS:
             raise unknown("option of an mcp entry in task.tools", option, OPTIONS)
@@ -196,13 +196,13 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
     except ValueError:  # a quote that is not closed
         fine = False
     if not isinstance(address, str) or not fine:
-        raise KeelError(f"task.tools: mcp is {address!r}: give the server's command, or its address http://…/mcp")
+        raise KeelError(f"task.tools: mcp is {address!r}: give the server's command or its URL http://…/mcp")
     if only is not None and not (isinstance(only, list | tuple) and only and all(isinstance(n, str) for n in only)):
-        raise KeelError(f"task.tools: only is {only!r}: give a list of names of tools, or leave it out for all")
+        raise KeelError(f"task.tools: only is {only!r}: give a list of tool names, or leave it out for all tools")
     if not isinstance(env, Mapping) or (env and _is_url(address)):
-        raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values, beside a command")
+        raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values and needs a command")
     if not isinstance(headers, Mapping) or (headers and not _is_url(address)):
-        raise KeelError(f"task.tools: headers of {address!r} must be a mapping of names to values, beside an address")
+        raise KeelError(f"task.tools: headers of {address!r} must be a mapping of names to values and needs a URL")
     limits = {"timeout_s": TIMEOUT_S, "max_characters": MAX_CHARACTERS, "at_once": 1}
     limits |= {option: entry[option] for option in limits if option in entry}
     for option, value in limits.items():
@@ -216,7 +216,7 @@ def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], 
 
 @asynccontextmanager
 async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
-    """The transport to an address; it sends the headers to that origin alone."""
+    """The HTTP transport; sends the headers only to this origin."""
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     async with (
@@ -227,15 +227,15 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 
 
 def _filled(text: str) -> str:
-    """Text of an entry with the environment's variables, read when the server is asked for: no entry keeps them."""
+    """Expand environment variables at connection time, so that entries do not store secrets."""
     try:
-        return fill(text)
-    except NoVariable as error:
-        raise ToolError(f"cannot be asked: its entry {error}") from None
+        return expand_env(text)
+    except UnsetVariable as error:
+        raise ToolError(f"cannot be started: its entry {error}") from None
 
 
 def _tool(server: McpServer, listed: Any, limits: Mapping[str, Any]) -> Tool:
-    """A tool as the server describes it; characters that calls cannot be written with become `_` in its name."""
+    """A tool from the server's description; characters that are invalid in calls become `_` in its name."""
     schema = listed.input_schema
     properties, required = schema.get("properties") or {}, tuple(schema.get("required") or ())
     hints = {name: hint_of(properties.get(name)) for name in dict.fromkeys((*properties, *required))}
@@ -251,7 +251,7 @@ def _tool(server: McpServer, listed: Any, limits: Mapping[str, Any]) -> Tool:
 
 
 def hint_of(schema: Any) -> Any:
-    """The type that a JSON schema asks for, as far as arguments are checked here; Any where the server has to."""
+    """The Python type of a JSON schema; Any if it is too complex to check here."""
     if not isinstance(schema, Mapping):
         return Any
     if isinstance(choices := schema.get("enum"), list):
@@ -268,7 +268,7 @@ def hint_of(schema: Any) -> Any:
 
 
 async def _all_tools(client: Any) -> list[Any]:
-    """Every page of the list of tools."""
+    """All pages of the tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor is not None:
@@ -278,7 +278,7 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 async def _answers(client: Any) -> bool:
-    """Whether a server still lists its tools."""
+    """Whether a server still responds."""
     try:
         async with asyncio.timeout(START_S):
             await client.list_tools(cache_mode="refresh")
@@ -288,7 +288,7 @@ async def _answers(client: Any) -> bool:
 
 
 def _text(result: Any) -> str:
-    """The text of a result; other kinds of content are replaced by their name."""
+    """The text of a result; other content is replaced by its type."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     parts = (getattr(part, "resource", part) for part in result.content)
@@ -296,7 +296,7 @@ def _text(result: Any) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """What an error says, the first of a group of them."""
+    """The message of an error, or of the first in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

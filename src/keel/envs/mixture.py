@@ -1,4 +1,4 @@
-"""A mixture of tasks, each problem drawn from one of them: warm starts teach several skills at once."""
+"""A mixture of tasks, such as several skills for a warm start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs.attacks import Attack
 from keel.envs.base import Task
 from keel.envs.episode import Episode
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 
 
 @dataclass(frozen=True)
 class Mixture(Task):
-    """Several tasks as one. Which of them a problem comes from is noted in its info, so that it is judged there."""
+    """Several tasks as one. `info["mixture"]` of a problem is the index of its task, which grades it."""
 
     tasks: tuple[Task, ...]
     weights: tuple[float, ...]
@@ -27,17 +27,17 @@ class Mixture(Task):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its tasks say about how they read their data."""
+        """The notes of its tasks."""
         return tuple(note for task in self.tasks for note in task.notes)
 
     @property
-    def unanswered(self) -> bool:
-        """Whether none of its tasks has answers; a mixture with some is judged by them."""
-        return all(task.unanswered for task in self.tasks)
+    def prompts_only(self) -> bool:
+        """Whether none of its tasks has answers."""
+        return all(task.prompts_only for task in self.tasks)
 
     @property
-    def judged_at_once(self) -> int:
-        return min(task.judged_at_once for task in self.tasks)
+    def reward_concurrency(self) -> int:
+        return min(task.reward_concurrency for task in self.tasks)
 
     @property
     def evaluation_only(self) -> bool:
@@ -48,26 +48,26 @@ class Mixture(Task):
         return super().trusted and all(task.trusted for task in self.tasks)
 
     @property
-    def several_turns(self) -> bool:
-        return any(task.several_turns for task in self.tasks)
+    def multi_turn(self) -> bool:
+        return any(task.multi_turn for task in self.tasks)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """The mixture with only those problems of its tasks' data that `fits` accepts."""
-        filtered = [task.keep(fits) for task in self.tasks]
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """Filter each task."""
+        filtered = [task.filter_problems(fits) for task in self.tasks]
         if not any(filtered):
             return None
         tasks = tuple(task if result is None else result[0] for task, result in zip(self.tasks, filtered, strict=True))
         return replace(self, tasks=tasks), sum(result[1] for result in filtered if result is not None)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems, each task's share drawn by weight."""
-        rng = stream("mixture", "train", seed, step)
+        """Training problems; the task of each is drawn by weight."""
+        rng = seeded_rng("mixture", "train", seed, step)
         picked = rng.choices(range(len(self.tasks)), self.weights, k=count)
         drawn = [iter(t.sample(picked.count(i), seed=seed, step=step)) for i, t in enumerate(self.tasks)]
         return [self._mark(i, next(drawn[i])) for i in picked]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """Held-out problems of all tasks, as many of each as its weight calls for."""
+        """Held-out problems of all tasks in proportion to their weights."""
         total = sum(self.weights)
         edges = [round(count * sum(self.weights[:i]) / total) for i in range(len(self.tasks) + 1)]
         shares = [after - before for before, after in pairwise(edges)]
@@ -81,22 +81,22 @@ class Mixture(Task):
         return self._of(problem).reward(problem, turns)
 
     def fingerprint(self) -> str | None:
-        """The digests of those tasks that read data."""
+        """The digests of the tasks that read data."""
         return "+".join(digest for task in self.tasks if (digest := task.fingerprint()) is not None) or None
 
     def gold_turns(self, problem: Problem) -> list[str]:
         return self._of(problem).gold_turns(problem)
 
-    def demonstrates(self, problem: Problem) -> bool:
-        return self._of(problem).demonstrates(problem)
+    def usable_for_sft(self, problem: Problem) -> bool:
+        return self._of(problem).usable_for_sft(problem)
 
     def start(self, problem: Problem) -> Episode:
         """An episode of the problem's own task."""
         return self._of(problem).start(problem)
 
-    def totals(self) -> Mapping[str, float]:
-        """The running counts of its tasks, under a task's name where several count what is called the same."""
-        counted = {i: dict(task.totals()) for i, task in enumerate(self.tasks)}
+    def counters(self) -> Mapping[str, float]:
+        """The counters of its tasks, prefixed with the task's name if several tasks use the same counter name."""
+        counted = {i: dict(task.counters()) for i, task in enumerate(self.tasks)}
         owners = Counter(name for totals in counted.values() for name in totals)
         return {
             name if owners[name] == 1 else f"{self._label(i)}/{name}": total
@@ -113,7 +113,7 @@ class Mixture(Task):
         return self._of(problem).attacks(problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """What each task adds over the groups of its own problems, under its name."""
+        """The additional metrics of each task, prefixed with its name."""
         metrics: dict[str, float] = {}
         for index, task in enumerate(self.tasks):
             task_groups = [group for group in groups if group.problem.info["mixture"] == index]
@@ -124,7 +124,7 @@ class Mixture(Task):
         return metrics
 
     def _label(self, index: int) -> str:
-        """A task's name, with its index before it where another is called the same."""
+        """The name of a task, prefixed with its index if it is not unique."""
         name = self.tasks[index].name
         return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
 
@@ -136,12 +136,12 @@ class Mixture(Task):
 
 
 def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mixture:
-    """One task out of several, drawn in proportion to `weights` (default: equally)."""
+    """A mixture of tasks, drawn in proportion to `weights` (default: equal)."""
     shares = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(tasks)
     if not tasks:
         raise KeelError("a mixture needs at least one task")
     if len(shares) != len(tasks):
-        raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one each")
+        raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one per task")
     if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:
         raise KeelError(f"mixture weights are {list(shares)}: they must be 0 or more, and not all 0")
     return Mixture(tuple(tasks), shares)

@@ -1,4 +1,4 @@
-"""Options of tasks, data and rewards: `task`, `data`, `rewards`, `reward`."""
+"""Options of the sections `task`, `data`, `rewards` and `reward`."""
 
 from __future__ import annotations
 
@@ -6,59 +6,59 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Above0, Count, Float, Options, PluginOptions, Positive
+from keel.base.options import Float, NonNegativeInt, Options, PluginOptions, PositiveFloat, PositiveInt
 
 
 class TaskOptions(PluginOptions):
-    """A task and its own parameters."""
+    """The name of a task and its parameters."""
 
-    name: str = Field(default="arithmetic", min_length=1, description="Name of the task, or a user's module:attr.")
+    name: str = Field(default="arithmetic", min_length=1, description="Name of the task, or module:attr.")
 
 
 class ColumnOptions(Options):
-    """Which columns of the data are read; a name with dots is a field inside a column, as reward_model.ground_truth."""
+    """Columns of the data. A name with dots is a field inside a column, such as reward_model.ground_truth."""
 
-    prompt: str = Field(default="question", min_length=1, description="Column of the prompt, a text or chat messages.")
+    prompt: str = Field(default="question", min_length=1, description="Column of the prompt: text or chat messages.")
     answer: Annotated[str, Field(min_length=1)] | None = Field(
-        default="answer", description="Column of the answer, one kind of value in all; null: prompts alone."
+        default="answer", description="Column of the answer, all of one type; null: the data have no answers."
     )
     messages: str | None = Field(
-        default=None, description="Column of whole conversations, in place of prompt; their last turn is the answer."
+        default=None, description="Column of whole conversations, instead of prompt; the last turn is the answer."
     )
-    system: str | None = Field(default=None, description="Column of each row's own system message; null for none.")
+    system: str | None = Field(default=None, description="Column of the system message; null: none.")
 
 
 class SourceOptions(Options):
-    """The rows that a task reads: the part of `data` that tasks with a parameter called `data` are given."""
+    """The part of `data` that is passed to tasks with a parameter `data`."""
 
     path: str | tuple[str, ...] | None = Field(
         default=None,
-        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or several; null: the task's own.",
+        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or a list; null: task's default.",
     )
-    split: str = Field(default="train", min_length=1, description="Split to train on, of a folder or a hub dataset.")
+    split: str = Field(default="train", min_length=1, description="Split of a folder or hub dataset to train on.")
     columns: ColumnOptions = Field(default=ColumnOptions(), description="Columns of the data.")
     on_broken: Literal["error", "skip"] = Field(
-        default="error", description="Rows that cannot be read: stop and name them, or leave them out and count them."
+        default="error", description="Rows that cannot be read: stop with an error, or skip and count them."
     )
 
 
 class PromptOptions(Options):
-    """How prompts become tokens."""
+    """How prompts are rendered to tokens."""
 
-    system_prompt: str | None = Field(default=None, description="Text of a system message put before every prompt.")
+    system_prompt: str | None = Field(default=None, description="System message for every prompt.")
     chat_template: str = Field(
         default="auto", description="auto (the tokenizer's, if any), none, or a template's name."
     )
     allow_control_tokens: bool = Field(
         default=False,
-        description="Let prompts hold control tokens such as <|im_start|>, as rendered ones do; false: refuse them.",
+        description="Allow control tokens such as <|im_start|> in prompts; false: raise an error.",
     )
-    max_prompt_length: Positive | None = Field(
-        default=None, description="Longest prompt in tokens; null for the context."
+    max_prompt_length: PositiveInt | None = Field(
+        default=None, description="Maximum prompt length in tokens; null: the context length."
     )
     truncation: Literal["error", "left", "drop"] = Field(
         default="error",
-        description="A prompt that is too long: stop with an error, cut its left end, or leave the problem out.",
+        description="Prompts that are too long: raise an error, truncate on the left, or drop the problem.",
     )
 
 
@@ -67,35 +67,35 @@ class DataOptions(PromptOptions, SourceOptions):
 
     @property
     def source(self) -> dict[str, Any]:
-        """What tasks are given of it, as plain data."""
+        """The options that are passed to tasks, as plain data."""
         return self.model_dump(include=set(SourceOptions.model_fields))
 
 
 class RewardPartOptions(PluginOptions):
-    """One reward and its own parameters."""
+    """The name and weight of a reward, and its parameters."""
 
     name: str = Field(
-        default="task", min_length=1, description="task (its own), a name in docs/rewards.md, or module:attr."
+        default="task",
+        min_length=1,
+        description="task (the task's own reward), a name in docs/rewards.md, or module:attr.",
     )
-    weight: Float = Field(default=1.0, description="Factor of this reward in the sum.")
+    weight: Float = Field(default=1.0, description="Weight of this reward in the sum.")
 
 
 class RewardOptions(Options):
-    """How rewards are combined, and what happens when one fails."""
+    """How rewards are combined and how their failures are handled."""
 
     aggregate: Literal["sum", "normalised_sum"] = Field(
-        default="sum", description="Weighted sum of the rewards, or of each normalised within its group first."
+        default="sum", description="Weighted sum of the rewards, or of rewards that are normalised within each group."
     )
-    warmup_steps: Count = Field(
-        default=0, description="Steps over which the advantages' weight rises linearly from 0 to 1."
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="Steps over which the weight of the advantages rises linearly from 0 to 1."
     )
-    timeout_s: Above0 | None = Field(
-        default=30.0, description="Seconds after which a reward counts as failed; null: never."
-    )
+    timeout_s: PositiveFloat | None = Field(default=30.0, description="Time limit of a reward in seconds; null: none.")
     shuffle: int | None = Field(
         default=None,
-        description="Seed to deal rewards out at random in each group: a control that must not learn; null: off.",
+        description="Seed to permute rewards within each group, a control that must not learn; null: off.",
     )
     on_error: Literal["stop", "zero", "skip_group"] = Field(
-        default="stop", description="A reward that fails, by name: stop the run, count it as 0, or leave its group out."
+        default="stop", description="If a reward fails: stop the run, use 0, or drop its group."
     )

@@ -1,4 +1,4 @@
-"""Drawing problems: streams of random numbers by name, and a held-out part that is a property of the problem itself."""
+"""Draw training and held-out problems. A hash of the problem decides whether it is held out."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 
 HELD_OUT_FRACTION = 0.1
-_PATIENCE = 2000  # draws in a row that may bring nothing new before a range counts as used up
+_MAX_MISSES = 2000  # draws without a new problem before a range counts as exhausted
 
 
-def stream(*parts: object) -> random.Random:
-    """A random stream that depends on `parts` and nothing else; neighbouring seeds and steps share nothing."""
+def seeded_rng(*parts: object) -> random.Random:
+    """A random generator seeded with a hash of `parts`, so that neighbouring seeds and steps are independent."""
     text = "\x1f".join(map(str, parts))
     return random.Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little"))
 
 
 def is_held_out(identity: str, fraction: float = HELD_OUT_FRACTION) -> bool:
-    """Whether the problem called `identity` is held out for evaluation.
+    """Whether the problem with this `identity` is held out.
 
-    A hash of the problem decides, not a seed or a range: whatever other run, warm start or mixture draws it, it is on
-    the same side. `identity` should be equal for problems that give each other away, such as 3+4 and 4+3.
+    Only a hash of the identity decides, so every run, warm start and mixture uses the same split. Use one identity for
+    problems whose answers imply each other, such as 3+4 and 4+3.
     """
     return held_out_rank(identity) < fraction * 2**64
 
 
 def held_out_rank(identity: str) -> int:
-    """The hash that decides, below 2**64: what has the lowest is held out first."""
+    """The 64-bit hash that decides the split; the lowest are held out first."""
     return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
 
 
 def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
-    """Those held out: that many, or that share of them but at least one, and not all; always by the same hash."""
+    """The held-out identities: a number, or a fraction (at least one, and not all)."""
     by_hash = sorted(set(identities), key=held_out_rank)
     if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
         return set(by_hash[: int(held_out)])
@@ -44,22 +44,22 @@ def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]
     return set(chosen[:-1] if leaves_none else chosen)
 
 
-def check_sides(source: str, count: int, train: int, held: int, *, distinct: int, more: str = "") -> None:
-    """Refuse `count` problems whose split leaves a side empty; `distinct` of them can be told apart."""
+def check_split(source: str, count: int, train: int, held: int, *, distinct: int, more: str = "") -> None:
+    """Raise a KeelError if the training or the held-out split is empty."""
     if train and held:
         return
-    lacks = "train on" if not train else "evaluate on"
-    advice = "give more of them, or another task.held_out" if distinct > 1 else "give at least two different ones"
+    empty = "training" if not train else "evaluation"
+    advice = "add problems, or change task.held_out" if distinct > 1 else "give at least two different ones"
     raise KeelError(
-        f"{source} has {count} problem{'s' * (count != 1)}, {distinct} of them different, which leaves none to "
-        f"{lacks}: {advice}{more}"
+        f"{source} has {count} problem{'s' * (count != 1)} ({distinct} different), which leaves none for {empty}: "
+        f"{advice}{more}"
     )
 
 
 def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
-    """Identities with exactly `count` problems behind them (`sizes`: how many each stands for), by the same hash.
+    """Choose identities with exactly `count` problems in total (`sizes`: problems per identity), by the same hash.
 
-    For ranges so small that a share of the hash says little. Identities stay whole, so that 3+4 never gives away 4+3.
+    Use it for small ranges, where a fraction is inexact. All problems of an identity are on the same side.
     """
     chosen: list[str] = []
     remaining = count
@@ -78,10 +78,9 @@ HeldOut = Callable[[str], bool]
 
 
 def training_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
-    """`count` problems that are not held out, distinct as long as the range has more to give.
+    """`count` problems that are not held out, distinct until the range is exhausted.
 
-    A problem that has to come again gets another key, because noise is keyed by it: two groups with one key would be
-    the same completions twice.
+    A repeated problem gets another key: the key seeds the noise, so equal keys would give equal completions.
     """
     problems: dict[str, Problem] = {}
     repeating = False
@@ -89,7 +88,7 @@ def training_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
         seen = () if repeating else problems
         problem = _next(draw, rng, lambda identity, p, seen=seen: not held_out(identity) and p.key not in seen)
         if problem is None and repeating:
-            raise KeelError("the task's range holds no training problem: widen its range (low/high, digits, size)")
+            raise KeelError("the task's range has no training problem: widen it (low/high, digits, size)")
         if problem is None:
             repeating = True
             continue
@@ -101,7 +100,7 @@ def training_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
 
 
 def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: HeldOut = is_held_out) -> list[Problem]:
-    """`count` distinct held-out problems, or all there are where the range has fewer."""
+    """`count` distinct held-out problems, or all if the range has fewer."""
     problems: dict[str, Problem] = {}
     while len(problems) < count:
         problem = _next(draw, rng, lambda identity, problem: held_out(identity) and problem.key not in problems)
@@ -109,12 +108,12 @@ def held_out_problems(draw: Draw, count: int, rng: random.Random, held_out: Held
             break
         problems[problem.key] = problem
     if count and not problems:
-        raise KeelError("the task's range holds no held-out problem: widen its range (low/high, digits, size)")
+        raise KeelError("the task's range has no held-out problem: widen it (low/high, digits, size)")
     return list(problems.values())
 
 
 def _next(draw: Draw, rng: random.Random, accept: Callable[..., bool]) -> Problem | None:
-    for _ in range(_PATIENCE):
+    for _ in range(_MAX_MISSES):
         identity, problem = draw(rng)
         if accept(identity, problem):
             return problem

@@ -23,7 +23,7 @@ from keel.envs.sandbox_worker import encode
 
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _SHOWN = 200  # characters of an output or a value
-NO_SYNTAX = "SyntaxError"
+NO_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 _DEEPEST = 100  # lists within lists of a value that is compared
 _REMEMBERED = 32 * 2**20  # characters of the outcomes that are kept
 _PARTS = ("correct", "passed")  # of a reward, which no test may be named
@@ -41,7 +41,7 @@ class Outcome:
     kind: str = ""
 
     def __str__(self) -> str:
-        return f"{'✓' if self.passed else '✗'} {self.shown}"
+        return f"{'✓' if self.passed else '✗'} {f'{self.name}: ' if self.name else ''}{self.shown}"
 
 
 def program_of(text: str) -> str:
@@ -178,12 +178,15 @@ def _asked(test: Mapping[str, Any]) -> str:
     if "stdin" in test:
         return f"input {_short(test['stdin'])}"
     if "call" in test:
-        return f"{test['call']}({', '.join(map(repr, test['args']))})"[:_SHOWN]
-    return " ".join(str(test["code"]).split())[:_SHOWN]
+        return _cut(f"{test['call']}({', '.join(map(repr, test['args']))})")
+    return _cut("; ".join(line.strip() for line in str(test["code"]).splitlines() if line.strip()).replace(":; ", ": "))
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 

@@ -1,5 +1,4 @@
-"""What `keel check-task` proves beyond the task itself: prompts and answers survive a tokenizer, configured rewards
-pay for the gold answer, and a few worked examples for a person to read."""
+"""Checks of `keel check-task` that need a tokenizer or configured rewards, and its examples."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from keel.envs.rewards import as_reward
 from keel.envs.validity import ValidityCheck, checks, expect, first_problems, outcome, training_steps
 
 NONSENSE = "I do not know."
-MOST_REMOTE = 4  # problems whose rewards a judge elsewhere is asked for
+MAX_REMOTE = 4  # problems graded by a remote judge
 EXAMPLES = 3
 
 
 class PromptRenderer(Protocol):
-    """How a problem becomes tokens, as `keel.rollout.render` does it."""
+    """Render a problem to tokens, as `keel.rollout.render` does."""
 
     tokenizer: Any
 
@@ -30,10 +29,10 @@ class PromptRenderer(Protocol):
 def prove(
     task: Task, *, renderer: PromptRenderer, strict: bool, judge: Judge | None = None, count: int = 32, seed: int = 0
 ) -> Iterator[ValidityCheck]:
-    """Every check of a task, the tokenizer's and the configured rewards' included.
+    """Run all checks of a task, including tokenizer and configured rewards.
 
-    `strict`: this is the tokenizer that will be trained with, so that a character it does not know is a fault. Without
-    it, texts that the tokenizer cannot write are left out and counted.
+    `strict`: the tokenizer is that of the trained model, so unknown characters are an error. Otherwise texts with
+    unknown characters are skipped and counted.
     """
     yield from checks(task, count, seed)
     drawn: list[Problem] = []
@@ -51,7 +50,7 @@ def prove(
 
 
 def examples(task: Task, judge: Judge | None = None, count: int = EXAMPLES, seed: int = 0) -> list[dict[str, Any]]:
-    """A few problems with what the gold answer and a wrong one earn, part by part."""
+    """Examples: problems with the rewards of the gold answer and of a wrong one, by part."""
     problems = first_problems(task, max(count, 2), seed)
     judge = judge or Judge.of(task)
     worked = []
@@ -69,14 +68,14 @@ def examples(task: Task, judge: Judge | None = None, count: int = EXAMPLES, seed
 
 
 def wrong_answer(task: Task, problem: Problem, other: Problem) -> list[str]:
-    """Turns that earn less: those of another problem's answer, or nonsense where that is right here too."""
+    """Turns that earn less: the gold answer of another problem, or a refusal if that is correct here too."""
     gold, candidate = task.gold_turns(problem), task.gold_turns(other)
     earned = [as_reward(task.reward(problem, turns)).total for turns in (gold, candidate)]
     return candidate if earned[1] < earned[0] else [NONSENSE]
 
 
 def _prompts(problems: Callable[[], Sequence[Problem]], renderer: PromptRenderer, strict: bool) -> str:
-    """Rendered to tokens and back, every message is still there, word for word."""
+    """Check that every message is unchanged after encoding and decoding."""
     left_out = 0
     for problem in problems():
         texts = [problem.prompt] if isinstance(problem.prompt, str) else [m["content"] for m in problem.prompt]
@@ -85,12 +84,12 @@ def _prompts(problems: Callable[[], Sequence[Problem]], renderer: PromptRenderer
         if lost and not strict and not all(_covers(renderer.tokenizer, text) for text in lost):
             left_out += 1
             continue
-        expect(not lost, f"the prompt of {problem.key!r} does not come back from its tokens: {_difference(lost, back)}")
-    return _summary(len(problems()), left_out, "prompts come back from their tokens")
+        expect(not lost, f"the prompt of {problem.key!r} changes in tokenization: {_difference(lost, back)}")
+    return _summary(len(problems()), left_out, "prompts are unchanged after encoding and decoding")
 
 
 def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: Any, strict: bool) -> str:
-    """Encoded and decoded, the gold answer still earns the full reward."""
+    """Check that the gold answer earns the full reward after encoding and decoding."""
     left_out = 0
     for problem in problems():
         gold = task.gold_turns(problem)
@@ -99,14 +98,14 @@ def _answers(problems: Callable[[], Sequence[Problem]], task: Task, tokenizer: A
         if earned < full and not strict and not all(_covers(tokenizer, turn) for turn in gold):
             left_out += 1
             continue
-        what = f"the gold answer of {problem.key!r} comes back from its tokens as {back[-1][:60]!r}"
-        expect(earned >= full, f"{what} and earns {earned:g} instead of {full:g}")
+        what = f"tokenization changes the gold answer of {problem.key!r} to {back[-1][:60]!r}"
+        expect(earned >= full, f"{what}, which earns {earned:g} instead of {full:g}")
     return _summary(len(problems()), left_out, "gold answers earn the full reward after encoding and decoding")
 
 
 def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge) -> str:
-    """Under the configured rewards the gold answer earns more than a wrong and an empty one of the same group."""
-    chosen = problems()[: MOST_REMOTE if judge.remote else None]
+    """Check that the configured rewards give the gold answer more than a wrong and an empty one of its group."""
+    chosen = problems()[: MAX_REMOTE if judge.remote else None]
     names = ", ".join(part.name for part in judge.parts)
     for number, problem in enumerate(chosen):
         wrong = wrong_answer(task, problem, chosen[number - 1])
@@ -117,7 +116,7 @@ def _rewards(problems: Callable[[], Sequence[Problem]], task: Task, judge: Judge
         totals = [reward.total for reward in judged or ()]
         for what, total in zip(("a wrong answer", "an empty answer"), totals[1:], strict=True):
             fine = total < totals[0]
-            expect(fine, f"{what} to {problem.key!r} earns {total:g} under {names}, the gold one {totals[0]:g}")
+            expect(fine, f"{what} to {problem.key!r} earns {total:g} under {names}, the gold answer {totals[0]:g}")
     return f"under {names} gold answers earn more than wrong and empty ones on {len(chosen)} problems"
 
 
@@ -132,7 +131,7 @@ def _covers(tokenizer: Any, text: str) -> bool:
 
 
 def _summary(count: int, left_out: int, what: str) -> str:
-    rest = f"; {left_out} have characters that this tokenizer does not know" if left_out else ""
+    rest = f"; {left_out} skipped for characters that this tokenizer does not know" if left_out else ""
     return f"{count - left_out} {what}{rest}"
 
 

@@ -1,4 +1,4 @@
-"""`reasoning_gym`: any dataset of the library of that name, judged by the library's own scoring."""
+"""`reasoning_gym`: any dataset of the library reasoning-gym, graded by the library."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from keel.base.types import Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
 from keel.envs.problems import (
-    check_sides,
+    check_split,
     held_out_problems,
     is_held_out,
+    seeded_rng,
     split_held_out,
-    stream,
     training_problems,
 )
 
 SIZE = 10_000
-FEW = 50  # problems that are looked at all, to hold some out and leave some
-HELD_OUT = 0.2  # more than elsewhere: some datasets take a tenth of a second to make one problem
+FEW = 50  # up to this size all problems are drawn, so that both splits get some
+HELD_OUT = 0.2  # larger than the default, because some datasets need 0.1 s per problem
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 FALLBACKS = ("line", "text", "none")
 FULL = 1.0 - 1e-9
-# Where a dataset has no answer that is the only one, these of its metadata hold one that is right.
+# Metadata with a correct answer, for datasets with several correct answers.
 _EXAMPLES = ("example_answer", "possible_answer", "example_correct_answer")
-# Names that may stand in an answer which the library hands to sympy's parser, and that parser to Python.
+# Names allowed in answers that the library passes to sympy's parser, which evaluates Python.
 _TRIGONOMETRY = ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
 _FUNCTIONS = frozenset((*_TRIGONOMETRY, "exp", "log", "ln", "sqrt", "pi", "Abs", "abs"))
 _SMALL_POWER = r"(\*\*|\^)\s*(-?\d{1,2}|\w|\(\s*-?\d{1,2}\s*(/\s*\d{1,2}\s*)?\))(?![\w.])(?!\s*(\*\*|\^))"
@@ -43,7 +43,7 @@ _SMALL_POWER = r"(\*\*|\^)\s*(-?\d{1,2}|\w|\(\s*-?\d{1,2}\s*(/\s*\d{1,2}\s*)?\))
 
 @dataclass(frozen=True)
 class ReasoningGym(Task):
-    """Problems of one dataset, by index; a hash of the question's text decides which are held out."""
+    """Problems of one dataset by index; a hash of the question decides which are held out."""
 
     dataset: str
     params: tuple[tuple[str, Any], ...]
@@ -53,7 +53,7 @@ class ReasoningGym(Task):
     score: Callable[[str, Mapping[str, Any]], float] = field(repr=False, compare=False)
     is_held: Callable[[str], bool] = field(repr=False, compare=False)
     size: int = SIZE
-    trusted: bool = False  # the library's scoring reads completions: the judge keeps its time
+    trusted: bool = False  # the library grades completions, so the judge applies its time limit
 
     @property
     def name(self) -> str:
@@ -61,31 +61,31 @@ class ReasoningGym(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        rng = stream("reasoning_gym", self.dataset, "train", seed, step)
+        rng = seeded_rng("reasoning_gym", self.dataset, "train", seed, step)
         return training_problems(self._draw, count, rng, held_out=self.is_held)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of questions that no training stream ever draws."""
-        rng = stream("reasoning_gym", self.dataset, "held-out", seed)
+        """A fixed set of problems that `sample` never returns."""
+        rng = seeded_rng("reasoning_gym", self.dataset, "held-out", seed)
         return held_out_problems(self._draw, count, rng, held_out=self.is_held)
 
     def gold(self, problem: Problem) -> str:
-        """The library's answer in its tag; of a dataset with several right answers, the one it gives as an example."""
+        """The library's answer in its tag; with several correct answers, the library's example."""
         if problem.answer is None:
             raise KeelError(
-                f"{self.name} has no gold answer, since many are right: it can be trained on by its reward, but "
-                "neither warm-started nor checked"
+                f"{self.name} has no gold answers, because many answers are correct: it supports training, but no warm "
+                "start and no check-task"
             )
         return f"<answer>{problem.answer}</answer>"
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The library's score of the answer; the part `correct` is 1 where that is full."""
+        """The library's score; the part `correct` is 1 for the full score."""
         answer = self._read(turns[-1] if turns else "")
         value = 0.0 if answer is None else self.score(answer, self.entry(problem.info["index"]))
         return Reward(value, {"correct": float(value >= FULL)}, parsed=answer is not None)
 
     def _read(self, text: str) -> str | None:
-        """What stands in the last `<answer>`; without one, the last line that is not empty, or all of the text."""
+        """The content of the last `<answer>`, else the fallback: the last line or the whole text."""
         tagged = last_tag(text)
         if tagged is None and self.fallback != "none":
             lines = text.strip().splitlines()
@@ -107,11 +107,11 @@ class ReasoningGym(Task):
 
 
 def reasoning_gym(dataset: str, fallback: str = "line", instruction: str = INSTRUCTION, **params: Any) -> ReasoningGym:
-    """The task `reasoning_gym`: `dataset` names one of the library's, the other parameters are that dataset's own.
+    """The task `reasoning_gym`: `dataset` is a dataset of the library, other parameters are passed to it.
 
-    The answer is what stands in the last `<answer>`; without that tag, the last line, the whole text (`fallback:
-    text`) or nothing (`none`). `instruction` follows every question. `size` (default 10,000) is the number of problems
-    and `seed` (default 0) which ones.
+    The answer is the content of the last `<answer>`; without that tag, the last line, the whole text (`fallback:
+    text`) or nothing (`none`). `instruction` is appended to every question. `size` (default 10,000) is the number of
+    problems and `seed` (default 0) selects them.
     """
     check_reasoning_gym({"dataset": dataset, "fallback": fallback, "instruction": instruction, **params})
     chosen = {"seed": 0, "size": SIZE, **params}
@@ -130,7 +130,7 @@ def reasoning_gym(dataset: str, fallback: str = "line", instruction: str = INSTR
 
 
 def check_reasoning_gym(params: Mapping[str, Any]) -> None:
-    """Refuse an unknown dataset or parameter with the nearest that there is, and values that the dataset refuses."""
+    """Check the dataset, the parameter names and, with the library, their values."""
     options = {name: value for name, value in params.items() if name not in ("dataset", "fallback", "instruction")}
     known = {name: config for name, (_, config) in _library().factory.DATASETS.items()}
     dataset = params["dataset"]
@@ -148,7 +148,7 @@ def check_reasoning_gym(params: Mapping[str, Any]) -> None:
         if hasattr(settings, "validate"):
             settings.validate()
     except Exception as error:  # the library asserts; a wrong type may raise anything
-        raise KeelError(f"reasoning_gym {dataset} refuses its parameters {options}: {first_line(error)}") from error
+        raise KeelError(f"reasoning_gym {dataset} rejects its parameters {options}: {first_line(error)}") from error
 
 
 def _library() -> Any:
@@ -161,12 +161,12 @@ def _library() -> Any:
 
 
 def _held_out_rule(dataset: str, entry: Callable[[int], Mapping[str, Any]], size: int) -> Callable[[str], bool]:
-    """Whether a question is held out, by its hash; of few questions, so that neither side is without any."""
+    """The predicate for held-out questions; for few questions, no split is empty."""
     if size > FEW:
         return lambda question: is_held_out(question, HELD_OUT)
     questions = {str(entry(index)["question"]) for index in range(size)}
     held = split_held_out(questions, HELD_OUT)
-    check_sides(
+    check_split(
         f"reasoning_gym {dataset}",
         size,
         len(questions) - len(held),
@@ -185,14 +185,14 @@ def _answer(entry: Mapping[str, Any]) -> str | None:
 
 
 def _scorer(dataset: Any) -> Callable[[str, Mapping[str, Any]], float]:
-    """The library's `score_answer` for texts that nobody has looked at.
+    """The library's `score_answer`, made safe for untrusted text.
 
-    Some of its datasets hand the answer to `eval`, which is here the evaluation of literals, or to sympy's parser,
-    which is given expressions of known names and small powers alone. What its scoring cannot read earns 0.
+    Some datasets pass the answer to `eval`, which is replaced by `ast.literal_eval`, or to sympy's parser, which only
+    gets expressions of known names and small powers. Answers that raise an error earn 0.
     """
     source = inspect.getsource(type(dataset).score_answer)
     module = sys.modules[type(dataset).__module__]
-    module.print = lambda *args, **options: None  # type: ignore[attr-defined]  # some tell stdout what they cannot read
+    module.print = lambda *args, **options: None  # type: ignore[attr-defined]  # some print parse errors to stdout
     if "eval(answer" in source:
         module.eval = ast.literal_eval  # type: ignore[attr-defined]
     parsed_as_maths = "parse_expr(" in source and "sympy" in inspect.getsource(module)
@@ -209,10 +209,10 @@ def _scorer(dataset: Any) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def is_plain_maths(text: str) -> bool:
-    """Whether an expression consists of numbers, letters, known functions, + - * / and small powers, and is short."""
+    """Whether a text is a short expression of numbers, letters, known functions, + - * / and small powers."""
     if len(text) > 300 or not re.fullmatch(r"[\w\s+\-*/^().,]*", text, re.ASCII) or "__" in text:
         return False
-    if re.search(r"[A-Za-z_)]\s*\.", text):  # an attribute of something
+    if re.search(r"[A-Za-z_)]\s*\.", text):  # attribute access
         return False
     if not all(len(name) == 1 or name in _FUNCTIONS for name in re.findall(r"[A-Za-z_]\w*", text)):
         return False

@@ -1,4 +1,4 @@
-"""Tasks by name, and mixtures of them; parameters are checked against signatures before anything is built."""
+"""Tasks by name. Parameters are checked against the factory's signature before the task is built."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from keel.envs.with_tools import WithTools, with_tools
 
 
 def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
-    """The task `mixture`: several tasks, each written as in `task:`, drawn in proportion to `weights`."""
+    """The task `mixture`: a list of tasks, each written as in `task:`, drawn in proportion to `weights`."""
     if not isinstance(tasks, Sequence) or not all(isinstance(entry, Mapping) and "name" in entry for entry in tasks):
         raise KeelError("mixture takes tasks as a list of entries with a name, such as {name: arithmetic, skill: add}")
     return mixture([build_task(**entry) for entry in tasks], weights)
 
 
 def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
-    """The task `tools`: another task, written as in `task:`, whose model may call tools (as `tools_of` takes them)."""
+    """The task `tools`: another task, written as in `task:`, with tools (see `tools_of`)."""
     if not isinstance(task, Mapping) or "name" not in task:
         raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
     return with_tools(build_task(**task), tools_of(tools), format)
 
 
 class LazyTask:
-    """A recipe's task: its module is imported when the task is first looked at, and lacks of it are one line."""
+    """A recipe's task that is imported at first use; a missing package is a KeelError."""
 
     def __init__(self, spec: str, extra: str) -> None:
         self.spec, self.extra = spec, extra
@@ -52,7 +52,7 @@ class LazyTask:
         return inspect.signature(self.load())
 
     def load(self) -> Callable[..., Any]:
-        """The task's own factory."""
+        """Import the task's factory."""
         module, _, attr = self.spec.partition(":")
         try:
             factory: Callable[..., Any] = getattr(importlib.import_module(module), attr)
@@ -77,12 +77,12 @@ TASKS: dict[str, Callable[..., Task]] = {
     "reasoning_gym": reasoning_gym,
     "tools": tools_around,
 }
-# Tasks whose parameters the signature alone does not tell.
+# Additional checks for tasks with parameters that the signature does not show.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 
 
 def build_task(name: str, **params: Any) -> Task:
-    """The task called `name`, or made by the user's `module:attr`, with its own parameters."""
+    """Build a task by name or `module:attr` from its parameters."""
     check_task(name, params)
     factory = get_task(name)
     task = make_part(f"task {name}", factory, **part_arguments(f"task {name}", factory, params))
@@ -90,24 +90,24 @@ def build_task(name: str, **params: Any) -> Task:
 
 
 def check_task(name: str, params: Mapping[str, Any]) -> None:
-    """Refuse an unknown task or parameter, with the nearest valid name; builds nothing."""
+    """Check task name and parameters without building the task; errors suggest the nearest name."""
     part_arguments(f"task {name}", get_task(name), params)
     if name in CHECKS:
         CHECKS[name](params)
 
 
 def reads_data(name: str) -> bool:
-    """Whether a task reads data: whether its factory has a parameter called `data`."""
+    """Whether a task reads data: its factory has a parameter `data`."""
     return "data" in inspect.signature(get_task(name)).parameters
 
 
 def check_data(task: TaskOptions, data: DataOptions) -> None:
-    """Refuse data that the task would not read, or lacks."""
+    """Refuse data options that the task ignores, and missing data."""
     untouched = SourceOptions()
     changed = [name for name in SourceOptions.model_fields if getattr(data, name) != getattr(untouched, name)]
     if changed and not reads_data(task.name):
         raise KeelError(
-            f"data.{changed[0]} is given, but task {task.name} makes its own problems: leave it out, or set "
+            f"data.{changed[0]} is given, but task {task.name} generates its problems: leave it out, or set "
             "task.name=dataset"
         )
     if task.name == "dataset" and data.path is None and "data" not in task.params:
@@ -119,7 +119,7 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
 
 
 def get_task(name: str) -> Callable[..., Any]:
-    """What makes the task of that name, or a user's own `module:attr`."""
+    """The factory of a task by name or `module:attr`."""
     if name in TASKS:
         factory = TASKS[name]
         return factory.load() if isinstance(factory, LazyTask) else factory

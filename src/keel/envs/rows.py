@@ -1,4 +1,4 @@
-"""Rows of a user's data: JSONL, JSON, parquet, CSV, a folder of them or a hub dataset, each row with its location."""
+"""Read rows with their locations from JSONL, JSON, parquet or CSV files, folders or hub datasets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DataRow:
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A record that cannot be used, and why."""
+    """A record that cannot be used, and the reason."""
 
     location: str
     why: str
@@ -37,7 +37,7 @@ class BrokenRow:
 
 @dataclass(frozen=True)
 class DataRows:
-    """The rows of a source, which is named in messages; `columns` are all that occur."""
+    """The rows of a source; `columns` is the union over rows."""
 
     source: str
     rows: tuple[DataRow, ...]
@@ -49,9 +49,9 @@ class DataRows:
 
 
 def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
-    """All rows behind `data.path`: a file, a folder, a hub name (`path`, `path,name` or `path,name,split`), or several.
+    """Read `data.path`: a file, a folder, a hub name (`path`, `path,name` or `path,name,split`), or a list of them.
 
-    Lines that are no records are listed as broken, for the caller to refuse or count.
+    Invalid lines are listed in `broken`.
     """
     paths = [path] if isinstance(path, str) else list(path)
     if not paths:
@@ -62,7 +62,7 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
     else:
         rows = tuple(row for part in several for row in part.rows)
         locations = {row.location for row in rows}
-        if len(locations) < len(rows):  # files of one name in several folders: then the whole path tells them apart
+        if len(locations) < len(rows):  # equal file names in several folders: use the whole path
             rows = tuple(
                 DataRow(f"{name}:{row.location.rpartition(':')[2]}", row.values)
                 for name, part in zip(paths, several, strict=True)
@@ -72,28 +72,26 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
             f"{paths[0]} and {len(paths) - 1} more", rows, tuple(b for part in several for b in part.broken)
         )
     if not result.rows and not result.broken:
-        raise KeelError(f"{result.source} is empty: it holds no row")
+        raise KeelError(f"{result.source} is empty: give a file with rows")
     return result
 
 
 def row_order(row: DataRow | BrokenRow) -> tuple[str, int]:
-    """A row's location as file and line, to sort by."""
+    """Sort key: file and line of a row."""
     file, _, line = row.location.rpartition(":")
     return file, int(line)
 
 
 def handle_broken_rows(source: str, broken: Sequence[BrokenRow], on_broken: str) -> str | None:
-    """Refuse broken rows by their locations, or with `data.on_broken: skip` return the note that counts them."""
+    """Raise an error for broken rows, or with `data.on_broken: skip` return a note with their number."""
     if not broken:
         return None
     shown = ", ".join(item.location for item in broken[1:4]) + (", …" if len(broken) > 4 else "")
     more = f" ({len(broken) - 1} more: {shown})" if len(broken) > 1 else ""
     if on_broken == "error":
         first = broken[0]
-        raise KeelError(
-            f"{first.location}: {first.why}{more}; mend it, or leave such rows out with data.on_broken=skip"
-        )
-    return f"{source}: {len(broken)} broken rows left out (data.on_broken=skip), the first at {broken[0].location}"
+        raise KeelError(f"{first.location}: {first.why}{more}; fix it, or skip such rows with data.on_broken=skip")
+    return f"{source}: {len(broken)} broken rows skipped (data.on_broken=skip), the first at {broken[0].location}"
 
 
 def _read(path: str, split: str) -> DataRows:
@@ -103,7 +101,7 @@ def _read(path: str, split: str) -> DataRows:
     if file.is_file():
         if split != "train" and split.lower() not in _words(file.name):
             raise KeelError(
-                f"data.split={split} has no meaning for {path}: a file has no splits; leave it out, or give a folder "
+                f"data.split={split} has no effect for {path}: a file has no splits; leave it out, or give a folder "
                 "or a hub name"
             )
         return _file(file)
@@ -112,14 +110,14 @@ def _read(path: str, split: str) -> DataRows:
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         near = nearest(file.name, siblings, 0.6)
         hint = f"did you mean {file.parent / near}?" if near else "give a file, a folder or a hub name"
-        raise KeelError(f"data.path: there is no file {path}: {hint}")
+        raise KeelError(f"data.path: file {path} not found: {hint}")
     return _hub(path, split)
 
 
 def _file(path: Path) -> DataRows:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise KeelError(f"cannot read {path}: its ending is {path.suffix!r}, known are {', '.join(READERS)}")
+        raise KeelError(f"cannot read {path}: unknown file type {path.suffix!r}, use one of {', '.join(READERS)}")
     rows: list[DataRow] = []
     broken: list[BrokenRow] = []
     try:
@@ -134,7 +132,7 @@ def _file(path: Path) -> DataRows:
     return DataRows(str(path), tuple(rows), tuple(broken))
 
 
-# ------------------------------------------------------- readers: (number, record), or (number, why it is none)
+# ----------------------------------------------- readers: yield (number, record) or (number, why it is broken)
 
 Records = Iterator[tuple[int, dict[str, Any] | str]]
 
@@ -145,7 +143,7 @@ def _jsonl(path: Path) -> Records:
 
 
 def _json(path: Path) -> Records:
-    """A list of objects; a file of this ending that is JSONL all the same is read as that."""
+    """Read a list of objects, or JSONL in a .json file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
@@ -156,10 +154,10 @@ def _json(path: Path) -> Records:
     if isinstance(content, dict):
         lists = [name for name, value in content.items() if isinstance(value, list)]
         if len(lists) != 1:
-            raise KeelError(f"{path} holds one object: give a list of objects, or one object a line as .jsonl")
+            raise KeelError(f"{path} contains one object: give a list of objects, or one object per line as .jsonl")
         content = content[lists[0]]
     if not isinstance(content, list):
-        raise KeelError(f"{path} holds a JSON {json_kind(content)}: give a list of objects")
+        raise KeelError(f"{path} contains a JSON {json_kind(content)}: give a list of objects")
     for number, record in enumerate(content, start=1):
         yield number, record if isinstance(record, dict) else f"a JSON {json_kind(record)}, not an object"
 
@@ -173,7 +171,7 @@ def _csv(path: Path) -> Records:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
-                raise KeelError(f"{path}: the column {twice!r} occurs twice in the first line")
+                raise KeelError(f"{path}: the column {twice!r} occurs twice in the header")
             while True:
                 number = reader.line_num + 1
                 fields = next(reader, None)
@@ -184,7 +182,7 @@ def _csv(path: Path) -> Records:
                 if len(fields) == len(header):
                     yield number, dict(zip(header, fields, strict=True))
                 else:
-                    yield number, f"{len(fields)} fields where the first line names {len(header)} columns"
+                    yield number, f"{len(fields)} fields, but the header has {len(header)} columns"
         except (csv.Error, UnicodeDecodeError) as error:
             raise KeelError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8 ({error})") from error
 
@@ -196,7 +194,7 @@ def _parquet(path: Path) -> Records:
     except ImportError as error:
         raise KeelError(f"reading {path} needs pyarrow: pip install pyarrow") from error
     try:
-        table = parquet.ParquetFile(path).read()  # this file alone: folders named a=b are no columns
+        table = parquet.ParquetFile(path).read()  # only this file, so that folders named a=b do not become columns
     except pyarrow.ArrowException as error:
         raise KeelError(f"cannot read {path}: {next(iter(str(error).splitlines()), 'not parquet')}") from error
     yield from enumerate(table.to_pylist(), start=1)
@@ -216,19 +214,19 @@ READERS: dict[str, Callable[[Path], Records]] = {
 
 
 def _folder(folder: Path, split: str) -> DataRows:
-    """A `save_to_disk` folder, or files that have the split in their name or their folder's."""
+    """Read a `save_to_disk` folder, or the files with the split in their path."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _loaded(str(folder), split, lambda datasets: datasets.load_from_disk(str(folder)))
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in READERS)
     if not files:
-        raise KeelError(f"the folder {folder} holds no data: known endings are {', '.join(READERS)}")
+        raise KeelError(f"the folder {folder} has no data files: known types are {', '.join(READERS)}")
     name_parts = {file: _words(str(file.relative_to(folder))) for file in files}
     chosen = [file for file in files if split.lower() in name_parts[file]]
-    if not chosen and split == "train":  # files that name no split are for training
+    if not chosen and split == "train":  # files without a split in their path are training data
         chosen = [file for file in files if not name_parts[file] & set(SPLITS)]
     if not chosen:
         names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
-        raise KeelError(f"the folder {folder} has no file of the split {split!r}: it holds {names}; set data.split")
+        raise KeelError(f"the folder {folder} has no file of the split {split!r}: it has {names}; set data.split")
     parts = [_file(file) for file in chosen]
     source = str(chosen[0]) if len(chosen) == 1 else f"{folder} ({split})"
     prefix = {part.source: str(Path(part.source).relative_to(folder)) for part in parts}
@@ -252,12 +250,12 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> DataRows:
         import datasets
     except ImportError as error:
         raise KeelError(
-            f"data.path={source} is no file here, and a hub needs datasets: pip install datasets"
+            f"data.path={source} is not a local file, and hub datasets need the package datasets: pip install datasets"
         ) from error
     try:
         with _quiet("huggingface_hub", "datasets"):
             data = load(datasets)
-    except Exception as error:  # a hub fails in many ways; each is one line to the user
+    except Exception as error:  # hub errors have many types
         raise KeelError(f"cannot load data.path={source}, split {split!r}: {first_line(error)}") from error
     if isinstance(data, Mapping):
         if split not in data:
@@ -270,7 +268,7 @@ def _loaded(source: str, split: str, load: Callable[[Any], Any]) -> DataRows:
 
 @contextmanager
 def _quiet(*libraries: str) -> Iterator[None]:
-    """Silence the libraries' lines about each retry: the outcome is one line, at the end."""
+    """Silence the libraries' logs about retries."""
     loggers = [logging.getLogger(name) for name in libraries]
     levels = [logger.level for logger in loggers]
     try:

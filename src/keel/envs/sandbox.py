@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from keel.base.errors import KeelError, unknown
-from keel.envs.bubblewrap import bubblewrap, python_command, refused
+from keel.envs.bubblewrap import confined, python_command, refused
 
 WORKER = Path(__file__).with_name("sandbox_worker.py")
 KINDS = ("auto", "bubblewrap", "none")
@@ -402,12 +402,12 @@ class Sandbox:
             "cpu_s": 16 * int(limits.timeout_s + 1),  # of an episode's calls together; the clock ends each
         }
         python = [*python_command(WORKER.read_text(encoding="utf-8")), json.dumps(settings)]
-        command: list[str] = [*(bubblewrap() if isolated else ()), *python]
         self._owner = os.getpid()
         self.starts += 1
         with theirs, tempfile.TemporaryFile() as errors:
-            self._process = subprocess.Popen(
-                command,
+            start = confined if isolated else subprocess.Popen
+            self._process = start(
+                python,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,

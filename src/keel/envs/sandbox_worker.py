@@ -37,14 +37,17 @@ WARM = (
     "array bisect calendar cmath collections copy dataclasses datetime decimal enum fractions functools heapq "
     "itertools math operator queue random re statistics string textwrap time traceback typing"
 )
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_THREAD = 0x00020000, 0x08000000, 0x20000000, 0x00010000
+USER = 1000  # the id of programs inside the sandbox
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
+CLONE_THREAD = 0x00010000
+THREADS = 512  # of one program
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_NO_NEW_PRIVS = 38
 ERRNO, ALLOW, EPERM, ENOSYS, MASKED_EQUAL, EQUAL = 0x00050000, 0x7FFF0000, 1, 38, 7, 4
 TCGETS, FIOCLEX = 0x5401, 0x5451
 # All that a program may ask of the kernel: memory, its own files and pipes, threads, time. No new process or program,
 # no address family, no namespace, no mount, no tracing, no shared memory, no keys; and no lock, lease, mode or time of
-# a file, which others could see: where Keel runs as root, the devices' and the library's files are root's own.
+# a file, which others could see: the library's files may be those of Keel's user.
 DESCRIPTOR_COMMANDS = (
     fcntl.F_DUPFD,
     fcntl.F_DUPFD_CLOEXEC,
@@ -104,6 +107,8 @@ class Confinement:
             size = f"size={limits['disk']},nr_inodes=1024,mode=0700,uid={os.getuid()},gid={os.getgid()}"
             flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
             self._check("mount", self.libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, size.encode()))
+            # RLIMIT_NPROC counts within a user namespace: with one of its own, a program uses up no other's threads.
+            self._check("unshare", self.libc.unshare(CLONE_NEWUSER))
         os.setsid()  # a process group reaches across PID namespaces
         os.chdir(limits["folder"])
         for kind, limit in (
@@ -112,7 +117,7 @@ class Confinement:
             (resource.RLIMIT_CPU, limits["cpu_s"]),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_CORE, 0),
-            *(((resource.RLIMIT_NPROC, 512),) if self.isolated else ()),
+            *(((resource.RLIMIT_NPROC, THREADS),) if self.isolated else ()),
         ):
             hard = resource.getrlimit(kind)[1]
             value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -277,10 +282,11 @@ class Child:
                 os._exit(1)
             if "value" in reply:
                 return decode(reply["value"])
-            kind = getattr(builtins, str(reply.get("kind")), None)
-            fine = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
-            error: type[Exception] = kind if fine else RuntimeError  # type: ignore[assignment]
-            raise error(reply.get("error"))
+            kind, text = str(reply.get("kind")), str(reply.get("error"))
+            error = getattr(builtins, kind, None)
+            if isinstance(error, type) and issubclass(error, Exception) and not issubclass(error, ENDS):
+                raise error(*([] if text == kind else [text.removeprefix(f"{kind}: ")]))
+            raise RuntimeError(text)
 
         return ask
 
@@ -374,6 +380,10 @@ def _become_child(confinement: Confinement, channel: int, stdout: int, stderr: i
 def main() -> None:
     """Fork a child for each connection and its two pipes that arrive; end one whose connection Keel has closed."""
     limits = json.loads(sys.argv[1])
+    if limits["isolated"] and os.getuid() != USER:  # Keel is root, whom no limit on threads binds
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
     for name in WARM.split():
         __import__(name)
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site brings elsewhere

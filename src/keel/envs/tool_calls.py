@@ -1,4 +1,4 @@
-"""Tool calls out of a model's text: JSON as chat templates write it, or tags for models without such a template."""
+"""Parse tool calls: JSON as in chat templates, or tags for models without such a template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PYTHON_CALL = re.compile(r"\s*([A-Za-z_][\w-]*)\s*\((.*)\)\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it; `fault` says why it cannot be read, and then the rest is empty."""
+    """One parsed call; if it cannot be parsed, `fault` gives the reason and the other fields are empty."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -34,12 +34,12 @@ class ToolCall:
 
 
 def parse_calls(text: str, format: str, tools: Sequence[Tool]) -> list[ToolCall]:
-    """All calls of a turn in order, readable or not; none where the text makes no attempt at one."""
+    """All calls of a turn in order, including malformed ones; empty if the text contains no call."""
     return _json_calls(text) if format == "json" else _tag_calls(text, tools)
 
 
 def write_call(name: str, arguments: Mapping[str, Any], format: str, tools: Sequence[Tool]) -> str:
-    """A call in the form that `parse_calls` reads: what a demonstration says."""
+    """Write a call in the format that `parse_calls` reads, for demonstrations."""
     if format == "json":
         body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
         return f"<tool_call>\n{body}\n</tool_call>"
@@ -51,10 +51,9 @@ def write_call(name: str, arguments: Mapping[str, Any], format: str, tools: Sequ
 
 
 def _json_calls(text: str) -> list[ToolCall]:
-    """`<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or JSON with a name in it at the end of a turn.
+    """Parse `<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or bare JSON with a name at the end of a turn.
 
-    Decoding leaves special tokens out, so the markers of templates that have them as such may be gone. What is thought
-    is no call.
+    Markers that are special tokens are missing from decoded text. Calls inside <think> are ignored.
     """
     text = _THOUGHT.sub("", text)
     if _OPEN in text:
@@ -67,13 +66,13 @@ def _json_calls(text: str) -> list[ToolCall]:
     later = _LATER_CALL.search(text)
     if later and _ARGUMENTS.search(
         text, later.end()
-    ):  # words before it: then only with arguments, as an answer has none
+    ):  # after other text a call must have arguments, so that a JSON answer is not a call
         return _read_json(text[later.start() :].rstrip().removesuffix("```"), sure=False)
     return []
 
 
 def _blocks(text: str) -> list[str]:
-    """What stands between the marks of a call; a mark that only mentions it, with another before its end, is none."""
+    """The texts between call markers; a marker that is only mentioned before another one is skipped."""
     bodies: list[str] = []
     position = text.find(_OPEN)
     while position >= 0:
@@ -81,7 +80,7 @@ def _blocks(text: str) -> list[str]:
         end = text.find(_CLOSE, start)
         body = text[start:] if end < 0 else text[start:end]
         again = body.find(_OPEN)
-        if again >= 0 and _values(body)[1] is not None:  # the mark may also stand inside an argument
+        if again >= 0 and _values(body)[1] is not None:  # the marker may also occur inside an argument
             body, end = body[:again], start + again
             if not body.lstrip().startswith(("{", "[")):
                 position = end
@@ -92,7 +91,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _read_json(text: str, *, sure: bool) -> list[ToolCall]:
-    """The calls in JSON values one after the other; `sure` where the text was marked as a call."""
+    """Parse consecutive JSON calls; `sure` if the text was marked as a call."""
     values, fault = _values(text)
     if fault is not None:
         attempted = sure or values or _LOOKS_LIKE_A_CALL.match(text.strip())
@@ -105,7 +104,7 @@ def _read_json(text: str, *, sure: bool) -> list[ToolCall]:
 
 
 def _values(text: str) -> tuple[list[Any], str | None]:
-    """JSON values with spaces, commas or semicolons between them, and what is wrong with the first that is none."""
+    """Parse JSON values separated by spaces, commas or semicolons; returns the values and the first error."""
     decoder, text, position = json.JSONDecoder(), text.strip(), 0
     values: list[Any] = []
     while position < len(text):
@@ -121,7 +120,7 @@ def _values(text: str) -> tuple[list[Any], str | None]:
 
 
 def _call(value: Any) -> ToolCall:
-    """A call of `{"name", "arguments" or "parameters"}`, also inside `{"function": …}`."""
+    """Parse `{"name", "arguments" or "parameters"}`, also inside `{"function": …}`."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
@@ -141,7 +140,7 @@ def _call(value: Any) -> ToolCall:
 
 
 def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
-    """`<name>argument</name>` with a tool's tag, or `<tool>name(a, b=…)</tool>`, in the order of their openings."""
+    """Parse `<name>argument</name>` with a tool's tag, or `<tool>name(a, b=…)</tool>`, in order."""
     tags = {tool.tag: tool for tool in tools}
     opening = re.compile("<(" + "|".join(map(re.escape, [*tags, "tool"])) + ")>")
     calls: list[ToolCall] = []
@@ -157,19 +156,19 @@ def _tag_calls(text: str, tools: Sequence[Tool]) -> list[ToolCall]:
 
 
 def _tagged(tool: Tool, body: str) -> ToolCall:
-    """The text is the first parameter, or a JSON object is all of them."""
+    """The body is the first argument, or a JSON object with all arguments."""
     body = body.strip()
     if body.startswith("{"):
         values, fault = _values(body)
         if fault is not None or len(values) != 1:
-            return ToolCall(fault=fault or "the call holds more than one object")
+            return ToolCall(fault=fault or "the call has more than one object")
         return ToolCall(tool.name, values[0])
     first = next(iter(tool.hints), None)
     return ToolCall(tool.name, {first: body} if first is not None else {})
 
 
 def _python_call(body: str, tools: Sequence[Tool]) -> ToolCall:
-    """`name(1, key="two")` with plain values, read and never run."""
+    """Parse `name(1, key="two")` with literal values; nothing is executed."""
     match = _PYTHON_CALL.fullmatch(body)
     if match is None:
         return ToolCall(fault="a call is written name(argument, …)")
@@ -181,7 +180,7 @@ def _python_call(body: str, tools: Sequence[Tool]) -> ToolCall:
         positional = [ast.literal_eval(value) for value in parsed.args]
         keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in parsed.keywords}
     except (ValueError, SyntaxError, AssertionError, RecursionError, MemoryError, TypeError):
-        return ToolCall(fault="the arguments of a call are plain values: texts in quotes, numbers, lists")
+        return ToolCall(fault="the arguments of a call must be literals: strings in quotes, numbers, lists")
     if len(positional) > len(hints) and hints:
         return ToolCall(fault=f"{name} takes {len(hints)} arguments, not {len(positional)}")
     keys = hints or [f"argument{i}" for i in range(len(positional))]

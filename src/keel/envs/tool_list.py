@@ -11,8 +11,8 @@ from keel.envs.tools import Tool, check_distinct, tool
 
 
 def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
-    """Tools of `task.tools`: each a user's `module:attr`, a function, a tool already made, `python` (with limits:
-    `{python: {…}}`), or those of an MCP server (`{mcp: …}`); names are distinct.
+    """Build the tools of `task.tools`: `module:attr`, a function, a Tool, `python` (with limits: `{python: {…}}`), or
+    the tools of an MCP server (`{mcp: …}`). Names must be distinct.
     """
     if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise KeelError(f"task.tools is {entries!r}: give a list of module:attr, python or {{mcp: …}}")
@@ -29,7 +29,7 @@ def tools_of(entries: Sequence[Any]) -> tuple[Tool, ...]:
             tools += mcp_tools(entry)
             continue
         if isinstance(entry, str) and not is_import_path(entry):
-            raise KeelError(f"task.tools: {entry!r} is no tool: write python, or module:attr such as mytools:search")
+            raise KeelError(f"task.tools: {entry!r} is not a tool: write python, or module:attr such as mytools:search")
         tools.append(tool(import_object(entry, "tool") if isinstance(entry, str) else entry))
     check_distinct([each.name for each in tools])
     return tuple(tools)

@@ -1,4 +1,4 @@
-"""Episodes with tools: parses the calls of a turn, runs them, replies with their results and counts the errors."""
+"""Episodes with tools: parse the calls of a turn, run them, reply with the results and count errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from keel.envs.tools import Tool
 
 ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "too_many")
 KINDS = (*ERRORS, "too_long")
-MOST_CALLS = 16  # in one turn
-TURN_S = 20.0  # for all calls of a turn together, or as long as the longest limit of one tool
-MOST_HUNG = 8  # of one tool at a time, for each call that it may run at once
+MAX_CALLS = 16  # per turn
+TURN_S = 20.0  # time limit for all calls of a turn; raised to the largest limit of a tool
+MAX_HUNG = 8  # hanging calls of a tool per concurrent call
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """What the episodes of a task share: `tools(problem)` are those of a new episode, `is_final(text)` says that a turn
-    needs no answer.
+    """The shared state of a task's episodes: `tools(problem)` are the tools of a new episode, `is_final(text)` tells
+    whether a turn ends the episode.
 
-    The time that tools take is limited by each tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no
-    limit), never by `reward.timeout_s`: a call that takes longer is answered with an error, and the run goes on. As
-    many episodes call a tool at a time as its `at_once` says.
+    Tool calls are limited by the tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no limit), not by
+    `reward.timeout_s`. A call that takes longer returns an error to the model, and the run continues. A tool's
+    `at_once` limits its concurrent calls.
     """
 
     tools: Callable[[Problem], Sequence[Tool]]
@@ -62,11 +62,11 @@ class Toolbox:
             raise unknown("tool format", self.format, FORMATS)
 
     def hung(self, tool: Tool) -> HungCalls:
-        """The calls of a tool that did not return."""
+        """The hanging calls of a tool."""
         return self._hung.setdefault(tool.name, HungCalls())
 
     def gate(self, tool: Tool | None) -> AbstractAsyncContextManager[Any]:
-        """Lets as many calls of a tool through as may run at a time."""
+        """The semaphore that limits concurrent calls of a tool."""
         if tool is None:
             return nullcontext()
         gates = self._gates.setdefault(asyncio.get_running_loop(), {})
@@ -75,10 +75,10 @@ class Toolbox:
 
 
 class ToolEpisode(Episode):
-    """An episode in which the model calls tools: a turn without a call ends it, as does a tool that `ends`.
+    """An episode with tool calls. It ends with a turn without a call or with a tool that `ends`.
 
-    A task with tools returns one of these from `start`, with a `reward` of its own. `turns` are the model's, `results`
-    those of the calls of each, and `is_over` says whether the last of them ended the episode.
+    A task with tools returns a subclass from `start` that implements `reward`. `turns` are the model turns, `results`
+    the tool results of each, and `is_over` tells whether the episode has ended.
     """
 
     def __init__(self, toolbox: Toolbox, problem: Problem) -> None:
@@ -100,7 +100,7 @@ class ToolEpisode(Episode):
         return tuple(result for turn in self.results for result in turn)
 
     async def step(self, text: str) -> str | list[Message] | None:
-        """The results of a turn's calls as messages, or None where the episode is over."""
+        """The results of a turn's calls as messages, or None if the episode is over."""
         calls = [] if self.toolbox.is_final(text) else self._calls(text)
         results = await self._run_all(calls)
         self.turns.append(text)
@@ -110,7 +110,7 @@ class ToolEpisode(Episode):
         return None if self.is_over else self._reply(results)
 
     def counts(self) -> dict[str, float]:
-        """How many calls the episode made, and how many went wrong in which way."""
+        """The number of calls and of errors by kind."""
         results = self.every_result
         kinds = [result.kind for result in results]
         wrong = sum(result.is_error for result in results)
@@ -118,7 +118,7 @@ class ToolEpisode(Episode):
         return {**totals, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
 
     def close(self) -> None:
-        """End what belongs to this episode alone."""
+        """Close the sessions of this episode."""
         for session in self.sessions.values():
             session.close()
 
@@ -139,12 +139,12 @@ class ToolEpisode(Episode):
         ]
 
     async def _run_all(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-        """The results of a turn's calls, one after the other, up to one that ends the episode."""
+        """Run the calls of a turn in order, up to one that ends the episode."""
         results: list[ToolResult] = []
         limit, spent = _turn_limit(self.toolbox.turn_s, self.offered.values()), 0.0
         for number, tool_call in enumerate(calls):
-            if number >= MOST_CALLS:
-                results.append(_error(tool_call, "too_many", f"only {MOST_CALLS} calls a turn are answered"))
+            if number >= MAX_CALLS:
+                results.append(_error(tool_call, "too_many", f"only {MAX_CALLS} calls per turn are answered"))
                 break
             tool = self.offered.get(tool_call.name)
             async with suspended_deadline(), self.toolbox.gate(tool):
@@ -173,9 +173,9 @@ class ToolEpisode(Episode):
         try:
             value, content = await _value(tool, arguments, limit, hung)
         except CallFailed as failure:
-            if (count := hung.alive) > MOST_HUNG * tool.at_once:
+            if (count := hung.alive) > MAX_HUNG * tool.at_once:
                 raise TooManyHungCalls(
-                    f"tool {tool.name!r} hangs: {count} calls did not return and cannot be ended; mend it"
+                    f"tool {tool.name!r} hangs: {count} calls did not return and cannot be stopped; fix it"
                 ) from failure
             kind = "timeout" if failure.kind == "timeout" else "failed"
             return _error(
@@ -188,7 +188,7 @@ class ToolEpisode(Episode):
 
 
 async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hung: HungCalls) -> tuple[Any, str]:
-    """What a tool returned, and the same as text, which is the user's code too, within one limit."""
+    """The value of a tool and its text within one time limit; `str` may run user code too."""
     began = time.monotonic()
     value = await call_tool(partial(tool.function, **arguments), timeout_s=limit, hung=hung)
     if value is None or type(value) is str:
@@ -198,7 +198,7 @@ async def _value(tool: Tool, arguments: dict[str, Any], limit: float | None, hun
 
 
 def _turn_limit(turn_s: float | None, offered: Iterable[Tool]) -> float | None:
-    """Seconds for the calls of one turn: no less than any one of them may take."""
+    """The time limit for the calls of one turn, at least that of each tool."""
     limits = [turn_s, *(tool.timeout_s for tool in offered)]
     return None if None in limits else max(limit for limit in limits if limit is not None)
 
@@ -208,6 +208,6 @@ def _error(call: ToolCall, kind: str, reason: str) -> ToolResult:
 
 
 def _call_id(*parts: object) -> str:
-    """Nine letters and digits, as the strictest templates want them."""
+    """Nine alphanumeric characters, as Mistral's template requires."""
     text = "\x1f".join(map(str, parts))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""Tools: any Python function with type hints and a docstring, offered to the model and called on its behalf."""
+"""Tools: Python functions with type hints and a docstring that the model may call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 class Session(Protocol):
-    """A tool's function that belongs to one episode."""
+    """A tool function with state for one episode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -29,13 +29,13 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the model may call: its description for the model, and the limits it is called under.
+    """A function that the model may call, with its description and limits.
 
-    `hints` are the parameters' types by name, `required` those without a default. A call that takes longer than
-    `timeout_s` has failed; a result longer than `max_characters` is cut. `tag` is its name in the format `tags`, and a
-    tool that `ends` the episode is the last one called. `at_once` calls of different episodes may run together.
-    `parameters` is the JSON schema of the parameters where somebody else wrote it; otherwise it is made of `hints`.
-    `session` makes the function anew for each episode; its `close` is called when the episode ends.
+    `hints` are the parameter types by name, `required` the parameters without a default. A call fails after
+    `timeout_s`; a result longer than `max_characters` is truncated. `tag` is the name in the format `tags`. A tool that
+    `ends` terminates the episode. `at_once` is the number of concurrent calls of different episodes. `parameters` is
+    the JSON schema if it is given, else it is built from `hints`. `session` creates the function for each episode; its
+    `close` is called at the end of the episode.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Tool:
     session: Callable[[], Session] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, so that a decorated one can still be called."""
+        """Call the function, so that a decorated function stays callable."""
         return self.function(*args, **kwargs)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What chat templates are given: the JSON schema of the function and its parameters."""
+        """The JSON schema for chat templates."""
         properties = {
             name: {**json_type(hint), **({"description": self.about[name]} if name in self.about else {})}
             for name, hint in self.hints.items()
@@ -69,10 +69,10 @@ class Tool:
         return {"type": "function", "function": function}
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call in the types of the signature; a ValueError says what is wrong with them."""
+        """Convert the arguments of a call to the types of the signature; raises ValueError."""
         for name in values:
             if name not in self.hints:
-                raise ValueError(f"there is no parameter {name!r}; there are {', '.join(self.hints) or 'none'}")
+                raise ValueError(f"unknown parameter {name!r}; the parameters are {', '.join(self.hints) or 'none'}")
         missing = [name for name in self.required if name not in values]
         if missing:
             raise ValueError(f"the parameter {missing[0]!r} is missing")
@@ -95,11 +95,11 @@ def tool(
     ends: bool = False,
     at_once: int | None = None,
 ) -> Any:
-    """A tool made of a function: `tool(search)`, or `@tool` or `@tool(timeout_s=2)` above it.
+    """Make a tool of a function: `tool(search)`, `@tool` or `@tool(timeout_s=2)`.
 
-    The first paragraph of the docstring tells the model what it does, `Args:` entries or `:param name:` lines what its
-    parameters are. Types are str, int, float, bool, list, dict, Literal and their unions. `at_once` says how many calls
-    may run at the same time, in any order: by default one of a function, 16 of a coroutine function.
+    The first paragraph of the docstring is the description for the model; `Args:` entries or `:param name:` lines
+    describe the parameters. Types are str, int, float, bool, list, dict, Literal and their unions. `at_once` is the
+    number of concurrent calls (default: 1, or 16 for a coroutine function).
     """
     if function is None:
         options: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "tag": tag, "ends": ends}
@@ -108,7 +108,7 @@ def tool(
         return function
     tool_name = str(name or getattr(function, "__name__", type(function).__name__))
     if not _NAME.fullmatch(tool_name):
-        raise KeelError(f"a tool cannot be called {tool_name!r}: give tool(…, name=…) a name of letters, digits and _")
+        raise KeelError(f"{tool_name!r} is not a valid tool name: pass tool(…, name=…) with letters, digits and _")
     if timeout_s is not None and not timeout_s > 0:
         raise KeelError(f"tool {tool_name!r}: timeout_s is {timeout_s}, it must be above 0, or None for no limit")
     if not max_characters > 0:
@@ -119,7 +119,7 @@ def tool(
     doc = inspect.getdoc(function) or ""
     description = " ".join(doc.partition("\n\n")[0].split()) if doc else ""
     if not description:
-        raise KeelError(f"tool {tool_name!r} has no docstring: its first sentence tells the model what it does")
+        raise KeelError(f"tool {tool_name!r} has no docstring: describe the tool for the model in its first sentence")
     hints, required = _parameters(tool_name, function)
     about = _described(doc, hints)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": concurrent}
@@ -127,16 +127,14 @@ def tool(
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Refuse two tools of one name."""
+    """Refuse two tools with the same name."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
-        raise KeelError(
-            f"two tools are called {twice!r}: give one of them another with tool(…, name=…), or leave it out by only"
-        )
+        raise KeelError(f"two tools have the name {twice!r}: rename one with tool(…, name=…), or exclude it with only")
 
 
 def json_type(hint: Any) -> dict[str, Any]:
-    """The JSON schema of a type; a TypeError where there is none."""
+    """The JSON schema of a type; raises TypeError if there is none."""
     if hint is Any:
         return {}
     if hint in _NAMES:
@@ -162,7 +160,7 @@ def json_type(hint: Any) -> dict[str, Any]:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """The value in the type of a hint, where that loses nothing (`"3"` → 3, 3 → `"3"`); otherwise an error."""
+    """Convert a value to the type of a hint without loss (`"3"` → 3, 3 → `"3"`), or raise an error."""
     if hint is Any:
         return value
     origin, args = get_origin(hint), get_args(hint)
@@ -186,7 +184,7 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _coerce_union(value: Any, args: Sequence[Any]) -> Any:
-    """The member the value already belongs to, else the first that it can be turned into."""
+    """Convert to the union member of the value's type, else to the first that is possible."""
     for arg in args:
         if type(value) is (get_origin(arg) or arg) or (arg is type(None) and value is None):
             return coerce(value, arg)
@@ -214,7 +212,7 @@ def _coerce_plain(value: Any, base: type) -> Any:
 
 
 def _choices(args: Sequence[Any], value: Any) -> Sequence[Any]:
-    """The choices of a Literal, where the value is a plain one and one of them reads like it."""
+    """The choices of a Literal, if one of them equals the value as text."""
     _expect(isinstance(value, str | int | float) and any(str(choice) == str(value) for choice in args), value)
     return args
 
@@ -226,7 +224,7 @@ def _expect(fine: bool, value: Any) -> Any:
 
 
 def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Types by parameter, and which of them have no default."""
+    """The types by parameter, and the required parameters."""
     try:
         types_by_name = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
         signature = inspect.signature(function)
@@ -235,7 +233,7 @@ def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str,
     hints: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise KeelError(f"tool {tool_name!r}: *args, **kwargs and positional-only parameters cannot be offered")
+            raise KeelError(f"tool {tool_name!r}: *args, **kwargs and positional-only parameters are not supported")
         if parameter.name not in types_by_name:
             raise KeelError(f"tool {tool_name!r}: the parameter {parameter.name!r} needs a type hint, such as str")
         hint = types_by_name[parameter.name]
@@ -243,8 +241,8 @@ def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str,
             json_type(hint)
         except TypeError:
             raise KeelError(
-                f"tool {tool_name!r}: {parameter.name!r} is a {_type_name(hint)}, which JSON cannot write: use str, "
-                "int, float, bool, list, dict or Literal"
+                f"tool {tool_name!r}: {parameter.name!r} is a {_type_name(hint)}, which JSON cannot represent: use "
+                "str, int, float, bool, list, dict or Literal"
             ) from None
         hints[parameter.name] = hint
     required = [p.name for p in signature.parameters.values() if p.default is p.empty]
@@ -252,7 +250,7 @@ def _parameters(tool_name: str, function: Callable[..., Any]) -> tuple[dict[str,
 
 
 def _described(doc: str, names: Mapping[str, Any]) -> dict[str, str]:
-    """What a docstring says of each parameter, in Google's form (`Args:`) or Sphinx's (`:param name:`)."""
+    """The parameter descriptions in a docstring, in Google style (`Args:`) or Sphinx style (`:param name:`)."""
     descriptions: dict[str, str] = {}
     last: str | None = None
     for line in doc.splitlines():

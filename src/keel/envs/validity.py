@@ -1,4 +1,4 @@
-"""Is this a sound task? Asked without any model, of ours and of a user's own."""
+"""Validity checks of a task that need no model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from keel.base.types import Problem, Reward
 from keel.envs.base import Task
 from keel.envs.rewards import as_reward
 
-STEPS = 4  # training steps that are drawn
+STEPS = 4  # checked training steps
 NONSENSE = ("", "no", "<answer>", "\x00\n∞" * 3, "I do not know. " * 40)
 
 
 @dataclass(frozen=True)
 class ValidityCheck:
-    """One property, whether it holds, and the detail: how much was checked, or the first fault."""
+    """The result of one check; `detail` says what was checked, or gives the first failure."""
 
     name: str
     ok: bool
@@ -27,19 +27,18 @@ class ValidityCheck:
 
 
 def check(task: Task, count: int = 32, seed: int = 0) -> None:
-    """Raise a KeelError on the first thing that is wrong with a task; see `checks`."""
+    """Raise a KeelError at the first failed check; see `checks`."""
     for result in checks(task, count, seed):
         if not result.ok:
             raise KeelError(f"task {task.name!r}: {result.detail}")
 
 
 def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[ValidityCheck]:
-    """Each property of a sound task, one after the other.
+    """Run the checks one by one.
 
-    Problems come as asked for, are the same for the same (seed, step), have keys of their own within a batch, and none
-    that is held out turns up in training. Rewards are finite and the same at every call; gold answers are judged
-    correct and earn more than an empty answer and no less than any other; the answer to another problem earns less
-    somewhere.
+    The number of problems is as requested; (seed, step) determines the problems; keys are unique within a batch; no
+    held-out problem is in the training data. Rewards are finite and deterministic; gold answers are graded correct,
+    earn more than an empty answer and at least as much as any other; answers of other problems earn less at least once.
     """
     drawn = _DrawnProblems(task, count, seed)
     for name, property_of in PROPERTIES.items():
@@ -47,7 +46,7 @@ def checks(task: Task, count: int = 32, seed: int = 0) -> Iterator[ValidityCheck
 
 
 def outcome(name: str, run: Callable[[], str]) -> ValidityCheck:
-    """Run one check: its sentence, or the first fault that it raised."""
+    """Run one check and catch its failure."""
     try:
         return ValidityCheck(name, True, run())
     except (CheckFailed, KeelError) as error:
@@ -58,29 +57,29 @@ def outcome(name: str, run: Callable[[], str]) -> ValidityCheck:
 
 
 def training_steps(task: Task, count: int, seed: int, steps: int) -> list[list[Problem]]:
-    """The problems of the first steps of training; none of a task that is for evaluation alone."""
+    """The problems of the first training steps; empty for an evaluation-only task."""
     steps = 0 if task.evaluation_only else steps
     return [task.sample(count, seed=seed, step=step) for step in range(steps)]
 
 
 def first_problems(task: Task, count: int, seed: int) -> list[Problem]:
-    """Problems that are trained on; of a task that is for evaluation alone, those held out."""
+    """Training problems, or held-out problems of an evaluation-only task."""
     (batch,) = training_steps(task, count, seed, 1) or [task.held_out(count, seed=seed)]
     return batch
 
 
 class CheckFailed(Exception):
-    """A property that does not hold."""
+    """A check has failed."""
 
 
 def expect(fine: bool, what: str) -> None:
-    """Raise `CheckFailed` unless it is fine."""
+    """Raise `CheckFailed` unless `fine`."""
     if not fine:
         raise CheckFailed(what)
 
 
 class _DrawnProblems:
-    """The problems of a task that are checked, drawn at first use."""
+    """The checked problems of a task, drawn at first use."""
 
     def __init__(self, task: Task, count: int, seed: int) -> None:
         self.task, self.count, self.seed = task, count, seed
@@ -95,7 +94,7 @@ class _DrawnProblems:
 
     @property
     def problems(self) -> list[Problem]:
-        """Those whose rewards are looked at."""
+        """The problems whose rewards are checked."""
         return [*(problem for batch in self.steps[:1] for problem in batch), *self.held]
 
     def reward(self, problem: Problem, *turns: str) -> Reward:
@@ -115,7 +114,7 @@ def _sizes(drawn: _DrawnProblems) -> str:
     expect(all(len(batch) == count for batch in drawn.steps), f"sample({count}) must return {count} problems")
     expect(0 < len(drawn.held) <= count, f"held_out({count}) must return 1 to {count} problems")
     if not drawn.steps:
-        return f"no problem to train on: all are held out for evaluation, {len(drawn.held)} are checked"
+        return f"evaluation only: {len(drawn.held)} held-out problems, none for training"
     return f"{STEPS} steps of {count} problems, {len(drawn.held)} held out"
 
 
@@ -125,21 +124,21 @@ def _deterministic(drawn: _DrawnProblems) -> str:
     expect(same, "sample must return the same problems for the same seed and step")
     same = task.held_out(count, seed=seed) == drawn.held
     expect(same, "held_out must return the same problems for the same seed")
-    return f"asked twice under seed {seed}, the problems are the same"
+    return f"two calls with seed {seed} return the same problems"
 
 
 def _keys(drawn: _DrawnProblems) -> str:
     for batch in (*drawn.steps, drawn.held):
         keys = {p.key for p in batch}
-        expect(len(keys) == len(batch), "two problems of one batch have the same key: noise is keyed by it")
-    return "each problem of a batch has a key of its own"
+        expect(len(keys) == len(batch), "two problems of a batch have the same key, which seeds the sampling noise")
+    return "keys are unique within a batch"
 
 
 def _disjoint(drawn: _DrawnProblems) -> str:
     trained = {str(p.prompt) for batch in drawn.steps for p in batch}
     shared = [p.key for p in drawn.held if str(p.prompt) in trained]
-    expect(not shared, f"a held-out problem turns up in training: {shared[:1]}")
-    return f"none of {len(drawn.held)} held-out prompts is among {len(trained)} in training"
+    expect(not shared, f"a held-out problem is in the training data: {shared[:1]}")
+    return f"none of {len(drawn.held)} held-out prompts is among {len(trained)} training prompts"
 
 
 def _finite(drawn: _DrawnProblems) -> str:
@@ -147,9 +146,9 @@ def _finite(drawn: _DrawnProblems) -> str:
         for text in NONSENSE:
             drawn.reward(problem, text)
     for problem in drawn.problems:
-        with suppress(KeelError):  # a task without gold answers is found by the next check
+        with suppress(KeelError):  # the next check reports missing gold answers
             drawn.reward(problem, *drawn.task.gold_turns(problem))
-    return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and repeat"
+    return f"rewards of {len(drawn.problems)} gold answers and of nonsense are finite and deterministic"
 
 
 def _gold(drawn: _DrawnProblems) -> str:
@@ -157,8 +156,8 @@ def _gold(drawn: _DrawnProblems) -> str:
         correct = drawn.reward(problem, *drawn.task.gold_turns(problem)).parts.get("correct", 1.0) >= 1.0
         expect(correct, f"the gold answer of {problem.key!r} is not judged correct")
     totals = [drawn.gold(problem) for problem in drawn.problems]
-    unfit = sum(not drawn.task.demonstrates(problem) for problem in drawn.problems)
-    rest = f"; a warm start leaves {unfit} out, which are no demonstrations" if unfit else ""
+    unfit = sum(not drawn.task.usable_for_sft(problem) for problem in drawn.problems)
+    rest = f"; {unfit} are not used in a warm start" if unfit else ""
     return f"{len(totals)} gold answers are judged correct and earn {_span(totals)}{rest}"
 
 
@@ -169,7 +168,7 @@ def _empty(drawn: _DrawnProblems) -> str:
     return f"an empty answer earns {_span(totals)}"
 
 
-def _beaten(drawn: _DrawnProblems) -> str:
+def _gold_is_best(drawn: _DrawnProblems) -> str:
     problems = drawn.problems
     for index, problem in enumerate(problems):
         full = drawn.gold(problem)
@@ -201,6 +200,6 @@ PROPERTIES: dict[str, Callable[[_DrawnProblems], str]] = {
     "finite rewards": _finite,
     "gold is correct": _gold,
     "empty earns less": _empty,
-    "gold earns most": _beaten,
+    "gold earns most": _gold_is_best,
     "wrong earns less": _wrong,
 }

@@ -1,4 +1,4 @@
-"""`tools`: any task of one turn, with tools to call before the answer."""
+"""`tools`: any single-turn task, with tools to call before the answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from keel.envs.tools import Tool
 
 @dataclass(frozen=True)
 class WithTools(TaskWrapper):
-    """A task whose model may call tools first: its first turn without a call is the answer, judged by the task."""
+    """A task with tools. The first turn without a call is the answer, which the inner task grades."""
 
     inner: Task
     tools: tuple[Tool, ...]
     format: str = "json"
-    trusted: bool = False  # tools are a user's code
+    trusted: bool = False  # tools are user code
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class WithTools(TaskWrapper):
         return Toolbox(lambda problem: self.tools, self.format)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """The task's own problems, with the tools offered."""
+        """The inner task's problems with the tools."""
         return [self._offered(problem) for problem in self.inner.sample(count, seed=seed, step=step)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
@@ -43,9 +43,9 @@ class WithTools(TaskWrapper):
     def start(self, problem: Problem) -> Episode:
         return WithToolsEpisode(self, problem)
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """What fits with the tools offered."""
-        return super().keep(lambda problem: fits(self._offered(problem)))
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """Filter the inner task, including the tools in the prompt."""
+        return super().filter_problems(lambda problem: fits(self._offered(problem)))
 
     def _offered(self, problem: Problem) -> Problem:
         if self.format == "json":
@@ -60,7 +60,7 @@ class WithTools(TaskWrapper):
 
 
 class WithToolsEpisode(ToolEpisode):
-    """What the task pays for the turn that ended the episode; one that still calls tools earns nothing."""
+    """The inner task's reward for the final turn, or for an empty answer if the episode has not ended."""
 
     def __init__(self, task: WithTools, problem: Problem) -> None:
         super().__init__(task.toolbox, problem)
@@ -71,11 +71,11 @@ class WithToolsEpisode(ToolEpisode):
 
 
 def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithTools:
-    """`task` with tools; one that has several turns already brings its own."""
+    """Add tools to a single-turn task."""
     if format not in FORMATS:
         raise unknown("tool format", format, FORMATS)
     if not tools:
         raise KeelError("the task tools needs tools: a list of module:attr or {mcp: …}")
-    if task.several_turns:
-        raise KeelError(f"task {task.name!r} has several turns of its own: tools are for tasks of one turn")
+    if task.multi_turn:
+        raise KeelError(f"task {task.name!r} is a multi-turn task: tools need a single-turn task")
     return WithTools(task, tuple(tools), format)

@@ -1,1 +1,1 @@
-"""Held-out evaluation of a policy and its statistics."""
+"""Held-out evaluation of a policy, with statistics."""

@@ -1,4 +1,4 @@
-"""Evaluate: how often a policy is right on held-out problems, with intervals that know problems from samples."""
+"""Evaluate a policy on held-out problems; confidence intervals are clustered by problem."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ REWARD_METHOD = "normal over the problems' paired differences"
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one evaluation found. `accuracy` is pass@1, the mean over problems of the share of right samples; None
-    where problems have no answers, and the reward alone says how good a policy is.
+    """The result of one evaluation. `accuracy` is pass@1, the mean over problems of the fraction of correct samples, or
+    None if problems have no answers and only the reward counts.
 
-    Intervals are 95 %: Wilson's with an effective sample size for shares (`wilson`), normal over the problems' means
-    for the reward. `extra` holds what the task itself adds (`extra_metrics`), `shares` each problem's share of right
-    samples.
+    Intervals are 95 %: Wilson's with an effective sample size for fractions (`wilson`), normal over the problems' means
+    for the reward. `extra` holds the task's `extra_metrics`, `shares` each problem's fraction of correct samples.
     """
 
     task: str
@@ -47,7 +46,7 @@ class EvalResult:
     groups: tuple[Group, ...] = field(default=(), repr=False, compare=False)
 
     def record(self, split: str) -> dict[str, Any]:
-        """A line of eval.jsonl; without pass@1 and pass@k where nothing is right or wrong."""
+        """A line of eval.jsonl; without pass@1 and pass@k if problems have no answers."""
         answered = {
             "pass@1": self.accuracy,
             "ci95": None if self.ci95 is None else list(self.ci95),
@@ -78,22 +77,21 @@ def evaluate(
     samples: int | None = None,
     temperature: float = 1.0,
 ) -> EvalResult:
-    """Sample every problem `samples` times (default: the largest k); right is what the task's own reward calls right.
+    """Sample every problem `samples` times (default: the largest k); the task's own reward decides what is correct.
 
-    Temperature 0 is greedy, with one sample. Temperature and number of samples are this function's, all else is the
-    collector's. Equal arguments and weights give equal results, and two evaluations of one run share their noise, so
-    that what differs between them is the policy.
+    Temperature 0 is greedy, with one sample. Other options are the collector's. Equal arguments and weights give equal
+    results. Evaluations of one run share their sampling noise, so differences come from the policy.
     """
     task = collector.task
     if not problems:
-        raise KeelError(f"there is nothing to evaluate: task {task.name!r} gave no problems")
+        raise KeelError(f"task {task.name!r} has no held-out problems: check its data, or raise eval.samples")
     greedy = temperature == 0
     count = 1 if greedy else samples or max(k)
     ks = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
     if ks[0] < 1 or ks[-1] > count:
         raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
     sampling = replace(collector.sampling, temperature=temperature, num_generations=count)
-    judge = collector.judge if task.unanswered else collector.judge.with_task_reward(task)
+    judge = collector.judge if task.prompts_only else collector.judge.with_task_reward(task)
     groups = replace(collector, sampling=sampling, judge=judge).collect(problems)
     return summarise(task, groups, ks, greedy=greedy, task_reward=judge.task_part(task) or TASK)
 
@@ -103,8 +101,8 @@ def summarise(
 ) -> EvalResult:
     """The figures of judged groups of equal size; `task_reward` names the task's own reward in them."""
     samples = len(groups[0].completions)
-    answered = not task.unanswered
-    right = [_right(task, group, task_reward) for group in groups] if answered else []
+    answered = not task.prompts_only
+    right = [_count_correct(task, group, task_reward) for group in groups] if answered else []
     shares = {n: [pass_at_k(samples, c, n) for c in right] for n in {1, *k}}
     shown = k if answered else ()
     rewards = [fmean(r.total for r in group.rewards) for group in groups]
@@ -130,7 +128,7 @@ def summarise(
 
 
 def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """What a task's own `extra_metrics(groups)` says of judged groups, as finite numbers by name."""
+    """A task's own `extra_metrics(groups)`, checked to be finite numbers by name."""
     metrics = task.extra_metrics(groups)
     if not isinstance(metrics, Mapping):
         kind = type(metrics).__name__
@@ -142,23 +140,23 @@ def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def paired_difference(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
-    """(pass@1 after − before, its 95 % interval), over the problems that both were given.
+    """(pass@1 after − before, its 95 % interval), over their common problems.
 
-    Both answer the same problems under the same noise, so what they share cancels.
+    Both use the same problems and noise, so shared variance cancels.
     """
     differences = _differences(after.task, [_keyed(result, result.shares) for result in (before, after)])
     return fmean(differences), paired_interval(differences, min(before.samples, after.samples))
 
 
 def paired_reward(before: EvalResult, after: EvalResult) -> tuple[float, Interval]:
-    """(mean reward after − before, its normal 95 % interval over the problems): where nothing is right or wrong."""
+    """(mean reward after − before, its normal 95 % interval over the problems), for problems without answers."""
     means = [_keyed(r, [fmean(p.total for p in group.rewards) for group in r.groups]) for r in (before, after)]
     differences = _differences(after.task, means)
     return fmean(differences), normal_interval(differences)
 
 
 def difference(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    """The paired difference of two evaluations as data: of pass@1, or of the reward where nothing is right or wrong."""
+    """The paired difference of two evaluations as data: of pass@1, or of the reward if problems have no answers."""
     if after.accuracy is None:
         mean, interval = paired_reward(before, after)
         return {"reward": mean, "ci95": list(interval) if math.isfinite(interval[0]) else None, "method": REWARD_METHOD}
@@ -171,16 +169,16 @@ def _keyed(result: EvalResult, values: Sequence[float]) -> dict[str, float]:
 
 
 def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float]:
-    """After − before of each problem that both were given."""
+    """After − before of each common problem."""
     first, second = values
     common = [key for key in second if key in first]
     if not common:
-        raise KeelError(f"the two evaluations of {task!r} have no problem in common: give them the same task")
+        raise KeelError(f"the two evaluations of {task!r} have no problem in common: evaluate the same task and data")
     return [second[key] - first[key] for key in common]
 
 
-def _right(task: Task, group: Group, task_reward: str) -> int:
-    """How many completions are right: by the part `correct` where the task has one, else by the gold answer's pay."""
+def _count_correct(task: Task, group: Group, task_reward: str) -> int:
+    """The number of correct completions: by the reward part `correct`, else by the gold answer's reward."""
     part = "correct" if task_reward == TASK else f"{task_reward}/correct"
     without = [reward for reward in group.rewards if part not in reward.parts]
     right = sum(reward.parts[part] >= 1.0 for reward in group.rewards if part in reward.parts)

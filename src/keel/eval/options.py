@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from keel.base.options import Count, Options, Positive, Temperature
+from keel.base.options import NonNegativeInt, Options, PositiveInt, Temperature
 from keel.envs.options import TaskOptions
 
 
 class EvalOptions(Options):
     """Evaluation on held-out problems."""
 
-    every: Count = Field(
+    every: NonNegativeInt = Field(
         default=20, description="Steps between evaluations; 0 evaluates at the start and the end only."
     )
     tasks: tuple[TaskOptions | str, ...] = Field(
         default=(), description="Further tasks to evaluate (retention), names or {name, …}."
     )
-    samples: Positive = Field(default=64, description="Held-out problems a task.")
-    k: tuple[Positive, ...] = Field(default=(1, 8), min_length=1, description="pass@k, in completions a problem.")
+    samples: PositiveInt = Field(default=64, description="Held-out problems a task.")
+    k: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1, description="pass@k, in completions a problem.")
     temperature: Temperature | None = Field(
         default=None, description="Sampling temperature; 0 is greedy; null the rollout's."
     )

@@ -1,4 +1,4 @@
-"""Statistics of evaluations and studies: intervals of shares and means, paired differences, correlations, pass@k."""
+"""Statistics of evaluations and studies: intervals of fractions and means, paired differences, correlations, pass@k."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import NormalDist, fmean, stdev, variance
 Interval = tuple[float, float]
 LEVEL = 0.95
 Z95 = 1.959963984540054
-MIN_SEEDS = 3  # two values have one degree of freedom: too few to tell an effect from chance
-_NOISE = 1e-9  # a spread below this share of the values is rounding
+MIN_SEEDS = 3  # fewer have too few degrees of freedom for a test
+_NOISE = 1e-9  # relative standard deviation below which values count as equal
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `n` seeds with its t-interval and `p` of "the mean is 0"; None where there is no spread."""
+    """A mean over `n` seeds with its t-interval and the p-value of "the mean is 0"; None without variance."""
 
     mean: float
     low: float | None
@@ -35,9 +35,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation with its 95 % interval by Fisher's z; None where there are too few points, or where |r| = 1.
+    """A correlation with its 95 % interval by Fisher's z; None for too few points or |r| = 1.
 
-    A perfect one has no such interval but an exact p instead: the share of orders that agree or oppose as perfectly.
+    For |r| = 1, `p` is the exact p-value of a permutation test.
     """
 
     value: float
@@ -55,9 +55,9 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Winner:
-    """The point with the best mean; `name` is None unless it is better than every other beyond chance.
+    """The point with the best mean; `name` is None unless it is significantly better than every other.
 
-    `rivals` are those it is not shown to be better than, `p` the adjusted p-values of the paired differences.
+    `rivals` are the points that it does not beat significantly, `p` the adjusted p-values of the paired differences.
     """
 
     name: str | None
@@ -66,23 +66,23 @@ class Winner:
     p: Mapping[str, float | None]
 
 
-# ------------------------------------------------------------------------------------------ shares of problems
+# ------------------------------------------------------------------------------------------ fractions of problems
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k draws without replacement out of `samples` is right: 1 - C(n-c, k) / C(n, k).
+    """The probability that one of k draws without replacement from `samples` is correct: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased for the chance with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
+    Unbiased for the probability with k fresh samples (Chen et al. 2021, arXiv 2107.03374).
     """
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
-    """Wilson's 95 % interval of a mean of shares, one share a problem, each out of `samples` samples.
+    """Wilson's 95 % interval of a mean of fractions, one per problem, each of `samples` samples.
 
-    Samples of one problem resemble each other, so the number of trials is the effective one (as Franco et al. 2019
+    Samples of one problem are correlated, so the number of trials is the effective one (as Franco et al. 2019
     recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
-    and at most that of samples. With one sample it is the ordinary interval; where all agree, it still has a width.
+    and at most that of samples. With one sample it is the ordinary interval; it has a width even if all are equal.
     """
     mean, count = fmean(shares), len(shares)
     between = variance(shares) / count if count > 1 else 0.0
@@ -103,11 +103,11 @@ def normal_interval(means: Sequence[float]) -> Interval:
 def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
     """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
 
-    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gained a
-    and one that lost it, so that the interval has a width where no problem changed. With one sample a problem a = 1,
+    m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gains a
+    and one that loses a, so that the interval has a width even if no problem changed. With one sample a problem a = 1,
     which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
-    the variance of a mean of k such answers, or the mean square of the differences that are not 0 where that is more:
-    samples of one problem may change together.
+    the variance of a mean of k such answers, or the mean square of the nonzero differences if larger, because samples
+    of one problem are correlated.
     """
     changed = [d * d for d in differences if d]
     added = max(1 / samples, fmean(changed)) if changed else 1 / samples
@@ -121,10 +121,10 @@ def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
 
 
 def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
-    """Mean, t-interval and two-sided p of "the mean is 0"; None of no values.
+    """Mean, t-interval and two-sided p of "the mean is 0"; None without values.
 
-    Equal values, up to rounding at `scale` or their own size, have neither: that few seeds agree to the last digit is
-    coarse measurement, and no proof that the next one would.
+    Values that are equal up to rounding at `scale` or their own size have no interval: agreement of a few seeds comes
+    from coarse measurement and does not predict the next seed.
     """
     if not values:
         return None
@@ -135,7 +135,7 @@ def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
     deviation = stdev(values)
     if deviation <= rounding:
         return Estimate(mean, None, None, n, 1.0 if abs(mean) <= rounding else None)
-    from scipy.special import stdtr, stdtrit  # the cdf and ppf of scipy.stats.t, at a fifth of the import
+    from scipy.special import stdtr, stdtrit  # as scipy.stats.t, with a fifth of its import time
 
     se = deviation / math.sqrt(n)
     margin = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * se
@@ -149,8 +149,8 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate 
     return estimate([second[seed] - first[seed] for seed in both], scale=scale)
 
 
-def tested(estimated: Estimate | None) -> float | None:
-    """The p of an estimate over enough seeds to speak of one."""
+def p_value_of(estimated: Estimate | None) -> float | None:
+    """The p-value of an estimate over at least MIN_SEEDS seeds."""
     return None if estimated is None or estimated.n < MIN_SEEDS else estimated.p
 
 
@@ -166,25 +166,27 @@ def holm(p: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def winner(points: Mapping[str, Mapping[int, float]]) -> Winner | None:
-    """The point with the highest mean, named the winner only if it beats every other one.
+    """The point with the highest mean, named the winner only if it beats every other one significantly.
 
-    That takes both: paired differences over at least three seeds whose p-values, adjusted by Holm for the number of
-    rivals, are below 0.05, and t-intervals that do not overlap.
+    Required: paired differences over at least three seeds whose p-values, adjusted by Holm for the number of
+    rivals, are below 0.05, and non-overlapping t-intervals.
     """
     means = {name: mean for name, values in points.items() if (mean := estimate(list(values.values()))) is not None}
     if not means:
         return None
     best = max(means, key=lambda name: means[name].mean)
     others = [name for name in means if name != best]
-    adjusted = holm({name: tested(paired(points[name], points[best])) for name in others})
+    adjusted = holm({name: p_value_of(paired(points[name], points[best])) for name in others})
     rivals = tuple(
-        name for name in others if (p := adjusted[name]) is None or p >= 1 - LEVEL or overlap(means[best], means[name])
+        name
+        for name in others
+        if (p := adjusted[name]) is None or p >= 1 - LEVEL or intervals_overlap(means[best], means[name])
     )
     return Winner(best if others and not rivals else None, best, rivals, adjusted)
 
 
-def overlap(first: Estimate, second: Estimate) -> bool:
-    """Whether two intervals share a value; without intervals nothing tells them apart."""
+def intervals_overlap(first: Estimate, second: Estimate) -> bool:
+    """Whether two intervals overlap; True if one is missing."""
     if first.low is None or first.high is None or second.low is None or second.high is None:
         return True
     return first.low <= second.high and second.low <= first.high
@@ -194,7 +196,7 @@ def overlap(first: Estimate, second: Estimate) -> bool:
 
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
-    """Linear correlation; None where one of the two does not vary."""
+    """Linear correlation; None if one of the two is constant."""
     return _correlation(xs, ys, lambda value: 1.0)
 
 
@@ -203,7 +205,7 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
     return _correlation(ranks(xs), ranks(ys), lambda value: 1 + value * value / 2)
 
 
-def _correlation(xs: Sequence[float], ys: Sequence[float], spread: Callable[[float], float]) -> Correlation | None:
+def _correlation(xs: Sequence[float], ys: Sequence[float], z_variance: Callable[[float], float]) -> Correlation | None:
     n = len(xs)
     if n < 3:
         return None
@@ -216,25 +218,25 @@ def _correlation(xs: Sequence[float], ys: Sequence[float], spread: Callable[[flo
         return Correlation(math.copysign(1.0, r), None, None, n, _perfect(xs))
     if n < 4:
         return Correlation(r, None, None, n)
-    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(spread(r) / (n - 3))
+    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * math.sqrt(z_variance(r) / (n - 3))
     return Correlation(r, math.tanh(math.atanh(r) - margin), math.tanh(math.atanh(r) + margin), n)
 
 
 def _perfect(xs: Sequence[float]) -> float:
-    """Two-sided p of |r| = 1: of all n! orders, those that change nothing (equal values may swap), for each sign."""
+    """Two-sided permutation p-value of |r| = 1: the fraction of all n! orders with |r| = 1; equal values may swap."""
     same = math.prod(math.factorial(list(xs).count(value)) for value in set(xs))
     return min(1.0, 2 * same / math.factorial(len(xs)))
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """From 1; equal values share the mean of their ranks."""
+    """Ranks from 1; ties have their mean rank."""
     order = sorted(values)
     first = {value: order.index(value) for value in set(values)}
     return [first[value] + (order.count(value) + 1) / 2 for value in values]
 
 
-def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Of (cost, gain) the points that no other beats in both, by rising cost: the best gain at every KL spent."""
+def pareto_frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The Pareto-optimal (cost, gain) points by rising cost."""
     undominated: list[str] = []
     highest = -math.inf
     for name in sorted(points, key=lambda key: (points[key][0], -points[key][1])):

@@ -11,7 +11,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.integrations.versions import TRL, VERL, minor
-from keel.verify.shipped import SHOWN, VALUES, Row, examine
+from keel.verify.peer_terms import GRADIENT_LABELS, VALUE_LABELS, PeerTermResult, examine_term
 
 # name, distribution, the minor versions whose functions are called here, and where its terms are: a function that
 # returns them
@@ -31,7 +31,7 @@ class Peer:
 
     name: str
     version: str | None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PeerTermResult, ...] = ()
     reason: str = ""
 
 
@@ -52,7 +52,7 @@ def peers() -> Iterator[Peer]:
             yield Peer(name, installed, reason=str(error).removeprefix(f"{name} {installed}").lstrip(": "))
 
 
-def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
+def _rows(name: str, installed: str, where: str) -> Iterator[PeerTermResult]:
     module, _, function = where.partition(":")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -67,18 +67,18 @@ def _rows(name: str, installed: str, where: str) -> Iterator[Row]:
                 f"{name} {installed}: its functions are not those that Keel knows "
                 f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             ) from None
-        yield from (examine(name, installed, term) for term in terms)
+        yield from (examine_term(name, installed, term) for term in terms)
 
 
-def columns(row: Row) -> dict[str, str]:
+def columns(row: PeerTermResult) -> dict[str, str]:
     """A row as the page and the terminal show it, by the column's name."""
-    gradient = SHOWN[row.gradient]
+    gradient = GRADIENT_LABELS[row.gradient]
     if row.gradient == "none":
         gradient += f" (cosines {row.cosine_policy_ref:.2f} and {row.cosine_ref_policy:.2f})"
-    far = "the same" if row.far == row.gradient else SHOWN[row.far]
-    off = "the same" if row.off_policy == row.gradient else SHOWN[row.off_policy]
+    far = "the same" if row.far == row.gradient else GRADIENT_LABELS[row.far]
+    off = "the same" if row.off_policy == row.gradient else GRADIENT_LABELS[row.off_policy]
     return {
-        "its value": VALUES.get(row.value, VALUES["none"]),
+        "its value": VALUE_LABELS.get(row.value, VALUE_LABELS["none"]),
         "its expected gradient": gradient,
         "log-ratios above 2 nats": far,
         "samples of older weights": off,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keel.verify.shipped import Losses, Shipped
+from keel.verify.peer_terms import Losses, PeerTerm
 
 
 def in_loss(formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Losses:
@@ -39,28 +39,28 @@ def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
     return losses
 
 
-def openrlhf() -> Sequence[Shipped]:
+def openrlhf() -> Sequence[PeerTerm]:
     from openrlhf.models.utils import compute_approx_kl
 
-    def term(kind: str, unbiased: bool) -> Shipped:
+    def term(kind: str, unbiased: bool) -> PeerTerm:
         losses = in_loss(lambda logp, ref, old: compute_approx_kl(logp, ref, old, kind, unbiased))
         options = f"algo.kl.use_loss, algo.kl.estimator={kind}, algo.kl.unbiased_gradient={unbiased}"
-        return Shipped("KL in the loss", options, compute_approx_kl, losses, default=False)
+        return PeerTerm("KL in the loss", options, compute_approx_kl, losses, default=False)
 
     reward = in_advantage(lambda old, ref: compute_approx_kl(old, ref))
     return [
-        Shipped("KL in the reward", "algo.kl.estimator=k1", compute_approx_kl, reward),
+        PeerTerm("KL in the reward", "algo.kl.estimator=k1", compute_approx_kl, reward),
         *(term(kind, unbiased) for unbiased in (False, True) for kind in ("k1", "k2", "k3")),
     ]
 
 
-def areal() -> Sequence[Shipped]:
+def areal() -> Sequence[PeerTerm]:
     from areal.trainer.ppo.actor import grpo_loss_fn
     from areal.utils.data import KLEstimator
 
     kinds = ("k1", "k2", "k3")
     rewards = [
-        Shipped(
+        PeerTerm(
             "KL in the reward",
             f"kl_estimator={kind}",
             KLEstimator._compute_approx_kl,
@@ -90,12 +90,12 @@ def areal() -> Sequence[Shipped]:
         return in_loss(each)
 
     return rewards + [
-        Shipped("distillation", f"rl_loss_weight={weight}", grpo_loss_fn, distilled(weight), default=weight != 0)
+        PeerTerm("distillation", f"rl_loss_weight={weight}", grpo_loss_fn, distilled(weight), default=weight != 0)
         for weight in (1.0, 0.0)
     ]
 
 
-def tinker_cookbook() -> Sequence[Shipped]:
+def tinker_cookbook() -> Sequence[PeerTerm]:
     import tinker
     from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
@@ -124,10 +124,10 @@ def tinker_cookbook() -> Sequence[Shipped]:
         return -torch.stack([row.loss_fn_inputs["advantages"].to_torch() for row in data])
 
     options = "kl_penalty_coef > 0, kl_discount_factor=0.0"
-    return [Shipped("KL in the advantage", options, incorporate_kl_penalty, in_advantage(penalty))]
+    return [PeerTerm("KL in the advantage", options, incorporate_kl_penalty, in_advantage(penalty))]
 
 
-def prime_rl() -> Sequence[Shipped]:
+def prime_rl() -> Sequence[PeerTerm]:
     from prime_rl.trainer.rl.loss import LossInputs, ref_kl_loss_fn
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,4 +137,4 @@ def prime_rl() -> Sequence[Shipped]:
         value = torch.stack([-out.metrics["ref_kl"] for out in each]).double()
         return value.detach(), torch.stack([out.loss for out in each]).double()
 
-    return [Shipped("distillation", "loss type ref_kl", ref_kl_loss_fn, losses)]
+    return [PeerTerm("distillation", "loss type ref_kl", ref_kl_loss_fn, losses)]

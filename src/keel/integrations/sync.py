@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
-from keel.models.sharding import whole
+from keel.models.sharding import full_tensor
 from keel.rollout.engine import StaleWeights
-from keel.rollout.vllm.transfer import Held, adapter_of, checkpoint_weights
+from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weights
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
@@ -119,7 +119,7 @@ def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
         if ".lora_" in name or ".original_module." in name:
             continue
         path, of_base, leaf = name.rpartition(".base_layer.")
-        value = whole(merged_parameter(adapted[path], leaf) if of_base else parameter.detach())
+        value = full_tensor(merged_parameter(adapted[path], leaf) if of_base else parameter.detach())
         name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
         yield name, value.to(dtype) if value.is_floating_point() else value
 
@@ -179,9 +179,9 @@ class SyncLedger:
         """Remember the digests that the sampler must have once it is synced with the policy as it is now."""
         if any(hasattr(parameter, "ds_id") for parameter in self.policy.parameters()):
             raise KeelError("SyncCheck does not read weights that DeepSpeed ZeRO-3 shards: use stage 2, or check_drawn")
-        held = Held(self._parts, self.policy)
+        held = PartDigests(self._parts, self.policy)
         weights = merged_weights if self.slot is None else checkpoint_weights
-        for _ in held.pass_by(weights(self.policy, self.sampler.dtype)):
+        for _ in held.recorded(weights(self.policy, self.sampler.dtype)):
             pass
         digests = held.digests
         for name in sorted(set(self._parts) ^ set(digests)):

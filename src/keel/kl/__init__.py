@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.kl.controllers import (
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
         BetaController,
         KLState,
         build_controller,
-        controller_of,
+        controller_from_options,
         get_controller,
     )
     from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keel.kl.ratios import LogRatio, importance_ratio, log_ratio
     from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 else:
-    __getattr__ = public_names(
+    __getattr__ = lazy_attributes(
         __name__, "options facts controllers estimators exact gradients measure placement ratios sequence"
     )
 
@@ -45,7 +45,7 @@ __all__ = [
     "build_controller",
     "check_kl",
     "check_pairing",
-    "controller_of",
+    "controller_from_options",
     "estimate",
     "exact_kl",
     "find_fact",

@@ -1,7 +1,7 @@
-"""β over time: fixed, scheduled, or steered by the measured KL. init/update with a state that is plain data.
+"""Controllers of β: fixed, scheduled, or driven by the measured KL. `init` and `update` pass plain-data state.
 
 Every controller declares the unit of the KL it reads (`per_token`: mean nats per token; `per_sequence`: nats summed
-over a sequence), keeps β within bounds, holds still on a non-finite KL, and can be warmed up linearly.
+over a sequence), keeps β within bounds, ignores a non-finite KL, and supports a linear warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNITS = ("per_token", "per_sequence")
 
 @dataclass(frozen=True)
 class KLState:
-    """All that a controller remembers; `beta` is the coefficient to use at this step."""
+    """A controller's state; `beta` is the coefficient of this step."""
 
     beta: float
     base: float  # before warm-up
@@ -38,8 +38,8 @@ class KLState:
     def from_dict(cls, data: Mapping[str, Any]) -> KLState:
         known = {f.name for f in fields(cls)}
         if set(data) != known:
-            odd = sorted(set(data) ^ known)
-            raise KeelError(f"the controller's saved state does not fit: {', '.join(odd)} missing or unknown")
+            wrong = sorted(set(data) ^ known)
+            raise KeelError(f"the controller's saved state does not fit: {', '.join(wrong)} missing or unknown")
         for name, value in data.items():
             number = isinstance(value, int | float) and math.isfinite(value)
             if not (number or (value is None and name in ("smoothed", "previous_error"))):
@@ -51,7 +51,7 @@ class KLState:
 
 @runtime_checkable
 class BetaController(Protocol):
-    """Sets β over time; this is what the loop needs of it."""
+    """The interface of a β controller."""
 
     @property
     def unit(self) -> str: ...
@@ -87,12 +87,12 @@ class RuleController:
             raise KeelError(f"kl.beta must be finite and not negative, got {self.beta}")
         if not 0 <= low <= high:
             raise KeelError(f"the controller's bounds must satisfy 0 ≤ low ≤ high, got {low} and {high}")
-        if self.beta > 0 or self.rule is None:  # a rule may begin from none: at its lower bound
+        if self.beta > 0 or self.rule is None:  # with a rule, β 0 starts at the lower bound
             _within("kl.beta", self.beta, self.bounds)
         if self.warmup_steps < 0:
             raise KeelError(f"warmup_steps must not be negative, got {self.warmup_steps}")
 
-    def _at(self, state: KLState) -> KLState:
+    def _with_beta(self, state: KLState) -> KLState:
         low, high = self.bounds
         base = min(max(state.base, low), high)
         factor = min(1.0, state.step / self.warmup_steps) if self.warmup_steps else 1.0
@@ -101,17 +101,17 @@ class RuleController:
     def init(self) -> KLState:
         """The state at step 0: with a warm-up, β starts at 0."""
         base = self.schedule(0) if self.schedule else self.beta
-        return self._at(KLState(beta=base, base=base))
+        return self._with_beta(KLState(beta=base, base=base))
 
     def update(self, state: KLState, kl: float | None) -> KLState:
         """The state for the next step, given the KL measured at this one (None when it was not measured)."""
-        warm = state.step >= self.warmup_steps  # before, β is small on purpose, and a rule would wind up against it
+        warm = state.step >= self.warmup_steps  # during warm-up β is small on purpose; a rule would wind up against it
         if self.rule is not None and warm and kl is not None and math.isfinite(kl):
             state = self.rule(state, kl)
         state = replace(state, step=state.step + 1)
         if self.schedule is not None:
             state = replace(state, base=self.schedule(state.step))
-        return self._at(state)
+        return self._with_beta(state)
 
 
 def _target(target: float) -> float:
@@ -136,8 +136,8 @@ def _within(option: str, value: float, bounds: tuple[float, float]) -> float:
     if not bounds[0] <= value <= bounds[1]:
         bound, limit = ("low", bounds[0]) if value < bounds[0] else ("high", bounds[1])
         raise KeelError(
-            f"{option} is {value:g} but kl.controller.{bound} is {limit:g}, which would replace it: give {option} "
-            f"within the controller's bounds, or another kl.controller.{bound}"
+            f"{option} is {value:g} but kl.controller.{bound} is {limit:g}, which would replace it: set {option} "
+            f"within the controller's bounds, or change kl.controller.{bound}"
         )
     return value
 
@@ -150,14 +150,14 @@ def _can_multiply(beta: float, low: float) -> None:
 def fixed(
     beta: float, unit: str = "per_token", warmup_steps: int = 0, low: float = 0.0, high: float = math.inf
 ) -> RuleController:
-    """β stays as it is, after an optional linear warm-up from 0."""
+    """Constant β, after an optional linear warm-up from 0."""
     return RuleController(beta, unit, warmup_steps, (low, high))
 
 
 def warmup(
     beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf
 ) -> RuleController:
-    """β rises linearly from 0 to `beta` over `steps` steps, then stays."""
+    """β rises linearly from 0 to `beta` over `steps` steps, then is constant."""
     _positive("steps", steps)
     return RuleController(beta, unit, steps, (low, high))
 
@@ -171,7 +171,7 @@ def linear(
     low: float = 0.0,
     high: float = math.inf,
 ) -> RuleController:
-    """β moves linearly from `beta` to `end` over `steps` steps, then stays."""
+    """β moves linearly from `beta` to `end` over `steps` steps, then is constant."""
     _positive("steps", steps)
     _within("kl.controller.end", _not_negative("end", end), (low, high))
 
@@ -190,7 +190,7 @@ def cosine(
     low: float = 0.0,
     high: float = math.inf,
 ) -> RuleController:
-    """β moves from `beta` to `end` along half a cosine over `steps` steps, then stays."""
+    """β moves from `beta` to `end` along half a cosine over `steps` steps, then is constant."""
     _positive("steps", steps)
     _within("kl.controller.end", _not_negative("end", end), (low, high))
 
@@ -200,10 +200,10 @@ def cosine(
     return RuleController(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
-# A multiplicative rule never comes back from 0 or from infinity: without bounds of its own it gets these.
+# Default bounds of multiplicative rules, which cannot leave 0 or infinity.
 BOUNDS = (1e-6, 100.0)
 
-# high, up, low, down: KL > high·target → β·up; KL < low·target → β·down. Bounds where the source has them.
+# high, up, low, down: KL > high·target → β·up; KL < low·target → β·down. Bounds are the source's, if it has any.
 STEP_PRESETS: dict[str, tuple[float, float, float, float, tuple[float, float]]] = {
     "ppo": (1.5, 2.0, 1 / 1.5, 0.5, BOUNDS),
     "tutorial": (1.5, 1.5, 0.5, 0.75, BOUNDS),
@@ -221,7 +221,7 @@ def step_rule(
     low: float | None = None,
     high: float | None = None,
 ) -> RuleController:
-    """Above a band around the target β is multiplied, below it divided (PPO 1707.06347 and three practical presets)."""
+    """Multiply β above a band around the target, divide it below (PPO 1707.06347, and three presets from practice)."""
     if preset not in STEP_PRESETS:
         raise unknown("step-rule preset", preset, STEP_PRESETS)
     above, up, below, down, bounds = STEP_PRESETS[preset]
@@ -271,8 +271,8 @@ def dual_ascent(
 ) -> RuleController:
     """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or the same on log β with KL/ε − 1.
 
-    With `smoothing` the KL is an exponential mean of what was measured: a lag, and β, which adds up what it sees
-    anyway, overshoots by it.
+    `smoothing` replaces the KL by its exponential moving average. The lag makes β, which already integrates the error,
+    overshoot.
     """
     _target(target)
     _positive("learning_rate", learning_rate)
@@ -304,7 +304,7 @@ def pid(
 ) -> RuleController:
     """β = β₀ + [Kp·e + Ki·Σe + Kd·(Δe)₊]₊ with e = KL/target − 1 (Stooke et al. 2020).
 
-    The integral is kept between 0 and what alone would take β to its upper bound, so it does not wind up.
+    Anti-windup: the integral stays between 0 and the value that alone takes β to its upper bound.
     """
     _target(target)
     for name, gain in (("proportional", proportional), ("integral", integral), ("derivative", derivative)):
@@ -336,7 +336,7 @@ CONTROLLERS: Mapping[str, Callable[..., BetaController]] = MappingProxyType(
 
 
 def get_controller(name: str) -> Callable[..., BetaController]:
-    """What makes the controller of that name, or a user's own `module:attr`, from β and its parameters."""
+    """The factory of the named controller, or of a user's own `module:attr`."""
     if name in CONTROLLERS:
         return CONTROLLERS[name]
     if is_import_path(name):
@@ -345,13 +345,13 @@ def get_controller(name: str) -> Callable[..., BetaController]:
     raise unknown("controller", name, CONTROLLERS)
 
 
-def controller_of(kl: KLOptions, episodes_per_step: int) -> BetaController:
-    """The controller that the options name; a rule that counts episodes gets the number of a step."""
+def controller_from_options(kl: KLOptions, episodes_per_step: int) -> BetaController:
+    """The controller that the options name; `episodes_per_step` goes to controllers that take it."""
     return _build(kl.controller.name, kl.beta, kl.controller.params, episodes_per_step=episodes_per_step)
 
 
 def build_controller(name: str, beta: float, **parameters: Any) -> BetaController:
-    """The named controller with its own parameters; one that it does not take is refused with the ones it does."""
+    """The named controller with its own parameters; an unknown parameter raises an error that lists the valid ones."""
     return _build(name, beta, parameters)
 
 
@@ -362,7 +362,7 @@ def _build(name: str, beta: float, params: Mapping[str, Any], **offered: Any) ->
     controller = make_part(f"kl.controller.name={name}", make, beta, **arguments)
     if not isinstance(controller, BetaController):
         raise KeelError(
-            f"kl.controller.name={name} made a {type(controller).__name__}: it must have unit, init and update, as "
-            "keel.kl.BetaController has"
+            f"kl.controller.name={name} returned a {type(controller).__name__}: it must have unit, init and update, as "
+            "in keel.kl.BetaController"
         )
     return controller

@@ -1,7 +1,7 @@
 """A user's own estimator, `module:attr`: a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp).
 
-Its own parameters stand behind its name: `module:attr(width=0.5)`. They are a part of the name because an audit proves
-the function with these values and no others.
+Its parameters follow its name: `module:attr(width=0.5)`. They are part of the name because the audit verifies the
+function with exactly these values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_custom(name: str) -> bool:
 
 
 def custom_estimator(name: str) -> Callable[..., object]:
-    """The user's function, with the parameters of its name filled in."""
+    """The user's function with the parameters of its name bound."""
     match = _SPEC.fullmatch(name)
     path, text = (name, None) if match is None else (match["path"], match["params"])
     function: Callable[..., object] = import_object(path, "kl.estimator")
@@ -49,7 +49,7 @@ def _parameters(name: str, text: str) -> dict[str, Any]:
 
 
 def takes_ratio(function: Callable[..., object]) -> bool:
-    """Whether it takes one tensor, the log-ratio d."""
+    """Whether the function takes one tensor, the log-ratio d."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have none
@@ -63,7 +63,7 @@ def takes_ratio(function: Callable[..., object]) -> bool:
 def arity(function: Callable[..., object]) -> int:
     """2 for (logp, ref), 3 where a third positional parameter is `old`.
 
-    It is taken for that only if it has no default or says so by its name: `clamp=10.0` is not ours to fill.
+    A third parameter counts as `old` if it has no default or its name starts with `old`; `clamp=10.0` does not.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -1,4 +1,4 @@
-"""KL by depth: the mean of per-token values in each stretch of the context, each twice as long as the one before."""
+"""KL by depth: the mean of per-token values in bins of the context, each twice as long as the one before."""
 
 from __future__ import annotations
 
@@ -9,48 +9,50 @@ from torch import Tensor
 
 from keel.base.metrics import Number
 
-FIRST = 64  # tokens: the first stretch ends there, the next at 128, 256, …
-COMPLETIONS = 4  # that must reach a stretch
-DEPTH = "kl/sampler_policy/depth_"  # of the metrics, with where a stretch begins and mean or se behind it
+FIRST_BIN_TOKENS = 64  # the first bin ends here, the next at 128, 256, …
+MIN_COMPLETIONS = 4  # that must reach a bin: fewer give no standard error
+METRIC_PREFIX = "kl/sampler_policy/depth_"  # followed by the bin's start, then /mean or /se
 
 
-def stretch(position: Tensor) -> Tensor:
-    """Where the stretch begins that a token at a position of the context lies in: 0, 64, 128, 256, …"""
-    doublings = (position.double() / FIRST).clamp_min(0.5).log2().floor()
-    return torch.where(doublings < 0, 0, FIRST * 2**doublings).long()
+def depth_bin(position: Tensor) -> Tensor:
+    """The start of the bin of each context position: 0, 64, 128, 256, …"""
+    doublings = (position.double() / FIRST_BIN_TOKENS).clamp_min(0.5).log2().floor()
+    return torch.where(doublings < 0, 0, FIRST_BIN_TOKENS * 2**doublings).long()
 
 
 def positions(prompts: Sequence[int] | Tensor, width: int, device: torch.device | None = None) -> Tensor:
-    """The position in the context of each token `[B, T]` of completions behind prompts of these lengths."""
+    """The context position of each completion token `[B, T]`, given the prompts' lengths."""
     return torch.as_tensor(prompts, device=device)[:, None] + torch.arange(width, device=device)
 
 
-def occupied(where: Tensor, mask: Tensor) -> tuple[int, ...]:
-    """The stretches that hold tokens of at least `COMPLETIONS` rows of the mask: fewer tell no standard error."""
-    own = stretch(where)
+def occupied_bins(where: Tensor, mask: Tensor) -> tuple[int, ...]:
+    """The starts of the bins in which at least `MIN_COMPLETIONS` rows have a token of the mask."""
+    own = depth_bin(where)
     starts = own[mask].unique().tolist()
-    return tuple(start for start in starts if (mask & (own == start)).any(-1).sum() >= COMPLETIONS)
+    return tuple(start for start in starts if (mask & (own == start)).any(-1).sum() >= MIN_COMPLETIONS)
 
 
-def by_depth(values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]) -> dict[int, tuple[Number, Number]]:
-    """Mean and standard error `{start: (mean, se)}` of values `[B, T]`; the completion is the unit of the error."""
-    found: dict[int, tuple[Number, Number]] = {}
-    own, values = stretch(where), values.detach().double()
+def mean_by_depth(
+    values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]
+) -> dict[int, tuple[Number, Number]]:
+    """Mean and standard error `{start: (mean, se)}` of values `[B, T]`; the error is clustered by completion."""
+    result: dict[int, tuple[Number, Number]] = {}
+    own, values = depth_bin(where), values.detach().double()
     for start in starts:
         inside = mask & (own == start)
         count = inside.sum().clamp_min(1)
         mean = torch.where(inside, values, 0.0).sum() / count
         residual = torch.where(inside, values - mean, 0.0).sum(-1)
         rows = inside.any(-1).sum()
-        spread = rows / (rows - 1).clamp_min(1) * residual.square().sum()
-        found[start] = mean, spread.sqrt() / count
-    return found
+        squares = rows / (rows - 1).clamp_min(1) * residual.square().sum()
+        result[start] = mean, squares.sqrt() / count
+    return result
 
 
 def depth_metrics(values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]) -> dict[str, Number]:
-    """The same as metrics; none where all tokens lie in one stretch."""
+    """`mean_by_depth` as metrics; none if all tokens lie in one bin."""
     if len(starts) < 2:
         return {}
-    found = by_depth(values, mask, where, starts)
-    named = {f"{DEPTH}{start}/mean": mean for start, (mean, _) in found.items()}
-    return named | {f"{DEPTH}{start}/se": se for start, (_, se) in found.items()}
+    means = mean_by_depth(values, mask, where, starts)
+    named = {f"{METRIC_PREFIX}{start}/mean": mean for start, (mean, _) in means.items()}
+    return named | {f"{METRIC_PREFIX}{start}/se": se for start, (_, se) in means.items()}

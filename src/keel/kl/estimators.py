@@ -1,7 +1,7 @@
 """Value estimators of KL(policy‖reference) from tokens that the policy sampled.
 
-Each is a function of d = log p − log π alone. What each one's *gradient* does is another matter, and is in
-`keel.kl.facts`. Source: Schulman, http://joschu.net/blog/kl-approx.html
+Each is a function of d = log p − log π alone. `keel.kl.facts` states what each *gradient* does.
+Source: Schulman, http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Estimator = Callable[[Tensor], Tensor]
 
 
 def k1(d: Tensor) -> Tensor:
-    """k1 = −d. Unbiased for KL(π‖p), large spread, either sign."""
+    """k1 = −d. Unbiased for KL(π‖p), high variance, either sign."""
     return -d
 
 
@@ -35,7 +35,7 @@ def k3(d: Tensor) -> Tensor:
 
 
 def absolute(d: Tensor) -> Tensor:
-    """|d|. No KL: it bounds k1, and its gradient in the loss is that of ‖π − p‖₁, twice the total variation."""
+    """|d|. Not a KL: it bounds k1, and its gradient in the loss is that of ‖π − p‖₁, twice the total variation."""
     return d.abs()
 
 
@@ -43,7 +43,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3"
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator of that name; an unknown one is refused with the nearest known."""
+    """The named estimator; an unknown name gets a suggestion."""
     if name not in ESTIMATORS:
         raise unknown("estimator", name, ESTIMATORS)
     return ESTIMATORS[name]
@@ -60,7 +60,7 @@ def estimate(
 ) -> Tensor:
     """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient.
 
-    A user's own (`module:attr`) sees the clamped log-ratio as the distance between its first two arguments.
+    A user's own (`module:attr`) gets the clamped log-ratio as the difference of its first two arguments.
     """
     d = log_ratio(logp, ref_logp, mask, clamp).d
     if not is_custom(name):
@@ -71,14 +71,14 @@ def estimate(
 
 
 def custom_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
-    """The values `[B, T]` of a user's own estimator; `d` is its distance between reference and policy."""
+    """The values `[B, T]` of a user's own estimator; `d` is ref minus policy."""
     function = custom_estimator(name)
     arguments = (d,) if takes_ratio(function) else (logp, logp + d, old_logp)[: arity(function)]
     return call_checked(name, function, *arguments).to(logp.dtype)
 
 
 def call_checked(name: str, function: Callable[..., object], *arguments: Tensor) -> Tensor:
-    """What a user's function returns, which must be one value a token."""
+    """Call a user's function and check that it returns one value per token."""
     like = arguments[0]
     try:
         result = function(*arguments)

@@ -26,7 +26,7 @@ DIRECTIONS = ("policy_ref", "ref_policy")
 
 
 def _finite(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Both checked, in one dtype of fp32 at least, and finite."""
+    """Both, checked, in one dtype (at least fp32), with −inf made finite."""
     check_same_shape(policy_logprobs=policy, ref_logprobs=reference)
     dtype = torch.promote_types(policy.dtype, reference.dtype)
     return finite_floor(policy.to(dtype)), finite_floor(reference.to(dtype))
@@ -56,7 +56,7 @@ def jsd(policy_logprobs: Tensor, ref_logprobs: Tensor, weight: float = 0.5) -> T
 
 
 def _split(policy: Tensor, reference: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The policy's k likeliest tokens as a boolean head mask `[..., V]`, and the head's part of the exact KL."""
+    """The policy's top k tokens as a boolean head mask `[..., V]`, and their part of the exact KL."""
     vocabulary = policy.shape[-1]
     if not 0 < k < vocabulary:
         raise KeelError(f"k must be between 1 and the vocabulary less one ({vocabulary - 1}), got {k}")
@@ -76,7 +76,7 @@ def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int) -> Tensor:
     """KL of the (k+1)-category distribution: the policy's top k tokens and one bucket for all others.
 
     Σ_head π u + (1−Π) log((1−Π)/(1−P)). Never negative, and a lower bound of the exact KL. The head sum alone is
-    neither: it is no KL and can be negative.
+    neither, and can be negative.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
     head, head_sum = _split(policy, reference, k)
@@ -87,9 +87,9 @@ def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int) -> Tensor:
 def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Exact head plus, for a sampled token outside it, that token's own u: unbiased for KL(π‖p), value and gradient.
 
-    Gradient Σ_head π u s, and u_y·s_y for a token y outside the head. The terms without u are left out: together they
-    are E[s] = 0, and without them the gradient of equal distributions is 0 on every sample.
-    `tokens` are one a distribution, or several `[..., S]`: then there is a value for each.
+    Gradient Σ_head π u s, and u_y·s_y for a token y outside the head. The terms without u are left out: their
+    expectation is E[s] = 0, and without them the gradient of equal distributions is 0 on every sample.
+    `tokens` holds one token per distribution, or several `[..., S]` with a value for each.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
     several = tokens.dim() == policy.dim()
@@ -108,7 +108,7 @@ def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tens
 
 
 def penalty_divergence(kl: KLOptions) -> Divergence | None:
-    """What computes the estimator's penalty; None for `exact` and `exact_reverse`, which every exact score holds."""
+    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include."""
     if kl.estimator == "jsd":
         return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)
     if kl.estimator == "topk":

@@ -1,7 +1,7 @@
-"""What is true of each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
+"""Facts on each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
 
-A row says, for an estimator, a placement, a way of sampling and a gradient form: what its value estimates and what
-its expected gradient is where every token weighs alike. `under_reduction` says what a loss's reduction makes of it.
+A row states, for an estimator, placement, sampling and gradient form, what the value estimates and what the expected
+gradient is if every token has equal weight. `under_reduction` adds the effect of the loss's reduction.
 Derivations: kl.md in the docs; every row is checked by exact enumeration, and under every loss.
 """
 
@@ -20,7 +20,7 @@ POLICY_REF, REF_POLICY, JSD, TOPK = "policy||ref", "ref||policy", "jsd", "topk"
 NEAR = f"near {POLICY_REF}"
 LENGTH_WEIGHTED = "length-weighted "
 
-_PULLS = {
+_GRADIENTS = {
     POLICY_REF: "∇KL(policy‖ref)",
     REF_POLICY: "∇KL(ref‖policy)",
     "total-variation": "∇‖policy − ref‖₁",
@@ -30,21 +30,21 @@ _PULLS = {
 _DRIFT = "the drift between the sampler and the policy"
 _BY_LENGTH = "the loss's mean over each completion weighs its tokens by 1/length"
 
-# What an expected gradient or a value can be, and in words.
+# Names of expected gradients and values, with their descriptions.
 MEANINGS = {
-    POLICY_REF: "∇KL(policy‖ref): the penalty one means",
-    REF_POLICY: "∇KL(ref‖policy): a pull along the forward KL",
+    POLICY_REF: "∇KL(policy‖ref): the usual KL penalty",
+    REF_POLICY: "∇KL(ref‖policy): the gradient of the forward KL",
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
     JSD: "∇JSD(policy, ref), the generalised Jensen-Shannon divergence",
     TOPK: "∇KL of the policy's top k tokens and one bucket for the rest, a lower bound of KL(policy‖ref)",
-    **{f"near {name}": f"near {gradient}, and biased by {_DRIFT}" for name, gradient in _PULLS.items()},
+    **{f"near {name}": f"near {gradient}, and biased by {_DRIFT}" for name, gradient in _GRADIENTS.items()},
     **{
         f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, which is exact where lengths are equal"
-        for name, gradient in _PULLS.items()
+        for name, gradient in _GRADIENTS.items()
     },
     **{
         f"near {LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, and it is biased by {_DRIFT}"
-        for name, gradient in _PULLS.items()
+        for name, gradient in _GRADIENTS.items()
     },
     "zero": "zero: it regularises nothing",
     "away": "−∇KL(sampler‖policy): it pushes the policy away from its own samples",
@@ -81,25 +81,25 @@ _SAMPLED: dict[str, dict[str, tuple[str, str]]] = {
         "sg_rho": ("total-variation", "total-variation"),
     },
 }
-# A sum over the vocabulary at a given prefix: no token is drawn, so a weight changes nothing in expectation.
+# Sums over the vocabulary at a given prefix: no token is sampled, so weights do not change the expectation.
 _SUMMED = {
     "exact": dict.fromkeys(("plain", "rho", "sg_rho"), (POLICY_REF, POLICY_REF)),
     "exact_reverse": dict.fromkeys(("plain", "rho", "sg_rho"), (REF_POLICY, REF_POLICY)),
     "jsd": dict.fromkeys(("plain", "rho", "sg_rho"), (JSD, JSD)),
     "topk": dict.fromkeys(("plain", "rho", "sg_rho"), (TOPK, TOPK)),
-    # the sampled token stands for the tail: it weighs as sampled tokens do
+    # the tail is sampled, so importance weights matter
     "topk_unbiased": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
 }
 
 
 def over_vocabulary(estimator: str) -> bool:
-    """Whether an estimator is computed from both distributions over the vocabulary, not from the sampled token's."""
+    """Whether an estimator uses both distributions over the vocabulary instead of the sampled token alone."""
     return estimator in _SUMMED
 
 
 @dataclass(frozen=True)
 class GradientForm:
-    """How a KL value carries its gradient: which ratio weighs it, and which estimator's gradient it takes."""
+    """How a KL value gets its gradient: the importance ratio that weights it and the estimator that carries it."""
 
     weight: str | None = None
     carrier: str | None = None
@@ -125,7 +125,7 @@ def parse_gradient(text: str) -> GradientForm:
 
 
 def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """All forms of an estimator: with a carrier the gradient is the carrier's under that weight, whatever the value."""
+    """All gradient forms of an estimator; with a carrier, the gradient is the carrier's under that weight."""
     carried = {
         carrier if weight == "plain" else f"{weight}*{carrier}": verdicts
         for carrier, forms in _SAMPLED.items()
@@ -135,7 +135,7 @@ def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dic
     return {**own_forms, **carried}
 
 
-_OWN_GRADIENT = ("jsd", "topk", "topk_unbiased")  # whose value is of no use with another gradient
+_OWN_GRADIENT = ("jsd", "topk", "topk_unbiased")  # used with their own gradient only
 _LOSS = {
     name: forms if name in _OWN_GRADIENT else _with_carriers(name, forms)
     for name, forms in (_SAMPLED | _SUMMED).items()
@@ -188,7 +188,7 @@ FACTS: tuple[Fact, ...] = _rows()
 def find_fact(
     estimator: str, placement: str, sampling: str, gradient: str, level: str = "token", facts: Sequence[Fact] = ()
 ) -> Fact | None:
-    """The row of that pairing, or None where no row says anything; `facts` are rows beside Keel's own."""
+    """The row of a pairing, or None; `facts` are further rows beside Keel's own."""
     key = (estimator, placement, sampling, gradient, level)
     for fact in (*FACTS, *facts):
         if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == key:
@@ -197,16 +197,16 @@ def find_fact(
 
 
 def term_reduction(placement: str, kl_reduction: str, loss_reduction: str) -> str:
-    """What averages the KL over tokens: in the reward and the advantage it is weighed as the reward is."""
+    """The reduction of the KL over tokens; in the reward and the advantage it is the loss's own."""
     return loss_reduction if placement != "loss" or kl_reduction == "loss" else "token_mean"
 
 
 def under_reduction(verdict: str, reduction: str, *, with_score: bool = False) -> str:
-    """What a row's expected gradient becomes where the loss averages it by `reduction`.
+    """A row's expected gradient after the loss's `reduction`.
 
-    A mean over each completion weighs its tokens by 1/length, and the length depends on the tokens drawn: a penalty
-    that was right is near, and what was zero no longer is. `with_score` says that the gradient holds a bare score ρ·s
-    (ρ·k1's is ρ·(u + 1)·s): zero in the mean where tokens weigh alike, by length a push towards longer completions.
+    A mean over each completion weights its tokens by 1/length, and the length depends on the sampled tokens: a correct
+    gradient becomes approximate, and a zero one becomes nonzero. `with_score`: the gradient contains a bare score ρ·s
+    (ρ·k1's is ρ·(u + 1)·s), zero in expectation under equal weights; under 1/length it favours longer completions.
     """
     if reduction != "sequence_mean":
         return verdict
@@ -216,13 +216,13 @@ def under_reduction(verdict: str, reduction: str, *, with_score: bool = False) -
 
 
 def divergence_of(verdict: str) -> str:
-    """The divergence that a verdict is near, whatever keeps it from being its gradient."""
+    """The divergence whose gradient a verdict equals or approximates."""
     return verdict.removeprefix("near ").removeprefix(LENGTH_WEIGHTED)
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """A checked choice: the gradient form to use and, in words, what it does; unproven where no row says it."""
+    """A checked choice: the gradient form and a description of its effect; `proven` is false if no row covers it."""
 
     estimator: str
     placement: str
@@ -234,9 +234,9 @@ class Pairing:
 
 
 def _auto(estimator: str) -> str:
-    """sg(ρ)·k2's gradient ρ·u·s is right on- and off-policy, grows like d rather than e^d, and needs no second form.
+    """sg(ρ)·k2's gradient ρ·u·s is correct on- and off-policy and grows like d, not e^d.
 
-    A user's own estimator keeps the gradient that it was written with.
+    A user's own estimator keeps its own gradient.
     """
     if estimator in ("k2", "topk_unbiased"):
         return "sg_rho"
@@ -245,7 +245,7 @@ def _auto(estimator: str) -> str:
 
 def _advice(placement: str, level: str, custom: bool) -> str:
     if placement == "loss" and level == "token" and custom:
-        return "use estimator=k3 with gradient=auto"  # auto leaves a user's own its own gradient
+        return "use estimator=k3 with gradient=auto"  # auto keeps a user's own gradient
     if placement == "loss":
         return "use gradient=auto" if level == "token" else "use estimator=exact (Rao-Blackwell) or k1"
     return f"use estimator=k1 in the {placement}, or move the term to placement=loss"
@@ -262,11 +262,11 @@ def check_pairing(
     reduction: str = "token_mean",
     facts: Sequence[Fact] = (),
 ) -> Pairing:
-    """Refuse a pairing whose expected gradient is zero or wrong; name the nearest right one; resolve `auto`.
+    """Resolve `auto`, and refuse a pairing whose expected gradient is zero or wrong, with the closest correct one.
 
-    `off_policy` is true when a batch serves several updates or the sampler lags. `reduction` is what averages the term
-    over tokens (in the reward and the advantage the loss's own). `allow_biased` lets a researcher through; the note
-    then still says what the pairing does. `facts` are the rows of a user's own estimator, as an audit found them.
+    `off_policy`: a batch serves several updates, or the sampler lags. `reduction` averages the term over tokens (in the
+    reward and the advantage it is the loss's own). `allow_biased` accepts the pairing; the note still states its
+    gradient. `facts` are the rows of a user's own estimator from its audit.
     """
     custom = estimator not in _LOSS
     if custom and not is_custom(estimator):
@@ -291,12 +291,12 @@ def check_pairing(
             form = GradientForm(form.weight)
         if placement != "loss" and gradient != "plain":
             raise KeelError(
-                f"kl.gradient={gradient} has no meaning with kl.placement={placement}, where the KL is detached: "
+                f"kl.gradient={gradient} does not apply to kl.placement={placement}, where the KL is detached: "
                 "use gradient=auto, or placement=loss"
             )
         if level == "sequence" and gradient != "plain":
             raise KeelError(
-                f"kl.gradient={gradient} has no meaning with kl.level=sequence, whose gradient is its own: "
+                f"kl.gradient={gradient} does not apply to kl.level=sequence, which has its own gradient: "
                 "use gradient=auto, or level=token"
             )
     key = "score" if placement != "loss" else "sequence" if level == "sequence" else str(form)
@@ -318,7 +318,7 @@ def check_pairing(
     if verdict in REFUSED and not allow_biased:
         raise KeelError(
             f"{what} has an expected gradient that is {meaning}: {_advice(placement, level, custom)}, or set "
-            "kl.allow_biased=true to run it all the same"
+            "kl.allow_biased=true to run it anyway"
         )
     note = f"{what}: expected gradient is {meaning}"
     return Pairing(estimator, placement, level, form, verdict, note, proven=fact is not None)
@@ -326,7 +326,7 @@ def check_pairing(
 
 @dataclass(frozen=True)
 class LossAdvice:
-    """What the literature says of one loss and its β."""
+    """A paper's recommendation of β for a loss."""
 
     loss_type: str
     paper: str
@@ -337,8 +337,8 @@ class LossAdvice:
 PAPERS: dict[str, LossAdvice] = {
     "grpo": LossAdvice("grpo", "DeepSeekMath 2402.03300", 0.04, "k3 in the loss"),
     "dr_grpo": LossAdvice("dr_grpo", "Dr. GRPO 2503.20783", 0.0, "no KL with rule-based verifiers"),
-    "dapo": LossAdvice("dapo", "DAPO 2503.14476", 0.0, "long chains of thought are meant to leave the reference"),
-    "gspo": LossAdvice("gspo", "GSPO 2507.18071", 0.0, "sequence-level clipping holds the policy instead"),
+    "dapo": LossAdvice("dapo", "DAPO 2503.14476", 0.0, "long chains of thought should be free to leave the reference"),
+    "gspo": LossAdvice("gspo", "GSPO 2507.18071", 0.0, "sequence-level clipping limits the policy instead"),
     "cispo": LossAdvice("cispo", "MiniMax-M1 2506.13585", 0.0, ""),
     "gmpo": LossAdvice("gmpo", "GMPO 2507.20673", 0.0, ""),
     "bnpo": LossAdvice("bnpo", "BNPO 2506.02864", None, ""),
@@ -351,13 +351,13 @@ PAPERS: dict[str, LossAdvice] = {
 
 
 def advise(loss_type: str, beta: float) -> list[str]:
-    """Notes on β under this loss, from its paper; empty when there are none."""
+    """Notes on β for this loss, from its paper."""
     notes = []
     paper = PAPERS.get(loss_type)
     if loss_type == "dr_grpo" and beta > 0:
         notes.append(
             f"kl/unneeded: dr_grpo with a rule-based verifier is meant to run at beta 0 ({PAPERS['dr_grpo'].paper}): "
-            f"the reward stays right however far the policy drifts; beta is {beta:g}"
+            f"its reward stays correct at any KL; beta is {beta:g}"
         )
     elif paper is not None and paper.beta is not None and beta > max(10 * paper.beta, 0.1):
         notes.append(f"beta {beta:g} is far above the {paper.beta:g} of {paper.paper}: expect little learning")

@@ -1,4 +1,4 @@
-"""Gradient forms: the same KL value can carry several gradients, and only some of them are a KL's.
+"""Gradient forms: one KL value can be given several gradients, and only some of them are the gradient of a KL.
 
 A form is written `[weight][*][carrier]`:
 
@@ -8,8 +8,8 @@ A form is written `[weight][*][carrier]`:
     sg_rho       sg(ρ)·k
     sg_rho*k2    value sg(ρ)·k, gradient of sg(ρ)·k2 (likewise with the other estimators, and with rho)
 
-ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample; the second never forms e^d, so it does not lose it
-to cancellation. Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
+ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample; the second avoids e^d and its
+cancellation. Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, importance_ratio, log_r
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """The value of the first, the gradient of the second."""
+    """The value of the first argument with the gradient of the second."""
     return value.detach() + (gradient - gradient.detach())
 
 
@@ -40,8 +40,8 @@ def weighted_estimate(
 ) -> Tensor:
     """An estimator per token `[B, T]` in the given gradient form; zero outside the mask.
 
-    `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, ρ is 1 and still
-    carries gradient under `rho`. `ratio_cap` truncates ρ.
+    `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, and ρ = 1 still
+    has a gradient under `rho`. `ratio_cap` truncates ρ.
     """
     value = estimate(estimator, logp, ref_logp, mask, clamp, old_logp=old_logp)
     return with_form(value, form, logp, ref_logp, old_logp, mask, clamp=clamp, ratio_cap=ratio_cap)

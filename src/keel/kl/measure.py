@@ -1,4 +1,4 @@
-"""KL as it is reported: every estimator, its spread and its standard error, whatever β is."""
+"""The reported KL: every estimator with its mean, standard error and range, at any β."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keel.base.metrics import Number, python_numbers
 from keel.kl.estimators import get_estimator
-from keel.kl.ratios import DEFAULT_CLAMP, check_mask, clamp_through, log_ratio, select
+from keel.kl.ratios import DEFAULT_CLAMP, check_mask, clamp_straight_through, log_ratio, select
 
 REPORTED = ("k1", "k2", "k3")
 
@@ -19,7 +19,7 @@ REPORTED = ("k1", "k2", "k3")
 class MaskIndex:
     """Where a mask `[B, T]` is true: tokens `[N]` of the flattened mask, rows `[C]` that have any.
 
-    Whoever made the mask in main memory makes this there too: a device is waited for to learn how many there are.
+    Build it on the CPU along with the mask: on a device, counting the entries would synchronise.
     """
 
     tokens: Tensor
@@ -43,7 +43,7 @@ def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
 
     The mean is over tokens. Tokens of one completion are not independent, so its standard error treats the
     completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator). With one
-    completion there is nothing to compare it with: its tokens are then taken as independent.
+    completion, its tokens count as independent.
     """
     return _plain(_token_statistics(values, action_mask, MaskIndex.of(action_mask)))
 
@@ -55,7 +55,7 @@ def _plain(statistics: dict[str, Number]) -> dict[str, float]:
 def _token_statistics(
     values: Tensor, action_mask: Tensor, index: MaskIndex, weights: Tensor | None = None
 ) -> dict[str, Number]:
-    """With `weights` w the mean is that of w·x, with its own spread; p95 is of x where each counts w times."""
+    """With `weights` w: mean and se of w·x, and the weighted p95 of x."""
     check_mask(action_mask, values.shape)
     chosen = index.select(values).double()
     if chosen.numel() == 0:
@@ -77,14 +77,14 @@ def _token_statistics(
 
 
 def _weighted_quantile(values: Tensor, weights: Tensor, q: float) -> Tensor:
-    """The smallest value up to which the share q of the weights lies."""
+    """The smallest value at which the cumulative weight reaches q."""
     ordered, order = values.sort()
     reached = weights[order].cumsum(0)
     return ordered[torch.searchsorted(reached, q * reached[-1:]).clamp_max(len(ordered) - 1)].squeeze(0)
 
 
 def _sequence_statistics(values: Tensor, action_mask: Tensor, index: MaskIndex) -> dict[str, Number]:
-    """mean, se, p95 over completions of the sum of per-token values `[B, T]`; a single completion has no spread."""
+    """mean, se, p95 over completions of the sum of per-token values `[B, T]`; se is 0 for one completion."""
     sums = select(values.detach().double(), action_mask).sum(-1)[index.rows]
     if sums.numel() == 0:
         return dict.fromkeys(("mean", "se", "p95"), 0.0)
@@ -109,15 +109,15 @@ def measure_kl(
     """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
     and the clamped fraction.
 
-    On samples from another μ give `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL is of a
-    prefix and takes none.
+    On samples from another μ give `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL is
+    conditional on the prefix and takes no weights.
     """
     index = MaskIndex.of(action_mask)
     return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp, weights=weights))
 
 
 def controlled_kl(metrics: Mapping[str, float], unit: str) -> float | None:
-    """The KL that steers β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    """The KL that drives β, in the controller's unit: per token exact or else k3, per sequence k1."""
     if unit == "per_sequence":
         return metrics.get("kl/policy_ref/sequence/mean")
     return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
@@ -133,7 +133,7 @@ def kl_statistics(
     clamp: float | None = DEFAULT_CLAMP,
     weights: Tensor | None = None,
 ) -> dict[str, Number]:
-    """`measure_kl` as tensors on their device, given where its mask is true."""
+    """`measure_kl` as tensors on their device, given the mask's index."""
     ratio = log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp)
     per_token = {name: get_estimator(name)(ratio.d) for name in REPORTED}
     parts = {name: _token_statistics(values, action_mask, index, weights) for name, values in per_token.items()}
@@ -154,14 +154,14 @@ def prefix_gap(
     *,
     clamp: float | None = DEFAULT_CLAMP,
 ) -> dict[str, Number]:
-    """What a sequence's KL, weighted token by token, lacks because μ drew its prefixes: mean and se, nats a sequence.
+    """The bias of a sequence's token-weighted KL that comes from μ's prefixes: mean and se, nats per sequence.
 
     Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]: added to the weighted KL of a
     sequence it gives that of the policy's own sequences.
     """
     log_w = -log_ratio(logp.detach(), sample_logp.detach(), action_mask, clamp=None).d
-    before = clamp_through(log_w.cumsum(-1) - log_w, DEFAULT_CLAMP)[0]
+    before = clamp_straight_through(log_w.cumsum(-1) - log_w, DEFAULT_CLAMP)[0]
     u = -log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp).d
-    terms = torch.expm1(before) * clamp_through(log_w, DEFAULT_CLAMP)[0].exp() * u
+    terms = torch.expm1(before) * clamp_straight_through(log_w, DEFAULT_CLAMP)[0].exp() * u
     statistics = _sequence_statistics(terms, action_mask, index)
     return {f"kl/policy_ref/prefix_gap/{name}": statistics[name] for name in ("mean", "se")}

@@ -9,20 +9,20 @@ from pydantic import BeforeValidator, Field
 
 from keel.base.errors import KeelError
 from keel.base.options import (
-    Above0,
-    Count,
     Flag,
     Float,
-    NotNegative,
+    NonNegativeFloat,
+    NonNegativeInt,
     Options,
     PluginOptions,
-    Positive,
-    ReadWith,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
     as_number,
 )
 from keel.kl.facts import Fact, Pairing, check_pairing, over_vocabulary, term_reduction
 
-DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in every dtype we compute in: overflow protection, nothing more
+DEFAULT_CLAMP = 20.0  # nats; e^20 is finite in fp32 and fp64: overflow protection only
 
 
 class ControllerOptions(PluginOptions):
@@ -35,13 +35,13 @@ class ControllerOptions(PluginOptions):
 
 
 class KLBudget(Options):
-    """The KL that a run may spend: its mean may not pass `max`, its 95th percentile not twice that."""
+    """The KL budget of a run: the mean may not exceed `max`, the 95th percentile not twice that."""
 
-    max: Above0 = Field(description="Largest mean KL to the reference, in `unit`.")
+    max: PositiveFloat = Field(description="Largest mean KL to the reference, in `unit`.")
     unit: Literal["per_token", "per_sequence"] = Field(
         default="per_token", description="Nats per token or per sequence."
     )
-    action: Literal["warn", "stop", "rollback"] = Field(default="stop", description="What happens when it is broken.")
+    action: Literal["warn", "stop", "rollback"] = Field(default="stop", description="What happens when it is exceeded.")
 
 
 def _budget(value: Any) -> Any:
@@ -51,9 +51,9 @@ def _budget(value: Any) -> Any:
 
 
 class KLOptions(Options):
-    """The KL term: how it is estimated, where it acts, how strongly."""
+    """The KL term: estimator, placement and coefficient."""
 
-    beta: NotNegative = Field(
+    beta: NonNegativeFloat = Field(
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
     )
     estimator: str = Field(
@@ -61,63 +61,63 @@ class KLOptions(Options):
         description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, jsd, topk, "
         "topk_unbiased, or module:attr.",
     )
-    gradient: str = Field(default="auto", description="Gradient form; auto picks one that is right for this pairing.")
+    gradient: str = Field(default="auto", description="Gradient form; auto picks a correct one for this pairing.")
     placement: Literal["loss", "reward", "advantage"] = Field(default="loss", description="Where the penalty enters.")
     level: Literal["token", "sequence"] = Field(
-        default="token", description="A token answers for its own KL, or for that of the sequence."
+        default="token", description="Each token is penalised for its own KL, or for the sequence's."
     )
     reduction: Literal["token_mean", "loss"] = Field(
         default="token_mean",
         description="Mean over all action tokens, so β means the same under every loss; or the loss's own.",
     )
-    log_ratio_clamp: Above0 | None = Field(
-        default=DEFAULT_CLAMP, description="Log-ratios are held within ± this many nats; null for no limit."
+    log_ratio_clamp: PositiveFloat | None = Field(
+        default=DEFAULT_CLAMP, description="Log-ratios are clamped to ± this many nats; null for no limit."
     )
-    jsd_weight: Annotated[Float, Field(gt=0, lt=1), ReadWith("estimator", ("jsd",))] = Field(
+    jsd_weight: Annotated[Float, Field(gt=0, lt=1), RequiresOption("estimator", ("jsd",))] = Field(
         default=0.5, description="The reference's weight in the mixture of jsd, between 0 and 1; 0.5 is symmetric."
     )
-    topk: Annotated[Positive, ReadWith("estimator", ("topk", "topk_unbiased"))] = Field(
-        default=64, description="Tokens of topk and topk_unbiased: the policy's likeliest."
+    topk: Annotated[PositiveInt, RequiresOption("estimator", ("topk", "topk_unbiased"))] = Field(
+        default=64, description="k of topk and topk_unbiased: the policy's most likely tokens."
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
-        description="Largest importance weight of the KL term where others than the policy sampled; null: none.",
+        description="Largest importance weight of the KL term on off-policy samples; null: none.",
     )
     exact: Flag = Field(
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."
     )
-    measure_every: Count = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
-    collect_max: Above0 | None = Field(
+    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
+    collect_max: PositiveFloat | None = Field(
         default=None,
-        description="A completion above this KL (nats per token) leaves the policy term and keeps its KL penalty.",
+        description="Completions above this KL (nats per token) leave the policy term; their KL penalty stays.",
     )
     allow_biased: Flag = Field(default=False, description="Run pairings whose expected gradient is zero or wrong.")
-    controller: ControllerOptions = Field(default=ControllerOptions(), description="What sets β over time.")
+    controller: ControllerOptions = Field(default=ControllerOptions(), description="The controller of β.")
     budget: Annotated[KLBudget | None, BeforeValidator(_budget)] = Field(
         default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
     )
 
     @property
     def penalizes(self) -> bool:
-        """Whether β is ever above 0: from the start, or because a controller may raise it."""
+        """Whether β is, or may become, positive."""
         return self.beta > 0 or self.controller.name != "fixed"
 
     @property
-    def steers(self) -> bool:
-        """Whether β follows the measured KL."""
+    def adapts_beta(self) -> bool:
+        """Whether the controller changes β with the measured KL."""
         return self.controller.name not in ("fixed", "warmup", "linear", "cosine")
 
     @property
     def needs_exact(self) -> bool:
-        """Whether the full-vocabulary KL is computed, because it is asked for or because the penalty is made of it."""
+        """Whether the full-vocabulary KL is computed, as a metric or for the penalty."""
         return self.exact or over_vocabulary(self.estimator)
 
     def measures(self, step: int) -> bool:
         """Whether the KL is measured at this step even at β = 0."""
         return self.measure_every > 0 and step % self.measure_every == 0
 
-    def reduction_under(self, loss_reduction: str) -> str:
-        """What averages the term over tokens under a loss that is averaged by `loss_reduction`."""
+    def effective_reduction(self, loss_reduction: str) -> str:
+        """The KL term's reduction over tokens, given the loss's."""
         return term_reduction(self.placement, self.reduction, loss_reduction)
 
     def pairing(
@@ -128,12 +128,12 @@ class KLOptions(Options):
         facts: Sequence[Fact] = (),
         acts: bool | None = None,
     ) -> Pairing:
-        """The checked choice under such a loss; `facts` are those of a user's own estimator.
+        """The checked pairing under a loss with this reduction; `facts` are those of a user's own estimator.
 
-        Where no penalty ever acts (`acts`; by default as `penalizes` says) there is no gradient that could be wrong.
+        Without a penalty (`acts`, by default `penalizes`) biased pairings are accepted.
         """
         if self.reduction == "loss" and self.level == "sequence":
-            raise KeelError("kl.reduction=loss has no meaning with kl.level=sequence, which is averaged over sequences")
+            raise KeelError("kl.reduction=loss does not apply to kl.level=sequence, a sequence mean: leave it out")
         pairing = check_pairing(
             self.estimator,
             self.placement,
@@ -141,7 +141,7 @@ class KLOptions(Options):
             level=self.level,
             off_policy=off_policy,
             allow_biased=self.allow_biased or not (self.penalizes if acts is None else acts),
-            reduction=self.reduction_under(loss_reduction),
+            reduction=self.effective_reduction(loss_reduction),
             facts=facts,
         )
         if self.ratio_cap is not None and self.estimator == "topk_unbiased":
@@ -149,21 +149,21 @@ class KLOptions(Options):
         weighted = self.placement != "loss" or self.level == "sequence" or pairing.form.weight is not None
         if self.ratio_cap is not None and not weighted:
             raise KeelError(
-                f"kl.ratio_cap has no meaning with kl.estimator={self.estimator} and kl.gradient={pairing.form}, "
-                "which carry no importance ratio: leave it out, or set kl.gradient to rho or sg_rho"
+                f"kl.ratio_cap does not apply to kl.estimator={self.estimator} and kl.gradient={pairing.form}, "
+                "which have no importance ratio: leave it out, or set kl.gradient to rho or sg_rho"
             )
         return pairing
 
 
 def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
-    """Refuse combinations that mean nothing or pull nowhere, whatever the loss is."""
+    """Refuse combinations that are meaningless or have no gradient, under any loss."""
     kl.pairing(facts=facts)
     if kl.placement != "loss" and kl.reduction == "loss":
-        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={kl.placement}: leave it out")
+        raise KeelError(f"kl.reduction=loss does not apply to kl.placement={kl.placement}: leave it out")
     if kl.measure_every > 0:
         return
     for option, used in (
-        (f"kl.controller.name={kl.controller.name}", kl.steers),
+        (f"kl.controller.name={kl.controller.name}", kl.adapts_beta),
         ("kl.budget", kl.budget is not None),
         ("kl.collect_max", kl.collect_max is not None),
     ):
@@ -171,6 +171,6 @@ def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
             raise KeelError(f"{option} needs the measured KL, but kl.measure_every is 0: set it to 1")
     if kl.beta > 0:
         raise KeelError(
-            "kl.measure_every is 0 with kl.beta above 0: the reference pass is spent anyway, so measuring costs "
-            "nothing; set kl.measure_every=1, or kl.beta=0"
+            "kl.measure_every is 0 with kl.beta above 0: the reference pass runs anyway, so measuring is "
+            "free; set kl.measure_every=1, or kl.beta=0"
         )

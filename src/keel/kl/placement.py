@@ -12,20 +12,20 @@ from keel.kl.sequence import reward_to_go, score, sequence_estimate
 
 
 def reward_penalty(kl: Tensor, action_mask: Tensor, beta: float) -> Tensor:
-    """What the KL takes from each reward: −β·Σ_t KL_t `[B]`, added before the group is normalised.
+    """The penalty added to each reward: −β·Σ_t KL_t `[B]`, before the group is normalised.
 
     Where the advantage is then divided by the group's standard deviation σ, **the effective coefficient becomes β/σ**:
-    at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or place the term in the advantage, which comes
-    after it. `kl` `[B, T]` is detached; k1 is the estimator whose gradient is right here.
+    at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or place the term in the advantage, after
+    the division. `kl` `[B, T]` is detached; k1 has the correct gradient here.
     """
     check_mask(action_mask, kl.shape)
     return 0.0 - beta * select(kl.detach(), action_mask).sum(-1)
 
 
 def advantage_penalty(kl: Tensor, action_mask: Tensor, beta: float, *, level: str = "token") -> Tensor:
-    """What the KL takes from each advantage: −β·KL_t `[B, T]`, after normalisation; by sequence −β·Σ_{j≥t} KL_j.
+    """The penalty added to each advantage: −β·KL_t `[B, T]`, after normalisation; at sequence level −β·Σ_{j≥t} KL_j.
 
-    The token level lets each token answer for its own KL, the sequence level for all that follows.
+    At token level each token is penalised for its own KL, at sequence level for the KL of all later tokens too.
     """
     check_mask(action_mask, kl.shape)
     if level not in LEVELS:
@@ -44,8 +44,8 @@ def kl_score_loss(
 ) -> Tensor:
     """A penalty in the reward or the advantage as a loss: −ρ_t·A_t `[B, T]` of its own advantages (`[B]` or `[B, T]`).
 
-    Gradient −ρ_t·A_t·s_t with the token's ratio under every loss, so that a sequence's ratio, a clip or a mask of the
-    policy term cannot turn the penalty into something else. ρ is held at `ratio_cap`, and the pull stays.
+    Gradient −ρ_t·A_t·s_t with the token's ratio under every loss, so that the policy term's sequence ratio, clip or
+    mask does not change the penalty. ρ is truncated at `ratio_cap`; the gradient stays nonzero above it.
     """
     check_mask(action_mask, logp.shape)
     if kl_advantages.dim() == 1:
@@ -77,7 +77,7 @@ def kl_loss(
     """
     check_mask(action_mask, logp.shape)
     if pairing.placement != "loss":
-        raise KeelError(f"kl.placement={pairing.placement} does not go through the loss")
+        raise KeelError(f"kl_loss is for kl.placement=loss, got {pairing.placement}: use kl_score_loss")
     if over_vocabulary(pairing.estimator):
         if exact_kl is None:
             raise KeelError(f"kl.estimator={pairing.estimator} needs the exact per-token KL: set kl.exact=true")

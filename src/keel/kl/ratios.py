@@ -1,6 +1,6 @@
-"""Log-ratios: here alone log-probabilities are checked, widened, masked and clamped.
+"""Log-ratios. Log-probabilities are checked, upcast, masked and clamped only here.
 
-Notation throughout the room: d = log p − log π (reference minus policy), u = −d, s = ∇log π, ρ = π/μ where μ is
+Notation of this package: d = log p − log π (reference minus policy), u = −d, s = ∇log π, ρ = π/μ where μ is
 the policy that produced the samples, sg = stop-gradient. Tensors are `[B, T]`, aligned to the token they score.
 """
 
@@ -17,14 +17,14 @@ from keel.kl.options import DEFAULT_CLAMP
 
 @dataclass(frozen=True)
 class LogRatio:
-    """d = log p − log π, zero outside the mask, and where the clamp bit."""
+    """d = log p − log π, zero outside the mask, and where it was clamped."""
 
     d: Tensor
     clamped: Tensor
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """fp16 and bf16 become fp32; fp32 and fp64 stay (fp64 is what the proofs run in)."""
+    """fp16 and bf16 become fp32; fp32 and fp64 stay (`keel verify` runs in fp64)."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -35,15 +35,15 @@ def finite_floor(x: Tensor) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, name: str = "action_mask") -> None:
-    """A mask is boolean and has the shape of what it masks."""
+    """Refuse a mask that is not boolean or has another shape than the values."""
     if mask.dtype != torch.bool:
         raise KeelError(f"{name} must be boolean, got {str(mask.dtype).removeprefix('torch.')}: pass {name}.bool()")
     if mask.shape != shape:
-        raise KeelError(f"{name} has shape {tuple(mask.shape)}, what it masks {tuple(shape)}: both must be [B, T]")
+        raise KeelError(f"{name} has shape {tuple(mask.shape)}, the values have {tuple(shape)}: both must be [B, T]")
 
 
 def check_same_shape(**tensors: Tensor) -> torch.Size:
-    """All tensors have one shape and a floating dtype; the error names the first that does not."""
+    """Refuse tensors of different shapes or without a floating dtype; return the shape."""
     (first_name, first), *rest = tensors.items()
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -59,16 +59,16 @@ def check_same_shape(**tensors: Tensor) -> torch.Size:
 
 
 def select(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x where the mask is true, 0 elsewhere; by selection, because NaN · 0 = NaN."""
+    """x where the mask is true, 0 elsewhere; `where`, because NaN · 0 = NaN."""
     return x if mask is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def clamp_through(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Clamp the value to ±limit and let the gradient pass, so that a far-off token is still pulled back."""
+def clamp_straight_through(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Clamp the value to ±limit with a straight-through gradient, so that tokens beyond the limit keep theirs."""
     if limit is None:
         return x, torch.zeros_like(x, dtype=torch.bool)
     bound = torch.finfo(x.dtype).max
-    x = x.clamp(-bound, bound)  # a sum of several −inf's stand-ins is infinite, and inf − inf is NaN
+    x = x.clamp(-bound, bound)  # a sum of several floors is infinite, and inf − inf is NaN
     return x.clamp(-limit, limit).detach() + (x - x.detach()), x.detach().abs() > limit
 
 
@@ -78,10 +78,10 @@ def log_ratio(
     mask: Tensor | None = None,
     clamp: float | None = DEFAULT_CLAMP,
 ) -> LogRatio:
-    """d = log p − log π per token: fp32 at least, selected by the mask, clamped to ±`clamp` nats in value.
+    """d = log p − log π per token: at least fp32, zero outside the mask, clamped to ±`clamp` nats in value.
 
     −inf log-probabilities become the most negative finite number first, so two impossible tokens give d = 0 rather
-    than NaN. A NaN inside the mask stays NaN: that is an error to be seen, not hidden.
+    than NaN. A NaN inside the mask stays NaN, so that the error shows.
     """
     shape = check_same_shape(logp=logp, ref_logp=ref_logp)
     if clamp is not None and not clamp > 0:
@@ -89,7 +89,7 @@ def log_ratio(
     if mask is not None:
         check_mask(mask, shape)
     d = finite_floor(select(ref_logp, mask)) - finite_floor(select(logp, mask))
-    d, clamped = clamp_through(d, clamp)
+    d, clamped = clamp_straight_through(d, clamp)
     return LogRatio(d, clamped)
 
 
@@ -102,9 +102,9 @@ def importance_ratio(
     cap: float | None = None,
     clamp: float | None = DEFAULT_CLAMP,
 ) -> Tensor:
-    """ρ = π/μ per token `[B, T]`, or of the whole sequence `[B, 1]`, carrying gradient; 1 outside the mask.
+    """ρ = π/μ per token `[B, T]`, or of the whole sequence `[B, 1]`, with gradient; 1 outside the mask.
 
-    `cap` truncates it to min(ρ, cap), and its gradient to min(ρ, cap)·s: the pull stays above the cap.
+    `cap` truncates it to min(ρ, cap), and its gradient to min(ρ, cap)·s, nonzero above the cap.
     """
     if cap is not None and not cap > 0:
         raise KeelError(f"the ratio's cap must be positive or null, got {cap}")
@@ -113,5 +113,5 @@ def importance_ratio(
         log_rho = log_rho.sum(dim=-1, keepdim=True)
     elif level != "token":
         raise KeelError(f"unknown ratio level {level!r}: known: token, sequence")
-    rho = clamp_through(log_rho, clamp)[0].exp()
+    rho = clamp_straight_through(log_rho, clamp)[0].exp()
     return rho if cap is None else rho * (cap / rho).clamp_max(1.0).detach()

@@ -1,4 +1,4 @@
-"""KL of whole sequences. Every per-token loss drops how today's token changes tomorrow's KL; these do not.
+"""KL of whole sequences. Per-token losses ignore a token's effect on the KL of later tokens; these include it.
 
 ∇KL_seq = E Σ_t (Σ_{j≥t} u_j) s_t. Each function returns one value a sequence, `[B]`, in nats per sequence, and is
 a loss: its autograd gradient is unbiased for ∇KL_seq(π‖p) on samples from the policy, and on samples from μ when
@@ -15,7 +15,7 @@ from keel.kl.ratios import (
     DEFAULT_CLAMP,
     at_least_fp32,
     check_mask,
-    clamp_through,
+    clamp_straight_through,
     finite_floor,
     importance_ratio,
     log_ratio,
@@ -31,7 +31,7 @@ def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def score(logp: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero in value, log π in gradient: multiply by a detached coefficient to get a score-function term."""
+    """Value 0 with the gradient of log π: multiply by a detached coefficient to get a score-function term."""
     logp = finite_floor(select(logp, mask))
     return logp - logp.detach()
 
@@ -81,7 +81,7 @@ def k3_sequence(
     ratio_cap: float | None = None,
 ) -> Tensor:
     """k3 of the sequence's own log-ratio. Unbiased in value; its gradient is that of KL_seq(p‖π)."""
-    d, _ = clamp_through(log_ratio(logp, ref_logp, mask, clamp).d.sum(-1), clamp)
+    d, _ = clamp_straight_through(log_ratio(logp, ref_logp, mask, clamp).d.sum(-1), clamp)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * k3(d)
 
 
@@ -95,8 +95,8 @@ def rao_blackwell(
 ) -> Tensor:
     """Exact per-token KL plus its future sum as a score-function term: gradient ∇KL_t + (Σ_{j>t} KL_j)·s_t.
 
-    `kl_per_token` is the exact full-vocabulary KL `[B, T]`, carrying gradient. Value: Σ_t KL_t. Unbiased; lower
-    variance than the sampled forms is what one usually measures, not a law.
+    `kl_per_token` is the exact full-vocabulary KL `[B, T]`, carrying gradient. Value: Σ_t KL_t. Unbiased; its
+    variance is usually, but not always, lower than that of the sampled forms.
     """
     if kl_per_token.shape != logp.shape:
         raise KeelError(

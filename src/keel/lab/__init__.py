@@ -1,1 +1,1 @@
-"""What looks at runs and never runs in a step."""
+"""Analysis of runs: doctor, report, studies, plans. Nothing here runs inside a training step."""

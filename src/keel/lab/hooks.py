@@ -12,14 +12,14 @@ from keel.run.result import EndHooks
 
 
 def findings(run: Path) -> list[dict[str, Any]]:
-    """What the doctor says of a finished run."""
+    """The doctor's findings of a finished run."""
     from keel.lab.doctor.examine import examine
 
     return [dict(finding) for finding in examine(run).as_dict()["findings"]]
 
 
 def report(run: Path) -> None:
-    """report.html of a finished run."""
+    """Write report.html of a finished run."""
     from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report
 
@@ -27,7 +27,7 @@ def report(run: Path) -> None:
 
 
 def worst(run: Path) -> list[str]:
-    """The worst finding of a finished run as a line; none where nothing worse than a note was found."""
+    """The worst error or warning of a finished run as a line, in a list that may be empty."""
     found = worst_finding(read_json(run / FINDINGS))
     return [] if found is None else [finding_sentence(found)]
 

@@ -1,4 +1,4 @@
-"""What a run's figures come to, judged in one place: the doctor finds it, the report shows it."""
+"""Assess a run's metrics: KL limit, accuracy changes, state, worst finding. Used by the doctor and the report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class KLLimit:
-    """The largest KL(policy‖reference) in nats per token that is no finding, and what sets it."""
+    """The largest accepted KL(policy‖reference) in nats per token, and the option that sets it."""
 
     value: float
     set_by: str
 
 
 def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
-    """The run's own budget where it has one per token, otherwise the threshold."""
+    """The run's per-token KL budget, or else the threshold kl_over_budget."""
     budget = number(option_of(config, "kl.budget.max"))
     if budget is not None and option_of(config, "kl.budget.unit") != "per_sequence":
         return KLLimit(budget, "kl.budget.max of the configuration")
@@ -30,7 +30,7 @@ def kl_limit(config: Mapping[str, Any], thresholds: Thresholds) -> KLLimit:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Held-out accuracy of one task at its first and last evaluation, with 95 % intervals where they are known."""
+    """Held-out accuracy of a task at its first and last evaluation, with 95 % intervals if known."""
 
     task: str
     before: float | None
@@ -41,20 +41,20 @@ class Accuracy:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals overlap; None where one is missing."""
+        """Whether the intervals overlap, or None if one is missing."""
         if self.ci_before is None or self.ci_after is None:
             return None
         return self.ci_before[0] <= self.ci_after[1] and self.ci_after[0] <= self.ci_before[1]
 
     @property
     def fell(self) -> bool:
-        """Whether the last interval ends below the beginning of the first."""
+        """Whether the last interval is entirely below the first."""
         return self.ci_before is not None and self.ci_after is not None and self.ci_after[1] < self.ci_before[0]
 
     def change(self, thresholds: Thresholds) -> str:
-        """dropped, improved, held or not measured.
+        """One of dropped, improved, held, not measured.
 
-        A drop is more than `retention_drop` of what it was, a gain any; neither where the intervals overlap.
+        A drop is relative and larger than `retention_drop`. Overlapping intervals count as held.
         """
         if self.before is None or self.after is None:
             return "not measured"
@@ -64,11 +64,11 @@ class Accuracy:
         return "improved" if sure and self.after > self.before else "held"
 
 
-UNSURE = 0.05  # a gain without intervals that may be chance
+UNSURE = 0.05  # without intervals, a smaller gain may be chance
 
 
 def accuracies(evaluations: Iterable[Mapping[str, Any]], *, retention: bool) -> dict[str, Accuracy]:
-    """By task, of those that are trained or of the others; `after` is None where there is one evaluation."""
+    """Accuracy by task, of trained or of retention tasks; `after` is None if there is only one evaluation."""
     grouped: dict[str, list[Mapping[str, Any]]] = {}
     for line in evaluations:
         if (line.get("split") == "retention") == retention:
@@ -101,7 +101,7 @@ def state(run: RunRecord) -> tuple[str, str]:
         return "completed", f"completed, {done}"
     if run.running:
         return "running", f"still running, {done}"
-    return "interrupted", f"not finished: {done}, no summary, and no process is at work on it"
+    return "interrupted", f"interrupted: {done}, no summary, and no process is running it"
 
 
 Severity = Literal["error", "warning", "note"]
@@ -115,7 +115,7 @@ def worst_first(findings: Iterable[Record]) -> list[Record]:
 
 
 def worst_finding(findings: Iterable[Record] | None) -> Record | None:
-    """The worst error or warning; None where there is neither."""
+    """The worst error or warning, or None."""
     serious = [finding for finding in findings or () if finding.get("severity") in ("error", "warning")]
     return next(iter(worst_first(serious)), None)
 
@@ -131,18 +131,18 @@ def finding_sentence(finding: Record) -> str:
     return f"{finding_name(finding)}{': ' if evidence else ''}{evidence}."
 
 
-def standing(run: RunRecord) -> str:
-    """The worst finding, if it is an error or a warning, then the state in words."""
+def describe_state(run: RunRecord) -> str:
+    """The worst error or warning, if any, and the state of the run."""
     worst = worst_finding(run.findings)
     return state(run)[1] if worst is None else f"{finding_name(worst)}; {state(run)[1]}"
 
 
 def guard_stop(run: RunRecord) -> str | None:
-    """Why a guard ended the run, from its last events; None where it ended by itself or failed otherwise."""
+    """The reason why a guard stopped the run, from its last events, or None."""
     ending = [event for event in run.events if event.get("kind") in ("stop", "kl/over-budget", "resume")]
     if not ending or ending[-1].get("kind") == "resume" or run.steps >= (run.max_steps or 0):
         return None
     last = ending[-1]
     if last.get("kind") == "kl/over-budget" and int(last.get("step") or 0) < run.steps:
-        return None  # a budget that only warned, and the run went on
+        return None  # the budget only warned
     return " ".join(str(last.get("message", "")).split())

@@ -1,4 +1,4 @@
-"""The lines of a file that another process appends to: each read parses only what is new."""
+"""Read a JSON-lines file that another process appends to; each read parses only new lines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, BinaryIO
 from keel.base.files import json_lines
 
 Record = dict[str, Any]
-_MARK = 64  # bytes before the place where reading stopped: they tell a file that was written anew
+_MARK = 64  # bytes before the read position, compared to detect a rewritten file
 
 
 class GrowingLines:
-    """The records of a file of JSON lines, read again and again while it grows.
+    """The records of a growing JSON-lines file.
 
-    A file that shrank, was replaced, or differs just before the place where reading stopped is read from its beginning,
-    since a resume or a rollback cuts lines off. Of more than twice `limit` bytes, the first and the last `limit` are
-    kept, on whole lines.
+    A file that shrank, was replaced, or differs just before the read position is read from the start, because a resume
+    or a rollback truncates it. If it is larger than 2 × `limit` bytes, only the first and last `limit` bytes are kept,
+    rounded to whole lines.
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
@@ -39,14 +39,14 @@ class GrowingLines:
         self._left_out = False
 
     def read(self, notes: list[str]) -> tuple[Record, ...]:
-        """All records so far; a torn last line is left out and said, since a running run may have one."""
+        """All records so far; an incomplete last line is skipped, with a note."""
         try:
             with self.path.open("rb") as file:
                 self._begin(file)
                 torn = self._take(file)
         except FileNotFoundError:
             self._restart(None)
-            notes.append(f"{self.path.name} is not there")
+            notes.append(f"{self.path.name} does not exist")
             return ()
         except OSError as error:
             self._restart(None)
@@ -55,7 +55,7 @@ class GrowingLines:
         return self._records(torn, notes)
 
     def _begin(self, file: BinaryIO) -> None:
-        """Stand where reading stopped, or at the beginning of a file that is not the one of before."""
+        """Seek to the read position, or to the start of a new file."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         same = identity == self._identity and status.st_size >= self._offset
@@ -77,7 +77,7 @@ class GrowingLines:
         self._left_out = True
 
     def _take(self, file: BinaryIO) -> bytes:
-        """Parse the whole lines from here on, and return what follows the last of them."""
+        """Parse the complete lines and return the rest."""
         data = file.read()
         end = data.rfind(b"\n") + 1
         self._parse(data[:end], first=self._offset == 0)
@@ -88,7 +88,7 @@ class GrowingLines:
     def _parse(self, data: bytes, *, first: bool) -> None:
         lines = data.split(b"\n")[:-1]
         if not first:
-            lines.insert(0, b"")  # only a file's first line may begin with a byte order mark
+            lines.insert(0, b"")  # only the first line of a file may have a byte order mark
         for number, record in json_lines(lines):
             self._last_unreadable = isinstance(record, str)
             if isinstance(record, str):
@@ -116,7 +116,7 @@ class GrowingLines:
         if self._limit is not None and self._left_out:
             notes.append(f"{self.path.name} is large: only its first and last {self._limit // 2**20} MiB were read")
         if incomplete:
-            notes.append(f"the last line of {self.path.name} is incomplete and was left out")
+            notes.append(f"the last line of {self.path.name} is incomplete and was skipped")
         if unread:
             notes.append(f"{unread} line(s) of {self.path.name} could not be read")
         if not records:

@@ -1,4 +1,4 @@
-"""A run in a notebook: its metrics and evaluations as tables, its rollouts as records, the report's top as HTML."""
+"""`keel.Run`: metrics and evaluations of a run as DataFrames, rollouts as records, the report as HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError
-from keel.lab.judge import standing
+from keel.lab.judge import describe_state
 from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, document, verdict
 from keel.lab.report.rollouts import read_step
@@ -24,20 +24,20 @@ logger = logging.getLogger("keel")
 
 
 class Run:
-    """A run's folder, read anew at every access, so that it also works for a run that still trains."""
+    """A run folder. Every access reads it again, so that it also works for a running run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._reader = RunReader(self.path, ROLLOUT_BYTES)
-        self._reader.read()  # a folder that is no run is refused now
+        self._reader.read()  # raises if the folder is not a run
 
     @property
     def record(self) -> RunRecord:
-        """Everything that is in the folder now."""
+        """The current contents of the folder."""
         return self._reader.read()
 
     def _logged(self, file: str) -> RunRecord:
-        """The record; what is missing of a file is a warning of the logger `keel`."""
+        """The record; the logger `keel` warns if lines of the file are missing."""
         record = self.record
         for note in record.missing:
             if file in note:
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def metrics(self) -> DataFrame:
-        """A row a step, a column a metric (`reward/mean`, `kl/policy_ref/k3/mean`); NaN where there is no number."""
+        """One row per step, one column per metric (`reward/mean`, `kl/policy_ref/k3/mean`); NaN for missing values."""
         pandas = _pandas("Run.metrics")
         lines = self._logged(METRICS).metrics
         names = [name for name in dict.fromkeys(name for line in lines for name in line) if name != "nonfinite"]
@@ -66,18 +66,18 @@ class Run:
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each task at each evaluation: `pass@1`, its interval `ci95/low` to `ci95/high`, and the rest."""
+        """One row per task and evaluation: `pass@1`, its interval `ci95/low` to `ci95/high`, and further metrics."""
         pandas = _pandas("Run.evaluations")
         lines = self._logged(EVAL).evaluations
         rows = [{name: line.get(name) for name in ("step", "task", "split")} | flat_numbers(line) for line in lines]
         return pandas.DataFrame(rows)
 
     def rollouts(self, step: int | None = None) -> list[Record]:
-        """The records of rollouts.jsonl of `step`, or of the last step that has some."""
+        """The rollout records of `step` (default: the last step with rollouts)."""
         return read_step(self.path, step)[1]
 
     def __repr__(self) -> str:
-        return f"keel.Run({str(self.path)!r}): {standing(self.record)}"
+        return f"keel.Run({str(self.path)!r}): {describe_state(self.record)}"
 
     def _repr_html_(self) -> str:
         """The report's verdict, findings and curves, in a frame so that styles and scripts of page and notebook do not

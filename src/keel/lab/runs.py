@@ -1,4 +1,4 @@
-"""A run directory as data, however little of it is there: a run may be partial, running, or cut by a kill."""
+"""Read a run folder; the run may be partial, running or interrupted."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import parse_json, shallow
-from keel.base.lock import in_use
-from keel.base.redact import hidden, hide, masked, remember
+from keel.base.files import check_depth, parse_json
+from keel.base.lock import is_locked
+from keel.base.redact import masked, redact_data, redact_text, register_secrets
 from keel.lab.lines import GrowingLines, Record
 from keel.lab.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
 
-# Rollouts are the one file that grows without bound: of a larger one, the first and the last part are read.
+# rollouts.jsonl may be very large; of a larger file only the first and the last part are read.
 ROLLOUT_BYTES = 16 * 2**20
 _FILES = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What was found: every field is empty or None where its file is missing, and `missing` says so in words."""
+    """The contents of a run folder. Fields of missing files are empty or None, and `missing` has a note."""
 
     path: Path
     name: str
@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def thresholds(self) -> Thresholds:
-        """What this run is judged by."""
+        """The thresholds of this run."""
         return _thresholds(self.config, [])
 
     @property
@@ -117,12 +117,12 @@ def interval(value: object) -> tuple[float, float] | None:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Everything that is there; a KeelError only where there is no run at all."""
+    """Read a run folder; raises a KeelError if it contains no run."""
     return RunReader(path, ROLLOUT_BYTES).read()
 
 
 class RunReader:
-    """A run directory read again and again while the run goes on: of the line files only what is new is parsed."""
+    """Read a run folder repeatedly; only new lines of JSON-lines files are parsed."""
 
     def __init__(self, path: Path, rollout_bytes: int) -> None:
         self.path = path
@@ -130,25 +130,25 @@ class RunReader:
         self._lines = {name: GrowingLines(path / name, limits.get(name)) for name in rundir.LINE_FILES}
 
     def running(self) -> bool:
-        """Whether a living process is at work on it."""
-        return in_use(self.path / rundir.LOCK)
+        """Whether a process holds the run's lock."""
+        return is_locked(self.path / rundir.LOCK)
 
     def signature(self) -> tuple[object, ...]:
-        """What differs once a file has something new to read: each one's identity, time and size."""
+        """Identity, time and size of each file; changes when there is something new to read."""
         return tuple(_stamp(self.path / name) for name in (*_FILES, rundir.ABANDONED))
 
     def read(self, running: bool | None = None) -> RunRecord:
-        """Everything that is there now; `running` where that was asked already."""
+        """Read the current contents; pass `running` if it is known."""
         path, notes = self.path, list[str]()
         if not path.is_dir():
             raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
         if not any((path / name).exists() for name in _FILES):
-            raise KeelError(f"{path} does not hold a run: none of {', '.join(_FILES)} is there")
+            raise KeelError(f"{path} is not a run folder: it has none of {', '.join(_FILES)}")
         config_text = _text(path / rundir.CONFIG, notes)
         metrics = _stepped(rundir.METRICS, self._lines[rundir.METRICS].read(notes), notes)
         summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
         config = _yaml(config_text, notes)
-        remember(config)
+        register_secrets(config)
         _thresholds(config, notes)
         return RunRecord(
             path=path,
@@ -159,9 +159,9 @@ class RunReader:
             metrics=metrics,
             rollouts=self._lines[rundir.ROLLOUTS].read(notes),
             evaluations=_stepped(rundir.EVAL, self._lines[rundir.EVAL].read(notes), notes),
-            events=tuple(hidden(event) for event in self._lines[rundir.EVENTS].read(notes)),
+            events=tuple(redact_data(event) for event in self._lines[rundir.EVENTS].read(notes)),
             abandoned=_abandoned(path / rundir.ABANDONED),
-            findings=_findings(hidden(_json(path / rundir.FINDINGS, notes))),
+            findings=_findings(redact_data(_json(path / rundir.FINDINGS, notes))),
             summary=summary,
             running=self.running() if running is None else running,
             missing=tuple(notes),
@@ -172,7 +172,7 @@ def _stepped(file: str, lines: tuple[Record, ...], notes: list[str]) -> tuple[Re
     """The lines whose step is a number; others belong to no step, and a note counts them."""
     kept = tuple(line for line in lines if number(line.get("step")) is not None)
     if len(kept) < len(lines):
-        notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no number as their step and were left out")
+        notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no numeric step and were skipped")
     return kept
 
 
@@ -196,7 +196,7 @@ def _text(path: Path, notes: list[str]) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        notes.append(f"{path.name} is not there")
+        notes.append(f"{path.name} does not exist")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     return None
@@ -219,7 +219,7 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     import yaml
 
     try:
-        return _mapping(shallow(yaml.safe_load(text)))
+        return _mapping(check_depth(yaml.safe_load(text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}
@@ -230,14 +230,14 @@ def _thresholds(config: Record, notes: list[str]) -> Thresholds:
     try:
         return thresholds_of(config)
     except KeelError as error:
-        notes.append(f"{rundir.CONFIG}: {error}; the run is judged by the shipped thresholds")
+        notes.append(f"{rundir.CONFIG}: {error}; using the default thresholds")
         return load_thresholds()
 
 
 def _shown(text: str | None, config: Record) -> str | None:
     """The configuration as it was written, where it holds no secrets."""
     if text is None or masked(config) == config:
-        return None if text is None else hide(text)
+        return None if text is None else redact_text(text)
     import yaml
 
     return str(yaml.safe_dump(masked(config), sort_keys=False, allow_unicode=True))
@@ -248,12 +248,12 @@ def _mapping(value: Any) -> Record:
 
 
 def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Record | None:
-    """The summary, unless the run has gone on from it since: then it speaks of another state than the curves."""
+    """The summary, or None if the run has continued since it was written."""
     if not isinstance(summary, dict):
         return None
     summarized, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
     if summarized is not None and done is not None and summarized != done:
-        notes.append(f"{rundir.SUMMARY} speaks of step {summarized:.0f}, the run stands at {done:.0f}: it was left out")
+        notes.append(f"{rundir.SUMMARY} is of step {summarized:.0f}, but the run is at {done:.0f}: it was ignored")
         return None
     return summary
 

@@ -1,4 +1,4 @@
-"""Alarm thresholds as data: each with its unit, source and reason, overridable, and never loosened in silence."""
+"""Alarm thresholds with unit, source and reason. They can be overridden; less sensitive ones are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.trainer.options import GuardLimits
 
 if TYPE_CHECKING:
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value to compare with; `alarm` says whether the alarm lies above or below it.
-
-    `over` and `at_least` bound the values that make sense, where a guard acts on them.
-    """
+    """An alarm threshold; `alarm` is above or below. `over` and `at_least` bound its valid values."""
 
     name: str
     value: float
@@ -33,7 +30,7 @@ class Threshold:
     at_least: float = -math.inf
 
     def loosened_to(self, value: float) -> bool:
-        """Whether the alarm would be less sensitive there."""
+        """Whether this value makes the alarm less sensitive."""
         return value > self.value if self.alarm == "above" else value < self.value
 
 
@@ -51,10 +48,10 @@ class Thresholds:
 
     @property
     def raised(self) -> tuple[str, ...]:
-        """A sentence for every alarm that is less sensitive than shipped."""
+        """One sentence for each alarm that is less sensitive than the default."""
         return tuple(
             f"threshold {name} {'raised' if shipped.alarm == 'above' else 'lowered'} from {shipped.value:g} "
-            f"to {self.table[name].value:g} ({shipped.unit}): this alarm is less sensitive than shipped"
+            f"to {self.table[name].value:g} ({shipped.unit}): this alarm is less sensitive than the default"
             for name, shipped in self.shipped.items()
             if shipped.loosened_to(self.table[name].value)
         )
@@ -63,7 +60,7 @@ class Thresholds:
 @cache
 def shipped_thresholds() -> Mapping[str, Threshold]:
     """The thresholds of thresholds.yaml, by name; those without a value there are the trainer's own limits."""
-    rows, limits = of_package("keel.lab", "thresholds.yaml"), asdict(GuardLimits())
+    rows, limits = load_package_yaml("keel.lab", "thresholds.yaml"), asdict(GuardLimits())
     values = {name: float(row.pop("value") if "value" in row else limits[name]) for name, row in rows.items()}
     return {name: Threshold(name, values[name], **row) for name, row in rows.items()}
 
@@ -74,10 +71,10 @@ def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresh
 
 
 def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
-    """What a run is judged by, whoever judges: its guards, the doctor, the report.
+    """The thresholds of a run, for guards, doctor and report.
 
-    `config` is a configuration as plain data: its `guards.grad_spike` is no override but the run's own figure, its
-    `doctor.thresholds` are overrides, and `overrides` go before them.
+    `config` is a configuration as plain data. Its `guards.grad_spike` replaces the default, its `doctor.thresholds`
+    override the defaults, and `overrides` take precedence.
     """
     guards, doctor = (_section(config, name) for name in ("guards", "doctor"))
     guard_values = {name: guards[name] for name in ("grad_spike",) if name in guards}
@@ -93,7 +90,7 @@ def check_thresholds(config: Config) -> None:
         guard, default = getattr(config.guards, name), type(config.guards).model_fields[name].default
         if guard not in (default, thresholds[name]):
             raise KeelError(
-                f"guards.{name} is {guard:g} and doctor.thresholds.{name} is {thresholds[name]:g}: they are one "
+                f"guards.{name} is {guard:g} and doctor.thresholds.{name} is {thresholds[name]:g}: both set the same "
                 "threshold, give one of them"
             )
 

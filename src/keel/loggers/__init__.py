@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the run directory always, and the console, TensorBoard, W&B or a user's own class."""
+"""Loggers: the run directory always, and the console, TensorBoard, W&B or a user's own class."""
 
 from __future__ import annotations
 

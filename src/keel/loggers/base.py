@@ -1,4 +1,4 @@
-"""What a logger is, and how several are driven so that none of them can stop a run."""
+"""The Logger interface, and MultiLogger, which drops a failing logger instead of stopping the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from keel.base.redact import hidden
+from keel.base.redact import redact_data
 
 
 class Logger:
-    """Called with what happened, in order; every method does nothing by default."""
+    """Receives a run's records in order. Every method does nothing by default."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of one step."""
@@ -22,13 +22,13 @@ class Logger:
         """One evaluated task."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that is not a number a step: a resume, a guard, a checkpoint. `step` and `time` are fields."""
+        """An event such as a resume, a guard or a checkpoint. `step` and `time` are among the fields."""
 
     def progress(self, label: str, done: int, total: int, detail: str) -> None:
-        """How far a stretch without steps is, such as a warm start: for a person who waits, and recorded nowhere."""
+        """Progress of a phase without steps, such as an SFT warm start; for display only, not recorded."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Close the logger; no calls follow."""
 
 
 class MultiLogger(Logger):
@@ -44,7 +44,7 @@ class MultiLogger(Logger):
 
     @property
     def names(self) -> list[str]:
-        """Of the other loggers that still work."""
+        """The names of the secondary loggers that still work."""
         return list(self._others)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -61,16 +61,16 @@ class MultiLogger(Logger):
         self._forward("evaluation", step, record)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Stamped here with the last step and the time (seconds since 1970), so that every logger says the same."""
-        fields = {"step": self._step, "time": round(self._clock(), 3), **hidden(fields)}
+        """Add the last step and the time (seconds since 1970), so that all loggers record the same."""
+        fields = {"step": self._step, "time": round(self._clock(), 3), **redact_data(fields)}
         self._forward("event", kind, **fields)
 
     def progress(self, label: str, done: int, total: int, detail: str) -> None:
-        """How far a stretch without steps is."""
+        """Progress of a phase without steps."""
         self._forward("progress", label, done, total, detail)
 
     def close(self) -> None:
-        """The primary one last, so that it can still record a failure of the others."""
+        """Close the primary logger last, so that it can record failures of the others."""
         for name in list(self._others):
             self._guarded(name, "close")
         self._others.clear()
@@ -83,7 +83,7 @@ class MultiLogger(Logger):
 
     def _guarded(self, name: str, method: str, *args: Any, **fields: Any) -> None:
         logger = self._others.get(name)
-        if logger is None:  # dropped while it was logging the failure of another
+        if logger is None:  # dropped while logging another logger's failure
             return
         try:
             getattr(logger, method)(*args, **fields)
@@ -93,5 +93,5 @@ class MultiLogger(Logger):
             if method != "close":
                 try:
                     logger.close()
-                except Exception:  # it was reported already
+                except Exception:  # reported already
                     return

@@ -16,7 +16,7 @@ from keel.loggers.rundir import JsonlLogger, RunDirectory
 from keel.loggers.tensorboard import TensorBoardLogger
 from keel.loggers.wandb import WandbLogger
 
-LIVE = {"auto": None, "rich": True, "plain": False}
+LIVE_DISPLAY = {"auto": None, "rich": True, "plain": False}
 
 
 def build_loggers(
@@ -28,15 +28,14 @@ def build_loggers(
     config: Mapping[str, Any] | None = None,
     resumed_from: int | None = None,
 ) -> MultiLogger:
-    """JSONL always, and what `log` asks for; `name` is the run's.
+    """The JSONL logger and those of `log`; `name` is the run's.
 
-    A TensorBoard that is not installed is recorded and left out, because it is on by default; anything asked for by
-    name must work.
+    If TensorBoard, which is on by default, is not installed, an event records it. Other missing loggers raise an error.
     """
     others: dict[str, Logger] = {}
     missing: list[str] = []
     if log.console != "none":
-        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0, live=LIVE[log.console])
+        others["console"] = ConsoleLogger(total_steps, start_step=resumed_from or 0, live=LIVE_DISPLAY[log.console])
     if log.tensorboard:
         try:
             others["tensorboard"] = TensorBoardLogger(run.tensorboard, resumed_from)
@@ -53,7 +52,7 @@ def build_loggers(
 
 
 def check_loggers(log: LogOptions) -> None:
-    """Refuse a user's logger that is not there, a class that is none, and parameters that it does not take."""
+    """Refuse a user's logger that cannot be imported, is not a Logger, or does not take its parameters."""
     for part in log.parts:
         if not is_import_path(part.name):
             raise KeelError(f"log.extra names {part.name!r}: give module:attr")
@@ -61,7 +60,7 @@ def check_loggers(log: LogOptions) -> None:
 
 
 def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
-    """A user's `module:attr`, called with its own parameters plus those of `run` and `total_steps` that it takes."""
+    """A user's `module:attr`, called with its parameters, and with `run` and `total_steps` if it takes them."""
     factory = _factory(part)
     logger = make_part(f"log.extra: {part.name}", factory, **_arguments(part, factory, **offered))
     if not isinstance(logger, Logger):
@@ -72,7 +71,7 @@ def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
 def _factory(part: LoggerOptions) -> Callable[..., Any]:
     factory: Callable[..., Any] = import_object(part.name, "log.extra")
     if isinstance(factory, type) and not issubclass(factory, Logger):
-        raise KeelError(f"log.extra: {part.name} is no logger: derive it from keel.loggers.Logger")
+        raise KeelError(f"log.extra: {part.name} is not a logger: derive it from keel.loggers.Logger")
     return factory
 
 

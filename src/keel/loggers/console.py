@@ -1,4 +1,4 @@
-"""What a person watches: a live panel on a terminal, one plain line a step anywhere else."""
+"""Console output: a live panel on a terminal, elsewhere one plain line per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
-PROGRESS_S = 5.0  # a stretch without steps says this often how far it is
+PROGRESS_S = 5.0  # seconds between progress lines of a phase without steps
 
 
 class ConsoleLogger(Logger):
@@ -33,19 +33,19 @@ class ConsoleLogger(Logger):
         self._total = total_steps
         self._first = start_step
         self._clock = clock
-        self._began: float | None = None
+        self._started_at: float | None = None
         self._step = start_step
         self._metrics: Mapping[str, float] = {}
         self._evaluations: dict[str, str] = {}
-        self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's own figures when first evaluated
+        self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's first extra metrics
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
         self._progress_at: float | None = None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Refresh the panel, or print a line."""
-        if self._began is None:  # the first step is not counted: its own start was not seen
-            self._began, self._first = self._clock(), step
+        if self._started_at is None:  # the ETA starts after the first step, whose start time is unknown
+            self._started_at, self._first = self._clock(), step
         self._step, self._metrics = step, metrics
         if self._use_live:
             self._refresh()
@@ -53,7 +53,7 @@ class ConsoleLogger(Logger):
             self._print(step_line(step, self._total, metrics, self._eta()))
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Keep the last one of each task in the panel; print it too."""
+        """Print an evaluation, and show each task's last one in the panel."""
         line, key = evaluation_line(record), f"{record.get('split')}/{record.get('task')}"
         self._evaluations[key] = f"{line}  (step {step})"
         self._print(f"eval at step {step}: {line}")
@@ -84,9 +84,9 @@ class ConsoleLogger(Logger):
             self._live = None
 
     def _eta(self) -> float | None:
-        if self._began is None or self._step <= self._first:
+        if self._started_at is None or self._step <= self._first:
             return None
-        each = (self._clock() - self._began) / (self._step - self._first)
+        each = (self._clock() - self._started_at) / (self._step - self._first)
         return each * max(0, self._total - self._step)
 
     def _print(self, line: str) -> None:
@@ -126,7 +126,7 @@ class ConsoleLogger(Logger):
 
 
 def kl_name(metrics: Mapping[str, float]) -> str | None:
-    """Which KL to show: k3 (the least noisy sampled one), else the exact one, else k1; never just "KL"."""
+    """The KL to show: k3 (the least noisy sampled estimator), else exact, else k1."""
     for name in ("k3", "exact", "k1"):
         if f"kl/policy_ref/{name}/mean" in metrics:
             return name
@@ -134,7 +134,7 @@ def kl_name(metrics: Mapping[str, float]) -> str | None:
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The few numbers that tell how a run is doing, as (label, value); what was not measured is left out."""
+    """A run's main metrics as (label, value); unmeasured ones are left out."""
     shown: list[tuple[str, str]] = []
 
     def add(label: str, name: str, form: str) -> None:
@@ -187,13 +187,13 @@ def evaluation_line(record: Mapping[str, Any]) -> str:
 
 
 def extra_figures(step: int, now: Mapping[str, float], first: tuple[int, Mapping[str, float]]) -> list[str]:
-    """A task's own figures, such as the parts of its reward, as a table: a row a figure, the first evaluation's too."""
-    began, before = first
+    """A task's extra metrics as a table: one row per metric, now and at the first evaluation."""
+    first_step, before = first
     width = max(len(name) for name in now)
     rows = [(name, before.get(name), value) for name, value in now.items()]
-    if began == step:
+    if first_step == step:
         return [f"  {name:<{width}}  {value:8.4g}" for name, _, value in rows]
-    head = f"  {'':<{width}}  {f'step {began}':>8}  {f'step {step}':>8}"
+    head = f"  {'':<{width}}  {f'step {first_step}':>8}  {f'step {step}':>8}"
     return [
         head,
         *(
@@ -215,7 +215,7 @@ def event_line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def short(value: object) -> str:
-    """A value for a line: four digits of a float, at most 200 characters."""
+    """A value for one line: floats with four digits, at most 200 characters."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 200 else text[:199] + "…"
 

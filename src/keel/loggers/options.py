@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keel.base.options import Count, Flag, Options, PluginOptions
+from keel.base.options import Flag, NonNegativeInt, Options, PluginOptions
 
 
 class WandbOptions(Options):
@@ -16,7 +16,7 @@ class WandbOptions(Options):
     name: str | None = Field(default=None, description="Name of the run; null is run.name.")
     entity: str | None = Field(default=None, description="User or team; null is the login's own.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
-        default=None, description="Whether anything is sent; null is as the environment says."
+        default=None, description="Whether data is sent; null follows the environment."
     )
     id: str | None = Field(
         default=None, description="Id of the run to continue; null for a new one, kept over resumes."
@@ -26,7 +26,7 @@ class WandbOptions(Options):
 
 
 def _wandb(value: Any) -> Any:
-    """true is the defaults, a word is the project."""
+    """true means the defaults, a string is the project."""
     if isinstance(value, bool):
         return {} if value else None
     return {"project": value} if isinstance(value, str) else value
@@ -48,7 +48,9 @@ class LogOptions(Options):
     console: Literal["auto", "rich", "plain", "none"] = Field(
         default="auto", description="Live display on a terminal, plain lines elsewhere; or one of them, or nothing."
     )
-    rollouts_every: Count = Field(default=1, description="Steps between entries of rollouts.jsonl; 0 is never.")
+    rollouts_every: NonNegativeInt = Field(
+        default=1, description="Steps between entries of rollouts.jsonl; 0 is never."
+    )
     extra: tuple[LoggerOptions | str, ...] = Field(default=(), description="Further loggers, module:attr or {name, …}.")
 
     @property

@@ -1,6 +1,6 @@
-"""The run directory: the contract between training and every tool that looks at a run afterwards.
+"""The run directory: the files that training writes and all other tools read.
 
-`JsonlLogger`, the logger that is always there, writes its lines.
+`JsonlLogger`, the primary logger, writes its JSON lines.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import (
-    LineFile,
+    JsonlFile,
+    drop_lines_after,
     encode,
-    keep_lines,
-    lines_past,
+    lines_after,
     one_line_errors,
     parse_json,
     read_records,
@@ -26,7 +26,7 @@ from keel.base.files import (
     write_atomic,
 )
 from keel.base.lock import RunLock
-from keel.base.redact import hidden
+from keel.base.redact import redact_data
 from keel.loggers.base import Logger
 
 CONFIG = "config.yaml"
@@ -48,11 +48,11 @@ ABANDONED = "abandoned"
 ROLLBACK = "rollback.json"
 
 LINE_FILES = (METRICS, ROLLOUTS, EVAL, EVENTS)
-# What only a run that got somewhere has: a run that died while loading its model may simply be started again.
-_WORTH_KEEPING = (METRICS, ROLLOUTS, EVAL, CHECKPOINTS, FINDINGS, SUMMARY)
+# Files of a run that started training; a run that failed earlier may be overwritten.
+_RESULTS = (METRICS, ROLLOUTS, EVAL, CHECKPOINTS, FINDINGS, SUMMARY)
 _WRITTEN = (CONFIG, ENV, *LINE_FILES, TENSORBOARD, CHECKPOINTS, FINDINGS, SUMMARY, REPORT, WANDB, "wandb")
-_OURS = (*_WRITTEN, WARMSTART, SKIPPED, ABANDONED, ROLLBACK)
-# Events after which the run stands at an earlier step: what came before them is history, never cut.
+_ALL_FILES = (*_WRITTEN, WARMSTART, SKIPPED, ABANDONED, ROLLBACK)
+# Events that reset the run to an earlier step: lines before them are never cut.
 HISTORY = ("rollback", "stop")
 
 
@@ -61,26 +61,26 @@ class RunDirectory:
 
     Steps count finished updates: what is measured before training has step 0, the first update writes step 1, and
     `checkpoints/step-N` holds the state after N updates. Write all lines of step N before that checkpoint is saved;
-    then `cut_after(N)` on resume leaves the files exactly as they were.
+    then `truncate_after(N)` on resume leaves the files exactly as they were.
     """
 
     def __init__(self, path: Path, lock: RunLock | None) -> None:
         self.path = path
         self._lock = lock
-        self._lines: dict[str, LineFile] = {}
+        self._lines: dict[str, JsonlFile] = {}
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDirectory:
-        """A new run. An existing one is refused unless `overwrite` says that its data may go."""
+        """A new run. An existing one is refused unless `overwrite`, which deletes its data."""
         path = Path(path)
         _make_folder(path)
         lock = RunLock(path / LOCK)
         try:
-            existing = [name for name in _WORTH_KEEPING if _has_content(path / name)]
+            existing = [name for name in _RESULTS if _has_content(path / name)]
             if existing and not overwrite:
                 state = "a finished run" if _has_content(path / SUMMARY) else "an unfinished run"
                 raise KeelError(
-                    f"{path} already holds {state} ({', '.join(existing)}): go on with it by --resume, "
+                    f"{path} already holds {state} ({', '.join(existing)}): continue it with --resume, "
                     "choose another run.name, or discard it with run.if_exists=replace"
                 )
             if existing:
@@ -94,14 +94,14 @@ class RunDirectory:
 
     @classmethod
     def follow(cls, path: str | Path) -> RunDirectory:
-        """The run of another process: it may be looked at, and what is written to it here is not."""
+        """The run of another process: reading works, writing does nothing."""
         return cls(Path(path), None)
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDirectory:
-        """An existing run, to go on with; call `cut_after` once the checkpoint is chosen."""
+        """Open an existing run to resume it; call `truncate_after` once the checkpoint is chosen."""
         path = Path(path)
-        if not any((path / name).exists() for name in (CONFIG, *_WORTH_KEEPING)):
+        if not any((path / name).exists() for name in (CONFIG, *_RESULTS)):
             raise KeelError(
                 f"no run to resume in {path}: leave --resume out to start one, or check run.dir and run.name"
             )
@@ -111,7 +111,7 @@ class RunDirectory:
             with one_line_errors(f"cannot create {path / CHECKPOINTS}"):
                 (path / CHECKPOINTS).mkdir(exist_ok=True)
             for name in LINE_FILES:
-                run._file(name)  # cuts off a line torn by a kill
+                run._file(name)  # cuts a partial last line
         except BaseException:
             run.close()
             raise
@@ -119,63 +119,62 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where `step-N` folders live."""
+        """The folder of the `step-N` checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def tensorboard(self) -> Path:
-        """Where TensorBoard event files live."""
+        """The folder of TensorBoard event files."""
         return self.path / TENSORBOARD
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """One complete line onto one of the line files."""
+        """Append one line to a JSON lines file."""
         if self._lock is not None:
             self._file(name).append(record)
 
-    def cut_after(self, step: int) -> dict[str, int]:
-        """Drop every line past `step`, atomically a file; how many, a file. A run without a checkpoint: `step=-1`."""
+    def truncate_after(self, step: int) -> dict[str, int]:
+        """Drop every line past `step`, atomically per file; return counts per file. Without a checkpoint: `step=-1`."""
         dropped: dict[str, int] = {}
         for name in LINE_FILES:
             if name in self._lines:
                 self._lines.pop(name).close()
-            dropped[name] = keep_lines(self.path / name, step, HISTORY if name == EVENTS else ())
+            dropped[name] = drop_lines_after(self.path / name, step, HISTORY if name == EVENTS else ())
         return dropped
 
     def unreadable(self) -> dict[str, list[int]]:
-        """The numbers of the lines that are no JSON object, a file that has some."""
+        """The numbers of lines that are not JSON objects, by file."""
         numbers_by_file = {name: unreadable_lines(self.path / name) for name in LINE_FILES}
         return {name: numbers for name, numbers in numbers_by_file.items() if numbers}
 
-    def free_attempt(self, attempt: int) -> int:
-        """The attempt's number, or the next that nothing was set aside under: a resumed stop has its attempt again."""
+    def unused_attempt(self, attempt: int) -> int:
+        """The first number from `attempt` on without an abandoned folder; a resumed run may repeat its attempt."""
         used = {path.name for path in (self.path / ABANDONED).glob("attempt-*")}
         return next(number for number in count(attempt) if f"attempt-{number}" not in used)
 
     def has_lines_past(self, step: int) -> bool:
-        """Whether any step past `step` was measured, written down or evaluated."""
-        return any(lines_past(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
+        """Whether metrics, rollouts or evaluations have lines past `step`."""
+        return any(lines_after(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
 
     def set_aside(self, step: int, attempt: int, *, events: bool = False) -> Path:
         """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only with `events`,
-        and then without those of earlier rollbacks.
+        without those of earlier rollbacks.
 
-        Every copy is on the disk before the first line is cut, and what is cut already is not copied again: it may be
-        killed at any moment and done once more.
+        All copies are on disk before the first line is cut, so this may be killed at any moment and repeated.
         """
         folder = self.path / ABANDONED / f"attempt-{attempt}"
         _make_folder(folder)
         moved = {name: HISTORY if name == EVENTS else () for name in LINE_FILES if events or name != EVENTS}
         for name, history in moved.items():
-            if past := lines_past(self.path / name, step, history):
+            if past := lines_after(self.path / name, step, history):
                 write_atomic(folder / name, past)
         for name, history in moved.items():
             if name in self._lines:
                 self._lines.pop(name).close()
-            keep_lines(self.path / name, step, history)
+            drop_lines_after(self.path / name, step, history)
         return folder
 
     def write_text(self, name: str, text: str, *, private: bool = False) -> Path:
-        """A whole text file, atomically; a private one can be read by its owner alone."""
+        """Write a text file atomically; a private one is readable by its owner only."""
         path = self.path / name
         if self._lock is not None:
             _make_folder(path.parent)
@@ -183,15 +182,15 @@ class RunDirectory:
         return path
 
     def write_json(self, name: str, data: Any, *, raw: bool = False) -> Path:
-        """A whole JSON file, atomically; NaN and infinities as null, secrets masked unless it is a model's own text."""
-        data = data if raw else hidden(data)
+        """Write a JSON file atomically; NaN and infinities become null, secrets are masked unless `raw`."""
+        data = data if raw else redact_data(data)
         if isinstance(data, Mapping):
             return self.write_text(name, encode(data, indent=2) + "\n")
         wrapped = json.loads(encode({"data": data}))["data"]
         return self.write_text(name, json.dumps(wrapped, indent=2, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """A whole JSON file, or None where there is none."""
+        """Read a JSON file; None if it is missing."""
         path = self.path / name
         if not path.exists():
             return None
@@ -201,16 +200,16 @@ class RunDirectory:
             raise KeelError(f"{path} is not JSON: {error}") from error
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        """The records of one of the line files; lines that cannot be read are left out."""
+        """The records of a JSON lines file; unreadable lines are skipped."""
         return read_records(self.path / name)
 
     def sync(self) -> None:
-        """All lines to the disk itself: call it before a checkpoint, so that the checkpoint never outlives them."""
+        """Flush all lines to disk; call it before a checkpoint, so that no checkpoint is newer than its lines."""
         for file in self._lines.values():
             file.sync()
 
     def close(self) -> None:
-        """Close the files and give the lock back; safe to call twice."""
+        """Close the files and release the lock; safe to call twice."""
         for file in self._lines.values():
             file.close()
         self._lines.clear()
@@ -225,9 +224,9 @@ class RunDirectory:
     ) -> None:
         self.close()
 
-    def _file(self, name: str) -> LineFile:
+    def _file(self, name: str) -> JsonlFile:
         if name not in self._lines:
-            self._lines[name] = LineFile(self.path / name)
+            self._lines[name] = JsonlFile(self.path / name)
         return self._lines[name]
 
 
@@ -243,9 +242,9 @@ def _has_content(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Only what a run writes; anything else a user put there stays."""
+    """Delete a run's files; other files in the folder stay."""
     with one_line_errors(f"cannot clear {path}"):
-        for name in _OURS:
+        for name in _ALL_FILES:
             target = path / name
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
@@ -254,25 +253,25 @@ def _remove(path: Path) -> None:
 
 
 class JsonlLogger(Logger):
-    """One object a line; every line is complete, and valid JSON whatever the numbers were."""
+    """Write JSON lines into the run directory; every line is complete, valid JSON."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Onto metrics.jsonl."""
+        """Append to metrics.jsonl."""
         self._run.append(METRICS, {"step": step, **metrics})
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Onto rollouts.jsonl, a line a completion."""
+        """Append to rollouts.jsonl, one line per completion."""
         for record in records:
             self._run.append(ROLLOUTS, {"step": step, **record})
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Onto eval.jsonl."""
+        """Append to eval.jsonl."""
         self._run.append(EVAL, {"step": step, **record})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Onto events.jsonl."""
+        """Append to events.jsonl."""
         details = {name: value for name, value in fields.items() if name not in ("step", "time")}
         self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **details})

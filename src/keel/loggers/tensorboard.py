@@ -12,7 +12,7 @@ from keel.loggers.base import Logger
 
 
 class TensorBoardLogger(Logger):
-    """Scalars under the contract's metric names; a resume or a rollback hides what was logged past the checkpoint."""
+    """Scalars under Keel's metric names; a resume or rollback hides points past the checkpoint."""
 
     def __init__(self, folder: Path, resumed_from: int | None = None) -> None:
         try:
@@ -27,7 +27,7 @@ class TensorBoardLogger(Logger):
         self._writer = self._open(resumed_from)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar a metric."""
+        """One scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -39,10 +39,10 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
-        """As text, so that the timeline stands beside the curves."""
+        """Events as text, beside the curves."""
         shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name not in ("step", "time"))
         self._writer.add_text("events", f"{kind}: {shown}" if shown else kind, int(fields.get("step") or 0))
-        if kind == "rollback":  # what follows has the steps of what went before
+        if kind == "rollback":  # later points repeat earlier steps
             self._writer.close()
             self._writer = self._open(int(fields["to"]))
 

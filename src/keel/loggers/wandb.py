@@ -17,9 +17,9 @@ from keel.loggers.tensorboard import flat_numbers
 
 
 class WandbLogger(Logger):
-    """One W&B run for one run directory: its id is kept in `wandb.json`, so a resume goes on in the same run.
+    """One W&B run per run directory: its id is in `wandb.json`, so a resume continues the same run.
 
-    Steps are a metric of their own (`step`), because W&B's own counter cannot go back to a checkpoint.
+    `step` is a separate metric, because W&B's own counter cannot go back to a checkpoint.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class WandbLogger(Logger):
             raise KeelError(
                 "log.wandb needs the wandb package: pip install 'keel-rl[wandb]', or log.wandb=null"
             ) from error
-        self.id = options.id or remembered_id(folder) or secrets.token_hex(4)
+        self.id = options.id or saved_run_id(folder) or secrets.token_hex(4)
         write_atomic(folder / WANDB, json.dumps({"id": self.id, "project": options.project}) + "\n")
         try:
             self._run = wandb.init(
@@ -51,7 +51,7 @@ class WandbLogger(Logger):
                 dir=str(folder),
                 config=dict(config or {}),
             )
-        except Exception as error:  # not logged in, no network, a bad name: its own types differ by version
+        except Exception as error:  # not logged in, no network, a bad name: error types differ by version
             reason = " ".join(str(error).split()) or type(error).__name__
             raise KeelError(f"log.wandb could not start ({reason}): log in, or set log.wandb.mode=offline") from error
         self._run.define_metric("step")
@@ -71,7 +71,7 @@ class WandbLogger(Logger):
         self._run.finish()
 
 
-def remembered_id(folder: Path) -> str | None:
-    """The id that this run directory had before, or None."""
+def saved_run_id(folder: Path) -> str | None:
+    """The W&B id of this run directory, or None."""
     remembered = read_json(folder / WANDB)
     return str(remembered["id"]) if isinstance(remembered, dict) and "id" in remembered else None

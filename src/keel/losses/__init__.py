@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
 else:
-    __getattr__ = public_names(__name__, "options recipes inputs advantages mismatch objective policy reductions")
+    __getattr__ = lazy_attributes(__name__, "options recipes inputs advantages mismatch objective policy reductions")
 
 __all__ = [
     "LOSSES",

@@ -9,11 +9,11 @@ from keel.base.errors import KeelError, unknown
 
 BASELINES = ("group_mean", "leave_one_out", "none")
 SCALES = ("group", "batch", "none")
-EPSILON = 1e-4  # added to the standard deviation, as peers do
+EPSILON = 1e-4  # added to the standard deviation, as in other trainers
 
 
-def _numbered(group: Tensor) -> Tensor:
-    """One number below B for each group `[B]`; how many groups there are, only the device knows."""
+def _group_index(group: Tensor) -> Tensor:
+    """An index below B for each group `[B]`, without a device synchronisation."""
     return torch.searchsorted(group.sort().values, group)
 
 
@@ -22,17 +22,17 @@ def _group_sums(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _floating(rewards: Tensor) -> Tensor:
-    """fp32 at least; whole numbers and booleans are rewards too."""
+    """At least fp32; integer and boolean rewards are converted."""
     wide = rewards.is_floating_point() and rewards.dtype not in (torch.float16, torch.bfloat16)
     return rewards if wide else rewards.float()
 
 
 def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; a lone one has std 0."""
+    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; one completion has std 0."""
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
     rewards = _floating(rewards)
-    index = _numbered(group)
+    index = _group_index(group)
     size = _group_sums(torch.ones_like(rewards), index)
     mean = _group_sums(rewards, index) / size
     squares = _group_sums((rewards - mean[index]).square(), index)
@@ -43,19 +43,19 @@ def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Te
 def advantages(
     rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
 ) -> Tensor:
-    """A = (R − baseline) / (σ + ε), one a completion, `[B]`.
+    """A = (R − baseline) / (σ + ε) per completion, `[B]`.
 
     baseline: `group_mean` (GRPO), `leave_one_out` (RLOO: the mean of the *other* completions), `none`.
     scale: `group` deviation (GRPO), `batch` deviation, `none` (Dr. GRPO 2503.20783).
     """
     if baseline == "leave_one_out" and bool((group_statistics(rewards, group)[2] < 2).any()):
-        raise KeelError("baseline leave_one_out needs at least 2 completions a group: raise num_generations")
-    spread = deviation(rewards, group, baseline=baseline, scale=scale, epsilon=epsilon)
-    return centred(rewards, group, baseline) / spread
+        raise KeelError("baseline leave_one_out needs at least 2 completions per group: raise rollout.num_generations")
+    sigma = deviation(rewards, group, baseline=baseline, scale=scale, epsilon=epsilon)
+    return centred(rewards, group, baseline) / sigma
 
 
 def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Tensor:
-    """R − baseline `[B]`. Under a baseline a group of equal rewards is exactly 0: its mean's rounding is no signal."""
+    """R − baseline `[B]`. With a baseline, groups of equal rewards are exactly 0, whatever the mean's rounding."""
     if baseline not in BASELINES:
         raise unknown("baseline", baseline, BASELINES)
     mean, _, size = group_statistics(rewards, group)
@@ -71,10 +71,10 @@ def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Ten
 def deviation(
     rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
 ) -> Tensor:
-    """σ + ε, what advantages are divided by, `[B]`; ones for scale `none`.
+    """σ + ε, the divisor of the advantages, `[B]`; 1 for scale `none`.
 
-    σ is measured from the baseline: the standard deviation about a mean; without a baseline the root mean square, as
-    R / std would grow without bound where a group's rewards agree.
+    σ is the deviation from the baseline: the standard deviation about a mean, or without a baseline the root mean
+    square, because R / std is unbounded for groups of equal rewards.
     """
     if scale not in SCALES:
         raise unknown("scale_rewards", scale, SCALES)
@@ -87,17 +87,17 @@ def deviation(
         return squares.sqrt().expand_as(rewards) + epsilon
     if scale == "group":
         return std + epsilon
-    spread = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
-    return spread.expand_as(rewards) + epsilon
+    std = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
+    return std.expand_as(rewards) + epsilon
 
 
 def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:
-    """True for completions whose whole group has one and the same reward: no signal in the policy term, `[B]`.
+    """True for completions of groups with equal rewards, `[B]`: they have no policy gradient.
 
-    Their KL term stays: dropping the group would also drop the penalty on it.
+    Keep such groups for their KL term.
     """
     rewards = _floating(rewards)
-    index = _numbered(group)
+    index = _group_index(group)
     low = torch.full_like(rewards, float("inf")).scatter_reduce_(0, index, rewards, "amin")
     high = torch.full_like(rewards, float("-inf")).scatter_reduce_(0, index, rewards, "amax")
     return (low == high)[index]

@@ -1,4 +1,4 @@
-"""What a policy loss is given and what it returns."""
+"""Inputs and outputs of policy losses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import unknown
-from keel.kl.ratios import clamp_through, importance_ratio, log_ratio
+from keel.kl.ratios import clamp_straight_through, importance_ratio, log_ratio
 from keel.losses.options import Limits
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What every policy loss is made of, each `[B, T]`, and its limits.
+    """The inputs of every policy loss, each `[B, T]`, and its clip limits.
 
-    `old_logp` is the policy's that sampled; on a batch's first update it is `logp` itself, detached.
+    `old_logp` is the old policy's; on a batch's first update it is the detached `logp`.
     """
 
     logp: Tensor
@@ -26,7 +26,7 @@ class LossInputs:
     limits: Limits
 
     def ratio(self) -> Tensor:
-        """ρ = π/π_old of each token, or of its sequence, as `limits.level` says."""
+        """ρ = π/π_old per token or per sequence (`limits.level`)."""
         if self.limits.level == "token":
             return importance_ratio(self.logp, self.old_logp, self.mask)
         if self.limits.level == "sequence":
@@ -36,7 +36,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The loss per token `[B, T]`, the ratio behind it, and which tokens the clip held back (None: it has no clip)."""
+    """The loss per token `[B, T]`, its ratio, and the tokens that the clip affects (None without a clip)."""
 
     loss: Tensor
     ratio: Tensor
@@ -44,7 +44,7 @@ class PolicyTerm:
     clipped_high: Tensor | None = None
 
     def clipped(self) -> tuple[Tensor, Tensor]:
-        """Which tokens were held back from below and from above."""
+        """The tokens clipped from below and from above."""
         none = torch.zeros_like(self.ratio, dtype=torch.bool)
         return (
             none if self.clipped_low is None else self.clipped_low,
@@ -57,4 +57,4 @@ def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
     mean = -log_ratio(logp, old_logp, mask, clamp=None).d.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(
         1
     )
-    return clamp_through(mean, 20.0)[0].exp()
+    return clamp_straight_through(mean, 20.0)[0].exp()

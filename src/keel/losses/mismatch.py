@@ -1,8 +1,8 @@
-"""Sampler mismatch: what sampled and the model that trains are not the same distribution, and weights repair it.
+"""Sampler mismatch: importance weights correct for the difference between the sampler and the trained model.
 
-w = π_old/μ, detached: from `old_logp` (the trainer's, as the step begins) and what drew the tokens, μ: the engine's
-numbers, its older weights, its filters. With the ratio π/π_old of the policy term it is the decoupled objective (Hilton
-et al. 2110.00641): μ may be any age, π_old is what the clip is about.
+w = π_old/μ, detached. π_old is the trainer's policy at the start of the step (`old_logp`), μ is the sampler with its
+numerics, older weights and filters. With the policy term's ratio π/π_old this is the decoupled objective (Hilton et al.
+2110.00641): μ may have any age, and the clip is around π_old.
 """
 
 from __future__ import annotations
@@ -18,44 +18,43 @@ from keel.losses.options import MismatchOptions, check_mismatch
 
 
 def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tensor | None:
-    """log μ `[B, T]` of what drew the tokens, as far as the engine reported it and `old_logp` elsewhere; None without.
+    """log μ `[B, T]` of the sampler; `old_logp` where the engine reports none. None without `sample_logp`.
 
-    A token's includes the filters: it was drawn from what they left. A sequence's does not, since the kept mass of all
-    its tokens together vanishes with its length.
+    At token level μ is the filtered distribution. At sequence level it is the unfiltered one, because the product of
+    the kept masses vanishes with the length.
     """
-    drawn = batch.sample_logp
+    sampled = batch.sample_logp
     if batch.filtered_logp is not None and level == "token":
-        drawn = batch.filtered_logp if drawn is None else _first_known(batch.filtered_logp, drawn)
-    return None if drawn is None else _first_known(drawn, old_logp.detach())
+        sampled = batch.filtered_logp if sampled is None else _fill_nan(batch.filtered_logp, sampled)
+    return None if sampled is None else _fill_nan(sampled, old_logp.detach())
 
 
-def drawn_by_other(batch: Batch, level: str = "token") -> bool:
-    """Whether the old policy did not draw the samples: stale or filtered ones; a sequence's ratio knows no filters."""
+def sampled_off_policy(batch: Batch, level: str = "token") -> bool:
+    """Whether the old policy is not the sampling distribution: stale samples, or at token level filtered ones."""
     return batch.stale or (batch.filtered_logp is not None and level == "token")
 
 
 def kl_behaviour_logp(batch: Batch, logp: Tensor, level: str = "token") -> Tensor | None:
-    """log μ that the KL term's ratios ρ = π/μ are taken against: the old policy's (None: `logp` itself, on-policy).
-
-    Where samples are stale or filtered the old policy did not draw them, and what did takes its place.
+    """log μ for the KL term's ratios ρ = π/μ: the old policy's (None on-policy), or for stale or filtered samples the
+    sampler's.
     """
-    if not drawn_by_other(batch, level):
+    if not sampled_off_policy(batch, level):
         return batch.old_logp
     behaviour = behaviour_logp(batch, logp if batch.old_logp is None else batch.old_logp, level)
     if behaviour is None:
-        raise KeelError("stale samples need sample_logp: without the sampler's log-probabilities nothing weighs them")
+        raise KeelError("stale samples need sample_logp: without the sampler's log-probabilities they have no weights")
     return behaviour
 
 
-def _first_known(first: Tensor, second: Tensor) -> Tensor:
+def _fill_nan(first: Tensor, second: Tensor) -> Tensor:
     return torch.where(first.isnan(), second, first)
 
 
 def mismatch_ratio(old_logp: Tensor, sample_logp: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """w = π_old/μ `[B, T]` without any limit, detached; 1 outside the mask and where `sample_logp` is NaN."""
+    """w = π_old/μ `[B, T]` unclipped, detached; 1 outside the mask and where `sample_logp` is NaN."""
     check_mask(mask, old_logp.shape)
     old_logp = old_logp.detach()
-    sample_logp = _first_known(sample_logp.detach(), old_logp)
+    sample_logp = _fill_nan(sample_logp.detach(), old_logp)
     return importance_ratio(old_logp, sample_logp, mask, level=level).expand_as(old_logp)
 
 
@@ -64,8 +63,8 @@ def mismatch_weights(
 ) -> Tensor:
     """Weights `[B, T]` for the policy term, detached; 1 outside the mask. A sequence's weight is Π_t w_t.
 
-    A NaN in `sample_logp` (an engine that did not report one) weighs 1: no correction rather than no training. Without
-    `mask_out` what `mask` and `icepop` would drop is held at their limits instead: a KL penalty acts on every token.
+    A NaN in `sample_logp` (not reported by the engine) has weight 1. Without `mask_out`, the kinds `mask` and `icepop`
+    clamp to their limits instead of dropping tokens, because a KL penalty acts on every token.
     """
     check_mask(mask, old_logp.shape)
     check_mismatch(options)
@@ -82,10 +81,7 @@ def mismatch_weights(
 def mismatch_metrics(
     old_logp: Tensor, sample_logp: Tensor | None, mask: Tensor, options: MismatchOptions
 ) -> dict[str, Metric]:
-    """Effective sample size of the weights before any limit, and the share of tokens beyond the limits.
-
-    Measured whatever `kind` is: they say what the correction meets, or would meet.
-    """
+    """Effective sample size of the unclipped weights, and the fraction of tokens beyond the limits, for any `kind`."""
     tokens = mask.sum()
     if sample_logp is None:
         return {"mismatch/ess": EffectiveSampleSize(tokens, tokens, tokens), "mismatch/capped_fraction": Mean(0.0, 1.0)}

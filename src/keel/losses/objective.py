@@ -17,7 +17,13 @@ from keel.kl.options import KLOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
-from keel.losses.mismatch import behaviour_logp, drawn_by_other, kl_behaviour_logp, mismatch_metrics, mismatch_weights
+from keel.losses.mismatch import (
+    behaviour_logp,
+    kl_behaviour_logp,
+    mismatch_metrics,
+    mismatch_weights,
+    sampled_off_policy,
+)
 from keel.losses.options import LossOptions, MismatchOptions
 from keel.losses.policy import policy_term
 from keel.losses.recipes import get_loss
@@ -26,14 +32,14 @@ from keel.losses.reductions import Denominators, count_denominators, divide, get
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of the two terms: a token can be left out of the policy term and stay in the KL term."""
+    """Denominators of both terms: a token left out of the policy term can stay in the KL term."""
 
     policy: Denominators
     kl: Denominators
 
 
 def global_denominators(batch: Batch, max_completion_length: int | None = None) -> Counts:
-    """Count a minibatch before its microbatches are looked at."""
+    """Count a minibatch's denominators before its microbatch loop."""
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     return Counts(
         count_denominators(policy_mask, max_completion_length),
@@ -43,7 +49,7 @@ def global_denominators(batch: Batch, max_completion_length: int | None = None) 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss to call backward on, and what to log."""
+    """The loss for backward, and its metrics."""
 
     loss: Tensor
     metrics: dict[str, Metric]
@@ -69,7 +75,7 @@ def kl_term(
     )
     if pairing.level == "sequence":
         return divide(values.sum(), by.sequences)
-    return get_reduction(kl.reduction_under(loss_reduction))(values, batch.action_mask, by)
+    return get_reduction(kl.effective_reduction(loss_reduction))(values, batch.action_mask, by)
 
 
 def kl_penalty(
@@ -82,18 +88,18 @@ def kl_penalty(
     by: Denominators,
     mismatch: MismatchOptions,
 ) -> tuple[Tensor, Number]:
-    """What the KL adds to the loss, β included, wherever it is placed; and its value as it is logged (`loss/kl`)."""
+    """The KL's contribution to the loss under any placement, β included, and its logged value (`loss/kl`)."""
     penalty = batch.kl_advantages
     if beta != 0.0 and kl.placement == "advantage":
-        # of the policy as it is at this update, not as it was when it sampled
+        # the KL of the current policy, not of the policy that sampled
         penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
     if penalty is not None:
         behaviour = kl_behaviour_logp(batch, scores.logp)
         per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
         old = scores.logp if batch.old_logp is None else batch.old_logp
-        drawn = behaviour_logp(batch, old, mismatch.level)
-        if drawn is not None and not drawn_by_other(batch):  # otherwise its ratio is already π/μ
-            per_token = per_token * mismatch_weights(old, drawn, batch.action_mask, mismatch, mask_out=False)
+        sampled = behaviour_logp(batch, old, mismatch.level)
+        if sampled is not None and not sampled_off_policy(batch):  # otherwise its ratio is already π/μ
+            per_token = per_token * mismatch_weights(old, sampled, batch.action_mask, mismatch, mask_out=False)
         value = get_reduction(loss_reduction)(per_token, batch.action_mask, by)
         return value, beta * mean_penalty(kl, scores, batch, by)
     value = scores.logp.new_zeros(())
@@ -103,7 +109,7 @@ def kl_penalty(
 
 
 def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
-    """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
+    """The estimator's KL `[B, T]` of the current policy, detached."""
     if over_vocabulary(kl.estimator):
         return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
@@ -113,11 +119,11 @@ def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
 
 
 def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
-    """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
+    """The mean KL behind a penalty in the reward or the advantage, per token or per sequence."""
     if batch.ref_logp is None and not over_vocabulary(kl.estimator):
-        return 0.0  # a penalty that was shaped elsewhere
+        return 0.0  # the caller computed the penalty
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
-    if behaviour is not None and drawn_by_other(batch) and not over_vocabulary(kl.estimator):
+    if behaviour is not None and sampled_off_policy(batch) and not over_vocabulary(kl.estimator):
         values = values * importance_ratio(scores.logp.detach(), behaviour, batch.action_mask, cap=kl.ratio_cap)
     total = select(values, batch.action_mask).sum()
     per_sequence = kl.placement == "reward" or kl.level == "sequence"
@@ -130,7 +136,7 @@ def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
     values = by_name.get(kl.estimator, scores.divergence)
     if values is None:
         raise KeelError(
-            f"kl.estimator={kl.estimator} needs both distributions: score with exact_kl=True and `divergence`"
+            f"kl.estimator={kl.estimator} needs the full distributions: score with exact_kl=True and `divergence`"
         )
     return values
 
@@ -149,22 +155,22 @@ def objective(
     """loss = policy_weight·policy + β·KL − entropy_coef·H on a microbatch, divided by the minibatch's global `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
-    A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
-    over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
-    `loss.mismatch` acts where the batch has `sample_logp`. Where samples are stale or filtered, the KL term's ratio is
-    taken against what drew them, without the mismatch's limits: `kl.ratio_cap` is its own.
+    A KL in the advantage or the reward (`batch.kl_advantages`, β included) is a separate policy-gradient term over all
+    action tokens, unaffected by `policy_mask` and by the loss's ratio and clip. `loss.mismatch` applies if the batch
+    has `sample_logp`. For stale or filtered samples, the KL term's ratio is relative to the sampler, limited by
+    `kl.ratio_cap` instead of the mismatch limits.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
         raise KeelError("the objective needs batch.advantages: compute them with keel.losses.advantages")
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     check_mask(policy_mask, scores.logp.shape, "policy_mask")
-    if counts is None and bool((policy_mask & ~batch.action_mask).any()):  # a trainer's own mask is not looked at
-        raise KeelError("policy_mask holds tokens that action_mask does not: only sampled tokens can be trained on")
+    if counts is None and bool((policy_mask & ~batch.action_mask).any()):  # a trainer must not synchronise
+        raise KeelError("policy_mask contains tokens outside action_mask: only sampled tokens can be trained on")
     if not (math.isfinite(beta) and beta >= 0):
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
     if batch.kl_advantages is not None and kl.placement != "reward":
-        raise KeelError(f"batch.kl_advantages is for kl.placement=reward, and this is {kl.placement}: leave it out")
+        raise KeelError(f"batch.kl_advantages needs kl.placement=reward, got {kl.placement}: leave it out")
     counts = counts or global_denominators(batch, max_completion_length)
     recipe = get_loss(loss.loss_type)
     reduce = get_reduction(recipe.reduction)
@@ -172,12 +178,12 @@ def objective(
         off_policy = batch.stale or batch.old_logp is not None or batch.filtered_logp is not None
         pairing = kl.pairing(recipe.reduction, off_policy=off_policy, acts=True)
     old = scores.logp if batch.old_logp is None else batch.old_logp
-    drawn = behaviour_logp(batch, old, loss.mismatch.level)
+    sampled = behaviour_logp(batch, old, loss.mismatch.level)
 
     term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
     per_token = term.loss
-    if drawn is not None:
-        per_token = per_token * mismatch_weights(old, drawn, policy_mask, loss.mismatch)
+    if sampled is not None:
+        per_token = per_token * mismatch_weights(old, sampled, policy_mask, loss.mismatch)
     policy_loss = per_token.new_zeros(())
     if loss.policy_weight != 0.0:
         policy_loss = loss.policy_weight * reduce(per_token, policy_mask, counts.policy)
@@ -195,7 +201,7 @@ def objective(
         "loss/kl": Sum(kl_part),
         "loss/kl_share": Share(kl_part, policy),
         **_ratio_metrics(term, policy_mask),
-        **mismatch_metrics(old, drawn, policy_mask, loss.mismatch),
+        **mismatch_metrics(old, sampled, policy_mask, loss.mismatch),
     }
     if scores.entropy is not None:
         entropy = select(scores.entropy.detach(), batch.action_mask).sum()
@@ -204,7 +210,7 @@ def objective(
 
 
 def _ratio_metrics(term: PolicyTerm, mask: Tensor) -> dict[str, Metric]:
-    """How far the ratios are from 1, over the tokens of the policy term; tensors, so that nobody waits for them."""
+    """Statistics of the policy term's ratios, as tensors to avoid a device synchronisation."""
     tokens, ratio, (low, high) = mask.sum(), term.ratio.detach().double(), term.clipped()
     weights = select(ratio, mask)
     return {
@@ -216,7 +222,7 @@ def _ratio_metrics(term: PolicyTerm, mask: Tensor) -> dict[str, Metric]:
 
 
 def with_policy_mask(action_mask: Tensor, keep: Tensor) -> Tensor:
-    """The mask of the policy term when whole completions `[B]` are left out of it (truncated, or KL too high)."""
+    """The policy term's mask without the completions `[B]` that are not in `keep` (truncated, or KL too high)."""
     if keep.dtype != torch.bool or keep.shape != action_mask.shape[:1]:
         raise KeelError(f"keep must be boolean [B], got {keep.dtype} {tuple(keep.shape)}")
     return action_mask & keep.unsqueeze(-1)

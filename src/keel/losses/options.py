@@ -8,14 +8,23 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
+from keel.base.options import (
+    Flag,
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
+)
 
-WEIGHING = ("truncate", "mask", "icepop")
+CORRECTING_KINDS = ("truncate", "mask", "icepop")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the options of a loss come to once its own defaults are filled in: clip range around 1, level of ratios."""
+    """A loss's resolved limits: clip range around 1 and level of the ratios."""
 
     low: float
     high: float
@@ -23,87 +32,94 @@ class Limits:
 
 
 class MismatchOptions(Options):
-    """Weights that repair the difference between the engine that sampled and the model that trains."""
+    """Importance weights that correct for the difference between sampler and trained model."""
 
     kind: Literal["none", "truncate", "mask", "icepop"] = Field(
         default="truncate", description="Truncate the weight, mask what is above the cap, or mask outside [floor, cap]."
     )
-    cap: Annotated[Float, Field(ge=1), ReadWith("kind", WEIGHING)] = Field(
+    cap: Annotated[Float, Field(ge=1), RequiresOption("kind", CORRECTING_KINDS)] = Field(
         default=2.0, description="Largest weight, a ratio of probabilities."
     )
-    floor: Share | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
-    level: Annotated[Literal["token", "sequence"], ReadWith("kind", WEIGHING)] = Field(
+    floor: Fraction | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
+    level: Annotated[Literal["token", "sequence"], RequiresOption("kind", CORRECTING_KINDS)] = Field(
         default="token", description="Weights per token or per sequence."
     )
 
 
 class SharedLossOptions(Options):
-    """What every policy loss has."""
+    """Options of every policy loss."""
 
     loss_type: str = Field(
         default="grpo",
         description="policy_gradient, grpo, bnpo, dr_grpo, dapo, gspo, cispo, gmpo, sapo, or module:attr.",
     )
-    policy_weight: NotNegative = Field(
+    policy_weight: NonNegativeFloat = Field(
         default=1.0, description="Weight of the policy term; 0 trains by the KL alone, as in distillation."
     )
-    epsilon: NotNegative | None = Field(
+    epsilon: NonNegativeFloat | None = Field(
         default=None, description="Clip range below 1, a ratio; null is the loss's own."
     )
-    epsilon_high: NotNegative | None = Field(
+    epsilon_high: NonNegativeFloat | None = Field(
         default=None, description="Clip range above 1 (cispo: the cap itself); null is epsilon, or the loss's own."
     )
-    delta: Above0 | None = Field(default=None, description="Cap of the ratio on the unclipped side; null for none.")
+    delta: PositiveFloat | None = Field(
+        default=None, description="Cap of the ratio on the unclipped side; null for none."
+    )
     scale_rewards: Literal["group", "batch", "none"] | None = Field(
         default=None,
         description="Divide advantages by the group's or the batch's deviation, or not; null is the loss's own.",
     )
     baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
-        default="group_mean", description="What a reward is compared with: its group's mean, the others' mean, or 0."
+        default="group_mean",
+        description="Baseline of rewards: the group's mean, the others' mean, or 0.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Ratios per token or per sequence; null is the loss's own."
     )
-    num_iterations: Positive = Field(default=1, description="Passes of updates over each batch of rollouts.")
+    num_iterations: PositiveInt = Field(default=1, description="Passes of updates over each batch of rollouts.")
     mask_truncated_completions: Flag = Field(
-        default=False, description="Leave completions that were cut off out of the policy term; their KL penalty stays."
+        default=False, description="Leave truncated completions out of the policy term; their KL penalty stays."
     )
     dynamic_sampling: Flag = Field(
-        default=False, description="Sample further problems in place of groups with equal rewards; their KL stays."
+        default=False, description="Resample groups with equal rewards (DAPO); their KL penalty stays."
     )
-    dynamic_sampling_rounds: Annotated[Positive, ReadWith("dynamic_sampling", (True,))] = Field(
-        default=3, description="Most further rounds of sampling a step."
+    dynamic_sampling_rounds: Annotated[PositiveInt, RequiresOption("dynamic_sampling", (True,))] = Field(
+        default=3, description="Maximum further rounds of sampling per step."
     )
-    entropy_coef: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus, per nat per token.")
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0, description="Coefficient of the entropy bonus, per nat per token."
+    )
 
     @property
     def further_rounds(self) -> int:
-        """Further rounds of sampling that a step may take; 0 without dynamic sampling."""
+        """Maximum further rounds of sampling per step; 0 without dynamic sampling."""
         return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
 
 
 class SapoOptions(Options):
     """The steepness of sapo's gate."""
 
-    sapo_temperature_pos: Above0 = Field(
+    sapo_temperature_pos: PositiveFloat = Field(
         default=1.0, description="Steepness of sapo's gate where the advantage is positive."
     )
-    sapo_temperature_neg: Above0 = Field(default=1.05, description="Steepness of sapo's gate where it is negative.")
+    sapo_temperature_neg: PositiveFloat = Field(
+        default=1.05, description="Steepness of sapo's gate where it is negative."
+    )
 
 
 class LossOptions(SapoOptions, SharedLossOptions):
-    """The policy loss; those of a user's own stand beside the rest (`keel.losses.recipes.declared_options`)."""
+    """The policy loss. A user's own loss adds its options (`keel.losses.recipes.declared_options`)."""
 
     model_config = ConfigDict(extra="allow")
     named_by = "loss_type"
     of_parts = frozenset(SapoOptions.model_fields) - frozenset(SharedLossOptions.model_fields)
 
-    mismatch: MismatchOptions = Field(default=MismatchOptions(), description="Correction of the sampler's mismatch.")
+    mismatch: MismatchOptions = Field(default=MismatchOptions(), description="Correction of the sampler mismatch.")
 
 
 def check_mismatch(options: MismatchOptions) -> None:
-    """Refuse a floor that is missing or means nothing."""
+    """Refuse a missing floor under icepop, and a floor under any other kind."""
     if options.kind == "icepop" and options.floor is None:
         raise KeelError("loss.mismatch.kind=icepop needs a floor between 0 and 1: the paper uses floor 0.5, cap 5")
     if options.kind != "icepop" and options.floor is not None:
-        raise KeelError(f"loss.mismatch.floor has no meaning with kind={options.kind}: use kind=icepop")
+        raise KeelError(f"loss.mismatch.floor does not apply to kind={options.kind}: use kind=icepop")

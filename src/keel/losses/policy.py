@@ -1,4 +1,4 @@
-"""Policy terms: `[B, T]` losses per token, before any reduction. One function a surrogate."""
+"""Policy terms: `[B, T]` losses per token before reduction, one function per surrogate."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.kl.ratios import clamp_through, finite_floor, importance_ratio, log_ratio, select
+from keel.kl.ratios import clamp_straight_through, finite_floor, importance_ratio, log_ratio, select
 from keel.losses.inputs import LossInputs, PolicyTerm
 from keel.losses.options import LossOptions, SapoOptions, SharedLossOptions
 from keel.losses.recipes import declared_options, get_loss, resolve_limits
 
 
 def policy_gradient(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−A·log π: the plain policy gradient, without a ratio. Right on-policy only."""
+    """−A·log π: the plain policy gradient, without a ratio. Correct on-policy only."""
     ratio = importance_ratio(inputs.logp, inputs.old_logp, inputs.mask)
     return PolicyTerm(-inputs.advantages * finite_floor(select(inputs.logp, inputs.mask)), ratio)
 
@@ -33,7 +33,7 @@ def clipped(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
 
 
 def cispo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−sg(min(ρ, ε_high))·A·log π (MiniMax-M1 2506.13585): the weight is clipped, every token keeps its gradient."""
+    """−sg(min(ρ, ε_high))·A·log π (MiniMax-M1 2506.13585): clips the weight; every token keeps its gradient."""
     ratio, cap = inputs.ratio(), inputs.limits.high
     weight = ratio.clamp_max(cap).detach()
     high = (ratio > cap) & (inputs.advantages > 0)
@@ -42,7 +42,7 @@ def cispo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
 
 
 def gmpo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−A·(Π_t ρ̂_t)^{1/|o|} (GMPO 2507.20673): log-ratios clipped per token on the side that the advantage favours."""
+    """−A·(Π_t ρ̂_t)^{1/|o|} (GMPO 2507.20673): log-ratios clipped per token on the advantage's side."""
     limits, advantages, mask = inputs.limits, inputs.advantages, inputs.mask
     log_rho = -log_ratio(inputs.logp, inputs.old_logp, mask, clamp=None).d
     low, high = (log_rho < -limits.low) & (advantages < 0), (log_rho > limits.high) & (advantages > 0)
@@ -52,12 +52,12 @@ def gmpo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
         torch.where(advantages < 0, log_rho.clamp_min(-limits.low), log_rho),
     )
     mean = select(clipped_log_rho, mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-    weight = clamp_through(mean, 20.0)[0].exp()
-    return PolicyTerm(-weight * advantages, clamp_through(log_rho, 20.0)[0].exp(), low, high)
+    weight = clamp_straight_through(mean, 20.0)[0].exp()
+    return PolicyTerm(-weight * advantages, clamp_straight_through(log_rho, 20.0)[0].exp(), low, high)
 
 
 def sapo(inputs: LossInputs, options: SapoOptions) -> PolicyTerm:
-    """−(4/τ)·σ(τ(ρ−1))·A (SAPO 2511.20347): a soft gate instead of a clip; τ differs with the advantage's sign."""
+    """−(4/τ)·σ(τ(ρ−1))·A (SAPO 2511.20347): a soft gate instead of a clip; τ depends on the advantage's sign."""
     ratio = inputs.ratio()
     tau = torch.where(inputs.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return PolicyTerm(-torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages, ratio)
@@ -66,7 +66,7 @@ def sapo(inputs: LossInputs, options: SapoOptions) -> PolicyTerm:
 def policy_term(
     loss: LossOptions, logp: Tensor, old_logp: Tensor | None, advantages: Tensor, mask: Tensor
 ) -> PolicyTerm:
-    """The per-token policy loss `[B, T]`; `old_logp` None means that this is the batch's first update."""
+    """The per-token policy loss `[B, T]`; `old_logp` None means the batch's first update."""
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(-1)
     if advantages.shape[0] != logp.shape[0] or advantages.shape[-1] not in (1, logp.shape[-1]):

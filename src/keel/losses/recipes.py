@@ -1,4 +1,4 @@
-"""Policy losses by name: what each is made of, its own limits, checks of its options. Nothing here computes."""
+"""Policy losses by name: surrogate, reduction, limits and option checks. Loads without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.losses.options import Limits, LossOptions, SapoOptions, SharedLossOpti
 if TYPE_CHECKING:
     from keel.losses.inputs import LossInputs, PolicyTerm
 
-# A policy loss: what it is made of and its own options, which the type of its second parameter declares.
+# A policy loss: a function of its inputs and options; the type of its second parameter declares the options.
 Term = Callable[["LossInputs", Any], "PolicyTerm"]
 
 
@@ -29,7 +29,7 @@ Term = Callable[["LossInputs", Any], "PolicyTerm"]
 class Recipe:
     """A named loss: its surrogate, its reduction, its default limits and the advantage scaling of its paper.
 
-    `low` and `high` are None where the loss has no such limit; without `has_ratio` it is right for one update a batch.
+    `low` and `high` are None without such a limit. Without `has_ratio` the loss allows one update per batch only.
     """
 
     term: Term
@@ -44,12 +44,12 @@ class Recipe:
 
     @cached_property
     def options(self) -> type[Options]:
-        """The options that the term asks for by the type of its second parameter; untyped, those of every loss."""
+        """The term's options, from the type of its second parameter; without a type, those of every loss."""
         try:
             _, second = inspect.signature(self.term, eval_str=True).parameters.values()
         except Exception as error:  # the type of a user's options may be any expression
             raise KeelError(
-                f"the type of a loss's options cannot be read: {first_line(error)}; import it where it is run"
+                f"the type of a loss's options cannot be read: {first_line(error)}; import it at run time"
             ) from None
         declared = second.annotation
         if declared in (second.empty, Any):
@@ -64,7 +64,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A surrogate of `keel.losses.policy` by its name, with the options that it takes; torch is loaded at its call."""
+    """A named surrogate of `keel.losses.policy` with its options; imports torch when called."""
 
     name: str
     options: type[Options] = SharedLossOptions
@@ -99,7 +99,7 @@ LOSSES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def get_loss(loss_type: str) -> Recipe:
-    """The loss of that name, or a user's own `module:attr`: a `Recipe`, or a function of (inputs, options)."""
+    """The named loss, or a user's own `module:attr`: a `Recipe`, or a function of (inputs, options)."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
     if not is_import_path(loss_type):
@@ -118,7 +118,7 @@ def get_loss(loss_type: str) -> Recipe:
 
 
 def declared_options(loss: LossOptions) -> Options:
-    """The options that the loss declares, checked; a field that the section has as well is taken from there."""
+    """The loss's declared options, validated; fields that the section also has come from the section."""
     declared = get_loss(loss.loss_type).options
     if isinstance(loss, declared) and not loss.params:
         return loss
@@ -129,39 +129,41 @@ def declared_options(loss: LossOptions) -> Options:
         if (own.default, _bare(own.annotation)) != (section[name].default, _bare(section[name].annotation)):
             raise KeelError(
                 f"loss.loss_type={loss.loss_type} declares {name} with another type or default than every loss has "
-                f"({section[name].default!r}): call it otherwise, or declare it as keel.losses.LossOptions does"
+                f"({section[name].default!r}): rename it, or declare it as keel.losses.LossOptions does"
             )
     values = {name: getattr(loss, name) for name in shared}
     return read_options(declared, {**values, **loss.params}, "loss")
 
 
 def _bare(annotation: Any) -> Any:
-    """A type without its ranges: those a loss may narrow."""
+    """A type without its constraints, which a loss may narrow."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     return frozenset(map(_bare, get_args(annotation))) if get_origin(annotation) in (Union, UnionType) else annotation
 
 
 def check_loss(loss: LossOptions) -> None:
-    """Refuse what the loss would ignore or turn upside down."""
+    """Refuse options that the loss ignores or that contradict it."""
     declared_options(loss)
     resolve_limits(loss)
     check_mismatch(loss.mismatch)
     if loss.dynamic_sampling and loss.baseline == "none":
-        raise KeelError("loss.dynamic_sampling has no meaning with loss.baseline=none, where equal rewards still teach")
+        raise KeelError(
+            "loss.dynamic_sampling does not apply to loss.baseline=none, where equal rewards have a gradient"
+        )
 
 
 def resolve_limits(loss: LossOptions) -> Limits:
-    """The clip limits to use; what the loss would ignore or turn upside down is refused."""
+    """The resolved clip limits; options that the loss ignores or that contradict it are refused."""
     recipe, name = get_loss(loss.loss_type), loss.loss_type
-    capped = recipe.low is None and recipe.high is not None  # only from above, and at the ratio itself
+    capped = recipe.low is None and recipe.high is not None  # a one-sided cap on the ratio itself
     if loss.epsilon is not None and capped:
         raise KeelError(
-            f"loss.epsilon has no meaning with {name}, which caps the ratio from above: set loss.epsilon_high"
+            f"loss.epsilon does not apply to {name}, which caps the ratio from above: set loss.epsilon_high"
         )
     for option in ("epsilon", "epsilon_high") if recipe.high is None else ():
         if getattr(loss, option) is not None:
-            raise KeelError(f"loss.{option} has no meaning with {name}, which does not clip: leave it out")
+            raise KeelError(f"loss.{option} does not apply to {name}, which does not clip: leave it out")
     low = recipe.low if loss.epsilon is None else loss.epsilon
     high = loss.epsilon_high if loss.epsilon_high is not None else recipe.high if loss.epsilon is None else loss.epsilon
     low, high = math.inf if low is None else low, math.inf if high is None else high
@@ -171,31 +173,31 @@ def resolve_limits(loss: LossOptions) -> Limits:
         )
     for option in _options_of_other_losses(recipe):
         if getattr(loss, option) != type(loss).model_fields[option].default:
-            raise KeelError(f"loss.{option} has no meaning with {name}: leave it out")
+            raise KeelError(f"loss.{option} does not apply to {name}: leave it out")
     if loss.delta is not None:
         if not recipe.takes_delta:
-            raise KeelError(f"loss.delta has no meaning with {name}: leave it out")
+            raise KeelError(f"loss.delta does not apply to {name}: leave it out")
         if loss.delta <= 1 + high:
             raise KeelError(f"loss.delta must be above 1 + epsilon_high = {1 + high:g}, got {loss.delta:g}")
     level = loss.importance_sampling_level or recipe.level
     if level != recipe.level and not recipe.takes_level:
-        raise KeelError(f"loss.importance_sampling_level={level} has no meaning with {name}: leave it out")
+        raise KeelError(f"loss.importance_sampling_level={level} does not apply to {name}: leave it out")
     return Limits(low, high, level)
 
 
 def _options_of_other_losses(recipe: Recipe) -> set[str]:
-    """Options that built-in losses have of their own, and this one has not."""
+    """Options of other built-in losses that this one does not have."""
     declared = {name for other in LOSSES.values() for name in other.options.model_fields}
     return declared - SharedLossOptions.model_fields.keys() - recipe.options.model_fields.keys()
 
 
 def scale_rewards(loss: LossOptions) -> str:
-    """How advantages are scaled: as asked for, or as the loss's paper does."""
+    """The scaling of advantages: the option, or the loss's default."""
     return loss.scale_rewards or get_loss(loss.loss_type).scale_rewards
 
 
 def loss_defaults(loss: LossOptions) -> dict[str, Any]:
-    """Option → what its null stands for under this loss."""
+    """The values that null options have under this loss."""
     recipe, limits = get_loss(loss.loss_type), resolve_limits(loss)
     defaults: dict[str, Any] = {"importance_sampling_level": limits.level, "scale_rewards": scale_rewards(loss)}
     defaults |= {} if recipe.low is None else {"epsilon": limits.low}

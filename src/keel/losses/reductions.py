@@ -1,4 +1,4 @@
-"""From per-token terms to one number, with denominators that were counted over the global batch beforehand."""
+"""Reductions of per-token terms, with denominators counted over the global batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from keel.kl.ratios import check_mask, select
 
 @dataclass(frozen=True)
 class Denominators:
-    """What a minibatch is divided by. Counted before the microbatch loop, over the minibatch of all processes, so that
-    any split gives the same loss.
+    """A minibatch's denominators, counted over all processes before the microbatch loop: any split gives the same loss.
 
-    A count of a mask stays a tensor on the mask's device.
+    Counts of a mask stay tensors on its device.
     """
 
     sequences: Number
@@ -42,7 +41,7 @@ def _selected(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
-    """Mean over each sequence's tokens, then over sequences (DeepSeekMath): a long answer's token weighs less."""
+    """Mean over each sequence's tokens, then over sequences (DeepSeekMath): tokens of long answers weigh less."""
     per_sequence = _selected(values, mask).sum(-1) / mask.sum(-1).clamp_min(1)
     return divide(per_sequence.sum(), by.sequences)
 
@@ -70,7 +69,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def get_reduction(name: str) -> Reduction:
-    """The reduction of that name."""
+    """The named reduction."""
     if name not in REDUCTIONS:
         raise unknown("reduction", name, REDUCTIONS)
     return REDUCTIONS[name]

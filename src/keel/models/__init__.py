@@ -1,8 +1,8 @@
-"""Models: load one, wrap it with LoRA, and tell its weights from others."""
+"""Models: loading, LoRA and fingerprints of weights."""
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.models.fingerprint import fingerprint
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from keel.models.loaded import LoadedModel
     from keel.models.options import LoraOptions, ModelOptions
 else:
-    __getattr__ = public_names(__name__, "options loaded fingerprint load")
+    __getattr__ = lazy_attributes(__name__, "options loaded fingerprint load")
 
 __all__ = ["LoadedModel", "LoraOptions", "ModelOptions", "fingerprint", "load_model"]

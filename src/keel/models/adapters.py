@@ -1,4 +1,4 @@
-"""The adapters on a model, read off its layers without importing peft."""
+"""The adapters of a model, found from its layers without importing peft."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def is_lora(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
-def idle_adapters(model: nn.Module) -> set[str]:
-    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not the active ones, whether these are on or off."""
+def inactive_adapters(model: nn.Module) -> set[str]:
+    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not active."""
     prefixes = set()
     for prefix, layer in adapter_layers(model):
         for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
@@ -25,8 +25,8 @@ def idle_adapters(model: nn.Module) -> set[str]:
 
 
 def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Name prefixes `layer.lora_A.<adapter>` of a peft model's idle and active adapters (empty for other models)."""
-    idle: set[str] = set()
+    """Name prefixes `layer.lora_A.<adapter>` of a peft model's inactive and active adapters; empty for other models."""
+    inactive: set[str] = set()
     active: set[str] = set()
     for prefix, layer in adapter_layers(model):
         effective = set(effective_adapters(layer))
@@ -34,12 +34,12 @@ def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
             holder = getattr(layer, kind, None)
             if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
                 for adapter in holder:
-                    (active if adapter in effective else idle).add(f"{prefix}.{kind}.{adapter}")
-    return idle, active
+                    (active if adapter in effective else inactive).add(f"{prefix}.{kind}.{adapter}")
+    return inactive, active
 
 
 def effective_adapters(layer: Any) -> list[str]:
-    """The adapters that a layer's forward adds; merged ones act through the base, and switching off unmerges them."""
+    """The adapters that a layer's forward applies; merged ones act through the base, and disabling unmerges them."""
     merged = list(getattr(layer, "merged_adapters", ()))
     if layer.disable_adapters:
         return merged
@@ -47,7 +47,7 @@ def effective_adapters(layer: Any) -> list[str]:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that carry adapters, without importing peft: they are the ones that name their adapter tensors."""
+    """The layers with adapters: those with peft's attributes."""
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
             yield name, module

@@ -1,8 +1,8 @@
-"""Log-probability, entropy and exact KL a chunk of tokens at a time: the logits of a batch never exist at once.
+"""Log-probability, entropy and exact KL in chunks of tokens, without materialising a batch's logits.
 
-Forward keeps one number a token, backward recomputes the logits of each chunk: one more product with the head than a
-pass that keeps `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits live for one chunk. On a
-GPU one kernel reads a chunk and another turns it into its gradient; elsewhere it is done formula by formula.
+The forward stores one number per token; the backward recomputes each chunk's logits, one more matmul with the head than
+a pass that stores `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits exist for one chunk.
+On a GPU one Triton kernel computes a chunk's statistics and another its gradient; elsewhere plain torch does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StatsOptions:
-    """What to compute beside the log-probability; `ref_policy_grad` lets KL(ref‖policy) carry gradient. `divergence` is
-    one more, by its formula, and carries gradient.
+    """What to compute beside the log-probability. With `ref_policy_grad` KL(ref‖policy) has a gradient, as has
+    `divergence`, a further one.
 
-    `dtype` is that of the products with the heads, None for the weights' own; sums are in fp32 whatever it is.
+    `dtype` is that of the matmuls with the heads, None for the weights' own; sums are always in fp32.
     """
 
     temperature: float = 1.0
@@ -44,7 +44,7 @@ class StatsOptions:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """One value a token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy)."""
+    """One value per token `[N]`, fp32. `kl` is KL(policy‖ref), `ref_policy_kl` KL(ref‖policy)."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -54,13 +54,13 @@ class TokenStats:
     divergence: Tensor | None = None
 
 
-LOGIT_BYTES = 6 * 4  # of a chunk: logits, log-probabilities, probabilities and the reference's, in fp32
+LOGIT_BYTES = 6 * 4  # per logit of a chunk: logits, log-probabilities and probabilities of policy and reference, fp32
 
 
 def default_chunk(vocabulary: int, device: torch.device, memory: int | None = None) -> int:
-    """Tokens a chunk for a fixed number of logits: 2²³ (32 MB in fp32) on a CPU, up to 2²⁷ (512 MB) on an accelerator.
+    """Tokens per chunk for 2²³ logits (32 MB in fp32) on a CPU, up to 2²⁷ (512 MB) on an accelerator.
 
-    There all that is made of a chunk takes a twentieth of its `memory` at most (None: as the device says).
+    On an accelerator a chunk's tensors take at most a twentieth of `memory` (default: the device's).
     """
     if device.type == "cpu":
         return max(16, 2**23 // vocabulary)
@@ -69,10 +69,10 @@ def default_chunk(vocabulary: int, device: torch.device, memory: int | None = No
     return max(16, min(2**27, memory // (20 * LOGIT_BYTES)) // vocabulary)
 
 
-def why_not_one_kernel(hidden: Tensor, head: Head, *, planned: bool = False) -> str | None:
-    """Why the statistics of a chunk are computed formula by formula; None where one kernel does it.
+def fused_stats_unsupported_reason(hidden: Tensor, head: Head, *, planned: bool = False) -> str | None:
+    """Why the Triton kernels cannot compute a chunk's statistics; None if they can.
 
-    `planned`: it will be on a GPU.
+    `planned`: assume a GPU.
     """
     if not hidden.is_cuda and not planned:
         return "there is no CUDA device"
@@ -81,7 +81,7 @@ def why_not_one_kernel(hidden: Tensor, head: Head, *, planned: bool = False) -> 
     if hidden.dtype == torch.float64:
         return "it computes in float64"
     if head.linear() is None:
-        return "its head is no plain matrix"
+        return "its head is not a plain matrix"
     return None if head.softcap is None else "its logits have a soft cap"
 
 
@@ -91,7 +91,7 @@ def token_stats(
     """log softmax(logits / temperature) at `tokens` `[N]`, and what `options` adds, from hidden states `[N, H]`."""
     linear, device = head.linear(), hidden.device.type
     if linear is not None and device == "cuda" and torch.is_autocast_enabled(device):
-        # in fp32 the product with the head would take as long as all the rest of a pass in half precision
+        # in fp32, the matmul with the head would take as long as the rest of a half-precision pass
         half = torch.get_autocast_dtype(device)
         linear = (linear[0].to(half), None if linear[1] is None else linear[1].to(half))
         options = replace(options, dtype=half)
@@ -126,7 +126,7 @@ def _ref_logits(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> T
 
 
 def _logits_of(head: LogitsOf, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """By the same products as the policy's: where both are one model, their KL is exactly 0."""
+    """With the same matmuls as the policy's, so that the KL of equal models is exactly 0."""
     linear = head.linear() if isinstance(head, Head) else None
     if linear is None or not isinstance(head, Head):
         return at_least_fp32(head(hidden))
@@ -143,9 +143,9 @@ def _gather(logprobs: Tensor, tokens: Tensor) -> Tensor:
 def _chunk_stats(
     logits: Tensor, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The plain formulas on one chunk of logits, in the order of TokenStats; differentiable."""
+    """One chunk's statistics in plain torch, in the order of TokenStats; differentiable."""
     logprobs = _logprobs(logits, options.temperature)
-    del logits  # a chunk of logits is the largest tensor here: hold no more of them than needed
+    del logits  # a chunk of logits is the largest tensor here: free it early
     logp, entropy, kl, ref_logp, ref_policy, divergence = _gather(logprobs, tokens), *(None,) * 5
     probs = logprobs.exp() if options.entropy or ref_hidden is not None else None
     if options.entropy:
@@ -164,15 +164,15 @@ def _chunk_stats(
 
 
 def _kernels() -> Any:
-    from keel.models import vocabulary  # needs Triton
+    from keel.models import vocab_kernels  # needs Triton
 
-    return vocabulary
+    return vocab_kernels
 
 
 def _stats_by_kernel(
     logits: Tensor, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The same in one pass over the logits, and log Σ exp of both sets of logits, which the gradient wants back."""
+    """The same by one kernel, plus log Σ exp of both sets of logits for the backward."""
     ref = None if ref_hidden is None else _ref_logits(ref_hidden, options, logits.shape[-1])
     log_z, logp, entropy, ref_log_z, ref_logp, kl, ref_policy = out = logits.new_empty(7, len(logits)).unbind()
     _kernels().stats(logits, ref, tokens, options.temperature, out)
@@ -192,7 +192,7 @@ def _join(parts: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
 def _checkpointed(
     hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
 ) -> TokenStats:
-    """Any head module (LoRA, quantised): autograd through each chunk, its logits recomputed in backward."""
+    """Any head module (LoRA, quantised): checkpointed autograd through each chunk."""
 
     def stats(hidden: Tensor, tokens: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
         return _chunk_stats(head(hidden), tokens, options, ref_hidden)
@@ -205,7 +205,7 @@ def _checkpointed(
 
 
 class _Chunked(torch.autograd.Function):
-    """The same for a plain linear head, with the gradient written out.
+    """The same for a plain linear head, with an analytic gradient.
 
     With z the tempered logits, p = softmax(z), H the entropy and q the reference:
     ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL),  ∂KL(q‖p)/∂z = p − q.
@@ -223,7 +223,7 @@ class _Chunked(torch.autograd.Function):
         options: StatsOptions,
     ) -> tuple[Tensor | None, ...]:
         parts = []
-        by_kernel = why_not_one_kernel(hidden, head) is None and options.divergence is None
+        by_kernel = fused_stats_unsupported_reason(hidden, head) is None and options.divergence is None
         chunk_stats = _stats_by_kernel if by_kernel else _chunk_stats
         for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
             ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
@@ -260,7 +260,7 @@ class _Chunked(torch.autograd.Function):
             logits = _logits(hidden[chunk], weight, bias, ctx.head)
             ref_logits = _ref_logits(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None
             dtype, parts = weight.dtype if d_bias is None else accumulate_dtype, []
-            if grad_divergence is not None:  # first: the kernel below writes over the logits
+            if grad_divergence is not None:  # first: the kernel below overwrites the logits
                 assert ref_logits is not None
                 grad = grad_divergence[chunk]
                 parts.append(_divergence_gradient(logits, ref_logits, tokens[chunk], ctx.head, ctx.options, grad))
@@ -299,7 +299,7 @@ class _Chunked(torch.autograd.Function):
 def _divergence_gradient(
     logits: Tensor, ref_logits: Tensor, tokens: Tensor, head: Head, options: StatsOptions, grad: Tensor
 ) -> Tensor:
-    """The gradient of Σ grad · divergence by the raw logits of one chunk, by autograd of its formula."""
+    """The gradient of Σ grad · divergence with respect to one chunk's raw logits, by autograd."""
     assert options.divergence is not None
     leaf = logits.detach().requires_grad_()
     ref = _logprobs(ref_logits.detach(), options.temperature)
@@ -320,7 +320,7 @@ def _raw_logits_gradient(
     grads: tuple[Tensor | None, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the loss by the raw logits W h of one chunk, back through temperature, soft cap and scale.
+    """The gradient of the loss with respect to one chunk's raw logits W h, through temperature, soft cap and scale.
 
     `values` are entropy and KL, `grads` the loss's gradients by log-probability, entropy, KL and reverse KL, all `[n]`.
     """
@@ -359,7 +359,7 @@ def _raw_logits_gradient(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in the total's precision where there is a product for it."""
+    """total += a b, in the total's precision on a GPU."""
     if total.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -368,7 +368,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
-        raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # sums as they are, not rounded and widened again
+        raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no rounding to half precision
         raw = raw if bias is None else raw.add_(bias)
     else:
         raw = torch.nn.functional.linear(hidden, weight, bias)

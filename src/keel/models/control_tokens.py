@@ -1,7 +1,7 @@
-"""Control tokens: which tokens of a tokenizer a text can forge, and encoding that keeps text from outside from it.
+"""Protection against control-token injection.
 
-A tokenizer turns an added token's string into that token wherever it stands in a text. Text from outside (data, tools,
-environments) could so end a turn and open another one. Its characters are encoded here as ordinary tokens instead.
+A tokenizer turns an added token's string into that token anywhere in a text. Untrusted text (data, tools, environments)
+could thereby end a turn and open another one. This module encodes such strings as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from unicodedata import category, normalize
 from keel.base.errors import KeelError
 
 Tokens = tuple[int, ...]
-_NAMES = ("role", "name", "tool_call_id")  # of a message: templates compare and measure them
-_THINK_OR_CALL = re.compile(r"think|tool[\W_]?call", re.IGNORECASE)  # marks that a model itself writes
+_NAMES = ("role", "name", "tool_call_id")  # fields of a message that templates compare
+_THINK_OR_CALL = re.compile(r"think|tool[\W_]?call", re.IGNORECASE)  # tokens that the model itself may write
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text, and a control token's string that was in the way, if any."""
+    """The tokens of a text, and the first neutralised control token, if any."""
 
     tokens: Tokens
     forged: str | None = None
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and added ones that are more than a word or spaces."""
+    """The control tokens of a tokenizer: its special tokens, and added tokens that are more than a word or spaces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class ControlTokens:
         return tuple(int(token) for token in self.tokenizer.encode(text, add_special_tokens=False))
 
     def plain(self, text: str) -> Tokens:
-        """The tokens of a text from outside: those of `encode` where none is a control token, and else without them."""
+        """The tokens of an untrusted text: as `encode`, but control tokens become ordinary tokens."""
         return self._plain(text, self.encode)
 
     @cached_property
@@ -59,23 +59,23 @@ class ControlTokens:
         return _any_of(map(_folded, self._texts.values()))
 
     def may_forge(self, text: str) -> bool:
-        """Whether a text may hold a control token's string, in any case and width: a scan that encodes nothing."""
+        """Whether a text may contain a control token's string, ignoring case and width; no encoding."""
         return self._folded_marks.search(_folded(text)) is not None
 
     def forged(self, tokens: Collection[int], text: str, *, by_model: bool = False) -> str | None:
-        """The first control token among a text's tokens; `by_model`: one that is no think or tool-call mark."""
+        """The first control token among a text's tokens; `by_model`: ignore think and tool-call tokens."""
         marks = (self._texts[token] for token in self._found(tokens, text))
         return next((mark for mark in marks if not (by_model and _THINK_OR_CALL.search(mark))), None)
 
     def rendered(self, render: Callable[..., str], *outside: Any, room: int | None = None) -> Encoded:
-        """The tokens of `render(*outside)`, where no string of `outside` becomes a control token or a part of one.
+        """The tokens of `render(*outside)`, where no untrusted string of `outside` yields a control token.
 
-        The tokens are those of the whole text, unless it has other control tokens than its parts have, the strings of
-        `outside` taken as ordinary text: then they are those of the parts. A text of far more than `room` tokens is not
-        encoded to its end: its first tokens, more than `room`, are returned.
+        Usually these are the tokens of the whole text. If it has control tokens that the template's own parts lack, the
+        parts are encoded separately, with `outside` as ordinary text. Of a text with far more than `room` tokens only
+        the beginning is encoded; it has more than `room` tokens.
         """
         text = render(*outside)
-        if room is not None and (beginning := self._overlong(text, room)):
+        if room is not None and (beginning := self._beginning_if_overlong(text, room)):
             return Encoded(beginning)
         tokens = self.encode(text)
         found = self._found(tokens, text)
@@ -112,29 +112,29 @@ class ControlTokens:
         found = self._found(tokens, text)
         if not found:
             return tokens
-        if len(text) == 1:  # a special token of one character: there are no others for it
+        if len(text) == 1:  # a one-character special token has no ordinary encoding
             return ()
         first, *rest = _cut(text, {self._texts[token] for token in found})
         plain = {part: self._plain(part, self._after) for part in set(rest)}
         return (*self._plain(first, encode), *chain.from_iterable(plain[part] for part in rest))
 
     def _encoded_unknown(self) -> frozenset[int]:
-        """The tokens of a character that no text has; none where the tokenizer raises for such a one."""
+        """The tokens of an unknown character; none if the tokenizer raises."""
         try:
             return frozenset(self.encode("\U0010fffd"))
-        except Exception:  # of tokenizers' own, which has no other class
+        except Exception:  # tokenizers raises bare Exception
             return frozenset()
 
     def _after(self, text: str) -> Tokens:
-        """The tokens of a text that stands behind another, without the space that some tokenizers begin a text with."""
+        """The tokens of a text that follows another, without the leading space that some tokenizers add."""
         before, both = self._newline, self.encode(f"\n{text}")
         return both[len(before) :] if both[: len(before)] == before else self.encode(text)
 
-    def _overlong(self, text: str, room: int) -> Tokens | None:
-        """The tokens of a text's beginning, if they are so many that the whole text has more than `room`.
+    def _beginning_if_overlong(self, text: str, room: int) -> Tokens | None:
+        """The tokens of a text's beginning, if they prove that the whole text has more than `room` tokens.
 
-        A token may stand for any number of characters, so that the beginning is encoded to see. Where it is cut off it
-        may have a few tokens more than as a part of the whole: hence twice `room`.
+        A token may have any number of characters, so the beginning is encoded to see. A cut text may have a few tokens
+        more than the same part of the whole; hence the factor 2.
         """
         length = 16 * room + 1024
         while length < len(text):
@@ -145,12 +145,12 @@ class ControlTokens:
 
 
 class _Tags:
-    """Tags around strings from outside, so that a rendered text can be taken apart into theirs and the template's.
+    """Tags around untrusted strings, to split a rendered text into their parts and the template's.
 
-    They are of digits, which templates and JSON leave as they are, and stand inside of spaces, which templates strip.
-    Only strings that may make a control token get them: comparisons in templates see what they expect. Those are
-    strings that hold a mark, could complete one at an end, or are changed by the template, and `every` one where some
-    control token of the text does not stand in it as such. What names a message or its fields gets zeros instead.
+    Tags are digits, which templates and JSON keep, inside the surrounding spaces, which templates strip. Only strings
+    that may yield a control token are tagged, so that comparisons in templates still work: strings that contain one,
+    could complete one at an end, or are changed by the template; `every` string if some control token does not appear
+    verbatim in the text. Names of messages and fields get zeros instead.
     """
 
     def __init__(self, text: str, outside: Any, marks: Collection[str], *, every: bool) -> None:
@@ -160,7 +160,7 @@ class _Tags:
         self.text, self.marks, self.every, self.used = text, marks, every, False
 
     def put(self, value: Any, *, neutral: bool = False, name: bool = False) -> Any:
-        """The value with tags in its strings, those in lists and mappings too; `neutral`: with zeros for them."""
+        """Tag the strings of a value, nested ones too; `neutral`: replace them by zeros."""
         if isinstance(value, str):
             inner = value.strip()
             if not inner or not self._suspicious(inner, name):
@@ -179,7 +179,7 @@ class _Tags:
         return [self.put(item, neutral=neutral) for item in value] if isinstance(value, list | tuple) else value
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The parts of a rendered text, and whether each is from outside; in doubt, it is."""
+        """The parts of a rendered text, and whether each is untrusted (also in doubt)."""
         pieces = [self.close, *re.split(f"({self.open}|{self.close})", text), self.open]
         for before, part, after in zip(pieces[::2], pieces[1::2], pieces[2::2], strict=False):
             if part:
@@ -188,7 +188,7 @@ class _Tags:
     def _suspicious(self, text: str, name: bool) -> bool:
         if any(mark in text for mark in self.marks):
             return True
-        if not text.isidentifier():  # names of fields, roles and types are left as they are
+        if not text.isidentifier():  # keep names of fields, roles and types
             if self.every or text not in self.text:
                 return True
         elif name:
@@ -198,30 +198,30 @@ class _Tags:
 
 def control_token_refused(token: str, where: str) -> KeelError:
     return KeelError(
-        f"{where} holds {token!r}, which the tokenizer makes a control token: take it out, or set "
-        "data.allow_control_tokens=true if it is meant, as in prompts that are rendered already"
+        f"{where} holds {token!r}, which the tokenizer makes a control token: remove it, or set "
+        "data.allow_control_tokens=true if it is intended, as in prompts rendered beforehand"
     )
 
 
 def _completes(text: str, mark: str) -> bool:
-    """Whether a text ends as a control token's string begins, or begins as it ends."""
+    """Whether a text ends with a prefix of a control token's string, or starts with a suffix of it."""
     return any(text.endswith(mark[:k]) or text.startswith(mark[k:]) for k in range(1, len(mark)))
 
 
 def _cut(text: str, marks: Collection[str]) -> list[str]:
-    """A text cut behind the first character of each of these strings in it, or in the middle if it has none of them."""
+    """Cut a text behind the first character of each of these strings, or in the middle if none occurs."""
     places = (f"(?<={re.escape(mark[0])})(?={re.escape(mark[1:])})" for mark in marks if len(mark) > 1)
     parts = re.split("|".join(places) or "(?!)", text)
     return parts if len(parts) > 1 else [text[: len(text) // 2], text[len(text) // 2 :]]
 
 
 def _is_mark(text: str) -> bool:
-    """Whether an added token that is not special can mark anything: vocabularies add words and runs of spaces too."""
+    """Whether a non-special added token can be a control token, unlike added words and runs of spaces."""
     return len(text) > 1 and any(category(c)[0] not in "LMNZ" and c not in "\t\n\r\u2581" for c in text)
 
 
 def _any_of(marks: Iterable[str]) -> re.Pattern[str]:
-    """Any of these strings, the longest first, as tokenizers match them."""
+    """A pattern of these strings, longest first, as tokenizers match."""
     return re.compile("|".join(map(re.escape, sorted({*marks} - {""}, key=len, reverse=True))) or "(?!)")
 
 

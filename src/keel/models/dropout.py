@@ -1,4 +1,4 @@
-"""Dropout off in the model that runs, and the original values in the config that is saved with it."""
+"""Disable dropout in the running model and keep the original values in its saved config."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-_ORIGINAL = "_original_dropout"  # on the model itself, so that a deep copy and a merged base have it too
-_OTHER_HEADS = ("summary_", "classifier_")  # configs name them for every model, a language model's pass has none
+_ORIGINAL = "_original_dropout"  # an attribute of the model, so that deep copies keep it
+_OTHER_HEADS = ("summary_", "classifier_")  # heads that a causal LM does not have
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: modules, the numbers that attention reads at each call, and the config.
+    """Set every dropout to 0 in modules, attention and the config, which some models read at each call.
 
-    Some models read their config at each call, so it has to be 0 as well; `original_dropout` puts it back for saving.
+    `original_dropout` restores the config for saving.
     """
     for module, key, _ in _module_dropouts(model):
         setattr(module, key, 0.0)
@@ -27,7 +27,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether any dropout is above 0, so that training mode differs from evaluation mode."""
+    """Whether any dropout is above 0."""
     values = [value for _, _, value in _module_dropouts(model)]
     values += [v for config in _configs(model) for key, v in _dropouts(config) if not key.startswith(_OTHER_HEADS)]
     return any(value > 0.0 for value in values)
@@ -35,7 +35,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def original_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, the config has the dropout that the model came with; for saving."""
+    """Inside, the config has its original dropout, for saving."""
     settings = getattr(model, _ORIGINAL, ())
     current = [getattr(config, key) for config, key, _ in settings]
     try:

@@ -1,4 +1,4 @@
-"""Floating-point types: their names, which devices have them, and how they round."""
+"""Floating-point dtypes: names, device support and rounding."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DTYPES = {
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 itself: GPUs before Ampere do not."""
+    """Whether a device supports bfloat16 natively; GPUs before Ampere do not."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
-    """Refuse bfloat16 where a GPU would only emulate it."""
+    """Refuse bfloat16 if the GPU only emulates it."""
     if dtype == torch.bfloat16 and not has_bfloat16(device):
-        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (those before Ampere have none): use {instead}")
+        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (Ampere or later is needed): use {instead}")
 
 
 def matmul_eps(model: nn.Module) -> float:
-    """The relative rounding of the model's matrix products; TF32 has ten bits behind the point."""
+    """The relative rounding of the model's matrix products; TF32 has ten mantissa bits."""
     dtype = module_dtype(model)
     if dtype == torch.float32 and next(model.parameters()).is_cuda and _tf32():
         return 2.0**-10

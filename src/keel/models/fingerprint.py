@@ -1,4 +1,4 @@
-"""A fingerprint of the weights in effect: it tells whether two models, or one before and after, compute the same."""
+"""A fingerprint of the effective weights, to compare two models or one model over time."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keel.models.adapters import adapter_layers, adapter_prefixes, effective_adapters
-from keel.models.sharding import whole
+from keel.models.sharding import full_tensor
 from keel.models.splitmix import GOLDEN, mix
 
 _ROW = 1 << 15  # 64-bit words a row; one sum is kept for each row
-_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # words hashed at a time: fits the cache of the one, fills the other
+_BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # words hashed at a time: fits a CPU cache, fills a GPU
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of every weight in effect: equal weights give equal digests, a change to any element another one.
+    """A digest of every effective weight: equal weights have equal digests, any changed element changes the digest.
 
     Each row of 64-bit words x is reduced on its own device to Σ mix(xᵢ + i·golden) mod 2⁶⁴. The mixing is a bijection,
-    so changing one word always changes the sum; it is not linear, so changes to several words cancel only by accident,
-    with probability about 2⁻⁶⁴ (weights wᵢxᵢ would let pairs of flipped signs cancel always). The sums are hashed with
+    so changing one word always changes the sum. It is not linear, so changes to several words cancel with probability
+    about 2⁻⁶⁴ only (in a weighted sum, pairs of flipped signs would always cancel). The sums are hashed with
     names, shapes and dtypes. CPU and CUDA give the same digest.
 
-    In effect means: parameters and persistent buffers (the others are derived, and may differ between devices); of a
-    peft model, the base weights with the active adapters and their scaling. Idle adapters, those switched off and
-    those merged into the base are left out, and the adapter's name does not matter, so that the same adapter under
-    another name has the same fingerprint.
+    Effective weights are parameters and persistent buffers (other buffers are derived and may differ by device); of a
+    peft model, the base weights with the active adapters and their scaling. Inactive, disabled and merged adapters
+    are left out. Adapter names do not matter.
     """
     return fingerprint_tensors(effective_weights(model), extra=adapter_state(model))
 
 
 def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[str] = ()) -> str:
-    """The digest of named tensors, whatever their order."""
+    """The digest of named tensors, in any order."""
     listed = list(named)
-    sums = _read(_sums(whole(x.detach()) for _, x in listed))
+    sums = _read(_sums(full_tensor(x.detach()) for _, x in listed))
     digest = hashlib.sha256()
     for (name, x), rows in sorted(zip(listed, sums, strict=True), key=lambda part: part[0][0]):
         digest.update(f"{name}|{x.dtype}|{tuple(x.shape)}|".encode())
@@ -49,11 +48,11 @@ def fingerprint_tensors(named: Iterable[tuple[str, Tensor]], *, extra: Iterable[
 
 
 def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The named weights that the next forward pass would use, without adapters that are idle, off or merged."""
-    idle, active = adapter_prefixes(model)
+    """The named weights of the next forward pass, without inactive, disabled or merged adapters."""
+    inactive, active = adapter_prefixes(model)
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         pieces = name.split(".")
-        if any(".".join(pieces[:end]) in idle for end in range(1, len(pieces) + 1)):
+        if any(".".join(pieces[:end]) in inactive for end in range(1, len(pieces) + 1)):
             continue
         owner = next((k for k in range(1, len(pieces) + 1) if ".".join(pieces[:k]) in active), None)
         if owner is not None:
@@ -62,7 +61,7 @@ def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to the model's state, as opposed to those computed from its config."""
+    """The persistent buffers, in contrast to those computed from the config."""
     for prefix, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
@@ -75,7 +74,7 @@ def _base_name(name: str) -> str:
 
 
 def adapter_state(model: nn.Module) -> Iterator[str]:
-    """What takes effect beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
+    """Effective settings beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
     for name, layer in adapter_layers(model):
         scaling = getattr(layer, "scaling", {})
         yield from (
@@ -92,7 +91,7 @@ def _offsets(device: torch.device) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bytes as 64-bit words; a tail shorter than a word is filled up with zeros."""
+    """The tensor's bytes as 64-bit words; the last word is padded with zeros."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     full = data.numel() // 8 * 8
     # A view that does not start on a word boundary cannot be reinterpreted in place.
@@ -106,7 +105,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The sums of the rows of each tensor, `[rows]`, on its device: in turn on a CPU, several at once on a GPU."""
+    """The sums of the rows of each tensor, `[rows]`, on its device: one by one on a CPU, batched on a GPU."""
     sums: list[Tensor] = []
     for words in _groups(map(_words, tensors)):
         sums += _joint_sums(words) if len(words) > 1 else [_row_sums(words[0])]
@@ -118,7 +117,7 @@ def _is_on_gpu(words: Tensor) -> bool:
 
 
 def _groups(tensors: Iterable[Tensor], joins: Callable[[Tensor], bool] = _is_on_gpu) -> Iterator[list[Tensor]]:
-    """Tensors in their order: those of one device that `joins` takes together, up to a block of whole rows."""
+    """Batches of consecutive tensors of one device, up to a block of whole rows; tensors without `joins` are alone."""
     together: list[Tensor] = []
     for words in tensors:
         fits = joins(words) and sum(map(_rows, (*together, words))) * _ROW <= _block(words.device)
@@ -155,20 +154,20 @@ def _row_sums(words: Tensor) -> Tensor:
 
 
 def _joint_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`_row_sums` of each of several tensors of one device, in the launches of one."""
+    """`_row_sums` of several tensors of one device, in one batch of kernel launches."""
     device, lengths = tensors[0].device, [_rows(words) for words in tensors]
     padded = [F.pad(words, (0, rows * _ROW - len(words))) for words, rows in zip(tensors, lengths, strict=True)]
     mixed = mix(torch.cat(padded).view(-1, _ROW) + _offsets(device))
     ends = [end - 1 for end in accumulate(lengths)]
     short = [(end, len(words) % _ROW) for end, words in zip(ends, tensors, strict=True) if len(words) % _ROW]
-    if short:  # what fills up a row is no word of it
+    if short:  # exclude the padding of rows
         at, kept = torch.tensor(short, device=device).unbind(1)
         mixed[at] *= torch.arange(_ROW, device=device) < kept[:, None]
     return list(mixed.sum(1).split(lengths))
 
 
 def _read(sums: Sequence[Tensor]) -> list[Tensor]:
-    """The same in main memory; all sums are queued before any is read, so that a GPU is waited for once."""
+    """Move the sums to the CPU with one synchronisation."""
     if len({part.device for part in sums}) > 1:
         return [part.cpu() for part in sums]
     return list(torch.cat(list(sums)).cpu().split([len(part) for part in sums])) if sums else []

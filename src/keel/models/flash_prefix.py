@@ -1,10 +1,9 @@
-"""Shared-prefix attention by flash kernels: two calls a layer, whatever the lengths.
+"""Shared-prefix attention with flash kernels: two varlen calls per layer.
 
-The first call lets every prompt and every completion attend to itself, the second lets the completions of a group
-attend to its prompt. Both are parts of one softmax, joined by their log-sum-exp. Backward, flash attention takes the
-probabilities from the log-sum-exp it is given and the rest from the output: given those of the joined softmax, each
-call returns its own part of the gradient, and the parts add up. What stands around the calls, rotations among it, is a
-Triton kernel each where there is Triton, and the formulas below elsewhere.
+In the first call every prompt and every completion attends to itself, in the second a group's completions attend to its
+prompt. Both are parts of one softmax, merged by their log-sum-exp. In the backward, flash attention recomputes the
+probabilities from the given log-sum-exp: with that of the merged softmax, each call returns its part of the gradient,
+and the parts add up. Rotations and merging are Triton kernels if Triton is installed, else plain torch.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D] of the tokens' posi
 
 
 class Kernels(NamedTuple):
-    """Attention `(out [N, H, D], log-sum-exp [H, N])` over runs of tokens, and its gradients by q, k and v."""
+    """Attention `(out [N, H, D], log-sum-exp [H, N])` over segments of tokens, and its gradients by q, k and v."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-class Runs(NamedTuple):
-    """The runs of one call: queries of a run attend to the keys of the run with the same number."""
+class VarlenArguments(NamedTuple):
+    """Arguments of one varlen call: queries of a segment attend to the keys of the segment with the same index."""
 
-    query_bounds: Tensor
-    key_bounds: Tensor
-    longest_query: int
-    longest_key: int
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
     causal: bool
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: VarlenArguments, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *runs[:4], 0.0, runs.causal, False, scale=scale)
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: VarlenArguments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     no_dropout = _no_dropout(q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -65,7 +64,7 @@ FLASH = Kernels(_flash_forward, _flash_backward)
 LARGEST_HEAD = 256
 
 
-_capability = lru_cache(torch.cuda.get_device_capability)  # asked for in every layer
+_capability = lru_cache(torch.cuda.get_device_capability)  # called in every layer
 
 
 @lru_cache
@@ -75,17 +74,17 @@ def has_triton() -> bool:
 
 
 def flash_dtype(query: Tensor) -> torch.dtype:
-    """The dtype in which attention computes: autocast's where that is on."""
+    """The dtype of attention: autocast's if enabled."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
-def why_not_flash(
+def flash_unsupported_reason(
     like: Tensor, head_size: int | None = None, dropout: float = 0.0, *, planned: bool = False
 ) -> str | None:
-    """Why the flash kernels cannot compute where and as `like` does, with heads of this size; None where they can.
+    """Why the flash kernels do not support `like`'s device and dtype or this head size; None if they do.
 
-    `planned`: it will be on a GPU, which is taken for a new one.
+    `planned`: assume a recent GPU.
     """
     dtype = flash_dtype(like)
     if not like.is_cuda and not planned:
@@ -108,7 +107,7 @@ def flash_attend(
     rotation: Rotation | None = None,
     kernels: Kernels = FLASH,
 ) -> Tensor:
-    """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys rotated before; differentiable."""
+    """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys are rotated first; differentiable."""
     dtype = flash_dtype(q)
     cos, sin = rotation if rotation is not None else (None, None)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -129,8 +128,8 @@ def _attend(
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rotated q and k, v, and the attention's output and log-sum-exp."""
-    own, to_prompt = _both_runs(segments)
-    around = _around_the_calls(q)
+    own, to_prompt = _varlen_arguments(segments)
+    around = _rotate_and_join(q)
     q, k, v = (x.contiguous() for x in (q, k, v)) if cos is None else around.rotate(q, k, v, cos, sin)
     out, lse = kernels.forward(q, k, v, own, scale)
     if segments.has_completions:
@@ -150,27 +149,27 @@ class _FlashPrefix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse, cos, sin = ctx.saved_tensors
-        own, to_prompt = _both_runs(ctx.segments)
+        own, to_prompt = _varlen_arguments(ctx.segments)
         inputs = (grad.contiguous(), q, k, v, out, lse)
         parts = ctx.kernels.backward(*inputs, own, ctx.scale)
         more = ctx.kernels.backward(*inputs, to_prompt, ctx.scale) if ctx.segments.has_completions else None
-        return (*_around_the_calls(q).add_gradients(parts, more, cos, sin), *(None,) * 5)
+        return (*_rotate_and_join(q).add_gradients(parts, more, cos, sin), *(None,) * 5)
 
 
-def _both_runs(s: Segments) -> tuple[Runs, Runs]:
-    """Of the call within prompts and completions, and of that from completions to prompts."""
-    own = Runs(s.bounds, s.bounds, s.longest, s.longest, causal=True)
-    return own, Runs(s.query_bounds, s.key_bounds, s.longest_query, s.longest_key, causal=False)
+def _varlen_arguments(s: Segments) -> tuple[VarlenArguments, VarlenArguments]:
+    """Arguments of the call within prompts and completions, and of the call from completions to prompts."""
+    own = VarlenArguments(s.cu_seqlens, s.cu_seqlens, s.max_seqlen, s.max_seqlen, causal=True)
+    return own, VarlenArguments(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, causal=False)
 
 
-class Formulas:
-    """What stands around the calls, in plain torch."""
+class TorchKernels:
+    """Rotation and merging in plain torch."""
 
     @staticmethod
     def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x cos + (−x₂, x₁) sin of q and k, with x₁ and x₂ the halves of a head; in fp32, rounded once.
 
-        All three come back contiguous; they may be parts of one tensor.
+        The results are contiguous; the inputs may be views of one tensor.
         """
 
         def rotated(x: Tensor) -> Tensor:
@@ -181,7 +180,7 @@ class Formulas:
 
     @staticmethod
     def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
-        """Two parts of one softmax as one, for tokens of completions; the others have only the first."""
+        """Merge two parts of a softmax for completion tokens; other tokens have only the first."""
         joined = torch.where(in_completion, torch.logaddexp(lse, more_lse), lse)
         share, more_share = ((part - joined).exp().t().unsqueeze(-1) for part in (lse, more_lse))
         return torch.where(in_completion[:, None, None], (out * share + more * more_share).to(out.dtype), out), joined
@@ -190,19 +189,19 @@ class Formulas:
     def add_gradients(
         parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The sum of both calls' gradients by q, k and v, of q and k before they were rotated."""
+        """The sum of both calls' gradients by q, k and v, before the rotation."""
         if more is not None:
             parts = tuple(part + other for part, other in zip(parts, more, strict=True))
         if cos is None or sin is None:
             return parts
         swapped = torch.cat(tuple(reversed(sin.chunk(2, dim=-1))), dim=-1)
         d_q, d_k, d_v = parts
-        return Formulas.rotate(d_q, d_k, d_v, cos, -swapped)
+        return TorchKernels.rotate(d_q, d_k, d_v, cos, -swapped)
 
 
-def _around_the_calls(like: Tensor) -> Any:
+def _rotate_and_join(like: Tensor) -> Any:
     if not like.is_cuda or not has_triton():
-        return Formulas
+        return TorchKernels
     from keel.models import prefix_kernels
 
     return prefix_kernels

@@ -1,10 +1,10 @@
-"""Norms, gated activations and rotations of a model on a GPU as one kernel each, forward and backward.
+"""Fused norms, gated activations and rotary attention of a model on a GPU, forward and backward.
 
-Written out, an RMS norm is six passes over its input, a gated activation two and the rotation of queries and keys ten,
-and nearly as many backward: in a training pass of a small or middle-sized model they take as long as the matrix
-products. A module is replaced only where its numbers have been found to be the same on random input.
+Unfused, an RMS norm is six passes over its input, a gated activation two and the rotation of queries and keys ten, and
+nearly as many in the backward: in small and middle-sized models they take as long as the matmuls. A module is replaced
+only if the fused form gives the same numbers on random input.
 
-`fallback_notes` says what a model computes another way than the fastest, and why.
+`fallback_notes` lists what does not run on the fastest path, and why.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from keel.models.chunked import why_not_one_kernel
-from keel.models.flash_prefix import flash_attend, flash_dtype, has_triton, why_not_flash
+from keel.models.chunked import fused_stats_unsupported_reason
+from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason, has_triton
+from keel.models.fused_linear import fused_linears
 from keel.models.head import body_of, head_of
 from keel.models.prefix_attention import (
     RowStructure,
     active_structure,
-    attends_by_flash,
     head_size,
     prefix_attention,
-    refuse_variants,
+    refuse_unsupported_attention,
     small_rows,
-    why_not_by_structure,
+    structured_unsupported_reason,
+    uses_flash,
 )
-from keel.models.products import joint_product
 
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def fuse_modules(model: nn.Module) -> int:
-    """Replace the forward of modules that have a fused form, in place; how many. Weights and names stay."""
+    """Replace the forward of modules with a fused form in place; return how many. Weights and names stay."""
     if not next(model.parameters()).is_cuda:
         return 0
     count = 0
-    agreeing: dict[tuple[Any, ...], bool] = {}
+    matching: dict[tuple[Any, ...], bool] = {}
     for module in model.modules():
         forward = fused_forward(module)
         if forward is None:
@@ -49,10 +49,10 @@ def fuse_modules(model: nn.Module) -> int:
         parameter = next(module.parameters())
         kind: tuple[Any, ...] = (type(module), parameter.shape, parameter.dtype)
         if forward is attention:
-            kind = (module,)  # layers of one kind may rotate or not
-        if kind not in agreeing:
-            agreeing[kind] = attention_agrees(module) if forward is attention else _agrees(module, forward)
-        if agreeing[kind]:
+            kind = (module,)  # layers of one class may or may not rotate
+        if kind not in matching:
+            matching[kind] = attention_matches(module) if forward is attention else _matches(module, forward)
+        if matching[kind]:
             replace_forward(module, forward)
             count += 1
     return count
@@ -81,34 +81,34 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
-    from keel.models.gated import gated_silu
+    from keel.models.gated_kernels import gated_silu
 
-    joint = joint_product(x, self.gate_proj, self.up_proj)
+    joint = fused_linears(x, self.gate_proj, self.up_proj)
     if joint is not None:
         return _product(gated_silu(joint), self.down_proj)
-    x = x.to(flash_dtype(x))  # once for both products
+    x = x.to(flash_dtype(x))  # one cast for both matmuls
     return _product(gated_silu(self.gate_proj(x), self.up_proj(x)), self.down_proj)
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:
-    y = joint_product(x, linear)
+    y = fused_linears(x, linear)
     return linear(x) if y is None else y
 
 
 def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Where rows are attended by structure and flash kernels take them, rotations beside them; else the class's own."""
+    """Shared-prefix attention with flash kernels and fused rotation if supported, else the class's own forward."""
     structure, rotation = active_structure(self.config), kwargs.get("position_embeddings")
     dropout = self.attention_dropout if self.training else 0.0
-    flash = why_not_flash(hidden_states, self.head_dim, dropout) is None
-    whole = rotation is not None and rotation[0].shape[-1] == self.head_dim  # not a part of each head
+    flash = flash_unsupported_reason(hidden_states, self.head_dim, dropout) is None
+    whole = rotation is not None and rotation[0].shape[-1] == self.head_dim  # not a partial rotation
     if structure is None or rotation is None or not whole or args or not flash:
         result: tuple[Tensor, Any] = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
-    refuse_variants({name: value for name, value in kwargs.items() if name != "position_embeddings"})
+    refuse_unsupported_attention({name: value for name, value in kwargs.items() if name != "position_embeddings"})
     x, projections = hidden_states.flatten(0, 1), (self.q_proj, self.k_proj, self.v_proj)
-    joint = joint_product(x, *projections)
+    joint = fused_linears(x, *projections)
     if joint is None:
-        x = x.to(flash_dtype(x))  # once for three products
+        x = x.to(flash_dtype(x))  # one cast for three matmuls
         parts = tuple(projection(x) for projection in projections)
     else:
         parts = joint.split([projection.out_features for projection in projections], dim=-1)
@@ -121,15 +121,15 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
 
 
 @torch.no_grad()
-def _agrees(module: Any, forward: Any) -> bool:
-    """Whether the fused form gives the module's own numbers, to what rounding allows."""
+def _matches(module: Any, forward: Any) -> bool:
+    """Whether the fused form equals the module's own forward up to rounding."""
     parameter = next(module.parameters())
     width = parameter.shape[-1]
     generator = torch.Generator(parameter.device).manual_seed(0)
     x = torch.randn(64, width, generator=generator, device=parameter.device).to(parameter.dtype)
     try:
         expected, result = module(x).float(), forward(module, x).float()
-    except Exception:  # whatever a foreign module raises here, its own forward still serves
+    except Exception:  # third-party modules may raise anything: keep their own forward
         return False
     half = parameter.dtype in (torch.float16, torch.bfloat16)
     error = (result - expected).norm() / expected.norm().clamp_min(1e-12)
@@ -137,8 +137,8 @@ def _agrees(module: Any, forward: Any) -> bool:
 
 
 @torch.no_grad()
-def attention_agrees(module: Any) -> bool:
-    """The same of attention, on small shared-prefix rows in half precision."""
+def attention_matches(module: Any) -> bool:
+    """The same for attention, on small shared-prefix rows in half precision."""
     forwards = (type(module).forward, attention)
     parameter = next(module.parameters())
     packed = small_rows().to(parameter.device)
@@ -149,36 +149,36 @@ def attention_agrees(module: Any) -> bool:
 
     try:
         x, angles = normal(module.q_proj.in_features).to(parameter.dtype), normal(module.head_dim // 2).repeat(1, 1, 2)
-        # scores of size one: where a softmax is flat, a rotation more or less does not show
+        # scores of size one: a flat softmax would hide a wrong rotation
         x = x * (module.q_proj(x).std() * module.k_proj(x).std() * module.head_dim**0.5 * module.scaling).rsqrt()
         inputs = {"hidden_states": x, "position_embeddings": (angles.cos().to(x.dtype), angles.sin().to(x.dtype))}
         half = torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32)
         with half, prefix_attention(module.config, RowStructure(packed)):  # which refuses windows, soft caps and so on
-            own, mine = (forward(module, **inputs, attention_mask=None)[0].float() for forward in forwards)
-    except Exception:  # whatever a foreign module raises here, its own forward still serves
+            expected, result = (forward(module, **inputs, attention_mask=None)[0].float() for forward in forwards)
+    except Exception:  # third-party modules may raise anything: keep their own forward
         return False
-    return bool((mine - own).norm() < 5e-2 * own.norm())
+    return bool((result - expected).norm() < 5e-2 * expected.norm())
 
 
 def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, planned: bool = False) -> tuple[str, ...]:
-    """A line for each: attention, the vocabulary's statistics, norms and MLPs.
+    """One line each for attention, vocabulary statistics, norms and MLPs off the fast path.
 
-    `planned`: it will be on a GPU, which is taken for a new one.
+    `planned`: assume a recent GPU.
     """
     body: Any = body_of(model)
     like = next(body.parameters())
     with torch.autocast(like.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
-        reason = why_not_flash(like, head_size(body), planned=planned) or why_not_by_structure(body)
-        if reason is None and like.is_cuda and not attends_by_flash(body):
-            reason = "a trial showed that it is not plain attention"
-    attention = () if reason is None else (f"attention of the training passes is not by flash kernels: {reason}",)
-    reason = why_not_one_kernel(like, head_of(model), planned=planned)
-    statistics = () if reason is None else (f"statistics of the vocabulary are not by one kernel: {reason}",)
-    written_out = sorted({type(module).__name__ for module in body.modules() if _is_written_out(module)})
-    modules = (f"{', '.join(written_out)} have no fused form and are computed by single operations",)
-    return (*attention, *statistics, *(modules if written_out else ()))
+        reason = flash_unsupported_reason(like, head_size(body), planned=planned) or structured_unsupported_reason(body)
+        if reason is None and like.is_cuda and not uses_flash(body):
+            reason = "its attention failed the comparison with plain attention"
+    attention = () if reason is None else (f"training passes do not use flash attention: {reason}",)
+    reason = fused_stats_unsupported_reason(like, head_of(model), planned=planned)
+    statistics = () if reason is None else (f"vocabulary statistics are not fused: {reason}",)
+    unfused = sorted({type(module).__name__ for module in body.modules() if _is_unfused(module)})
+    modules = (f"{', '.join(unfused)} have no fused form",)
+    return (*attention, *statistics, *(modules if unfused else ()))
 
 
-def _is_written_out(module: nn.Module) -> bool:
-    """Whether it is an RMS norm or an MLP with the forward of its class; torch's own norms are one kernel anyway."""
+def _is_unfused(module: nn.Module) -> bool:
+    """Whether a module is an RMS norm or MLP with its class's forward; torch's own norms are fused already."""
     return type(module).__name__.endswith(("RMSNorm", "MLP")) and "forward" not in vars(module)

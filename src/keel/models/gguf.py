@@ -1,4 +1,4 @@
-"""GGUF files: check that one is complete before it is read, and load it as a dequantised model."""
+"""GGUF files: check that a file is complete, and load it as a dequantised model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from keel.models.tokenizer import check_eos
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-# Pre-tokenizers that split digits one by one before the byte-level pattern. transformers' reader leaves the split
-# out, which changes runs of spaces before a number: "\n  7" must be ["\n  ", "7"], not ["\n ", " 7"].
+# Pre-tokenizers that split digits one by one before the byte-level pattern. transformers' reader omits the
+# split, which changes spaces before a number: "\n  7" must be ["\n  ", "7"], not ["\n ", " 7"].
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The metadata of a file (strings and numbers, no arrays) and the size that its tensors need."""
+    """The metadata of a file (strings and numbers, no arrays) and the file size that its tensors need."""
 
     values: dict[str, Any]
     bytes_needed: int
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse the header and work out how long the file has to be for every tensor it announces."""
+    """Parse the header and compute the file size that its tensors need."""
     try:
         with path.open("rb") as file:
             return _parse(file)
@@ -42,22 +42,22 @@ def read_header(path: Path) -> GgufHeader:
     except OSError as error:
         raise KeelError(f"cannot read the GGUF file {path}: {error.strerror}") from error
     except (struct.error, LookupError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
-        raise KeelError(f"the GGUF file {path} is damaged or cut short in its header: get it again") from error
+        raise KeelError(f"the GGUF file {path} has a damaged or truncated header: download it again") from error
 
 
 def check_gguf(path: Path) -> GgufHeader:
-    """Refuse a file that is not GGUF or ends before its last tensor does, before any of it is loaded."""
+    """Refuse a file that is not GGUF or is truncated, before loading it."""
     if not path.is_file():
         raise KeelError(f"no GGUF file at {path}: check model.name")
     header = read_header(path)
     size = path.stat().st_size
     if size < header.bytes_needed:
-        raise KeelError(f"the GGUF file {path} is cut short: {size} bytes of {header.bytes_needed}; get it again")
+        raise KeelError(f"the GGUF file {path} is truncated: {size} bytes of {header.bytes_needed}; download it again")
     return header
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """The dequantised model and its tokenizer, both as if they came from an ordinary folder."""
+    """The dequantised model and its tokenizer, as from an ordinary folder."""
     header = check_gguf(path)
     try:
         import gguf  # noqa: F401
@@ -81,10 +81,10 @@ def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdp
 
 
 def _dequantized(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
-    """The same weights in a model that is not marked as quantised, which can neither be saved nor trained."""
+    """The same weights in a model that is not marked as quantised, so that it can be saved and trained."""
     from transformers import AutoModelForCausalLM
 
-    # The reader puts the training run's title under the second name, and transformers takes it for a path.
+    # The reader stores the training run's title as _model_name_or_path, which transformers takes for a path.
     dropped = ("quantization_config", "_model_name_or_path")
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in dropped})
     with torch.random.fork_rng():
@@ -98,7 +98,7 @@ def _dequantized(loaded: Any, dtype: torch.dtype, attn_implementation: str) -> n
 
 
 def _repair_digits(tokenizer: Any, pre: str | None) -> None:
-    """Put back the split of digits that the file's pre-tokenizer asks for."""
+    """Restore the digit splitting of the file's pre-tokenizer."""
     from tokenizers import pre_tokenizers
 
     if pre in _SINGLE_DIGITS:
@@ -108,7 +108,7 @@ def _repair_digits(tokenizer: Any, pre: str | None) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
-    """BOS, EOS and padding by the ids in the file: versions of the reader differ in which they take over."""
+    """BOS, EOS and padding from the ids in the file, because transformers' reader does not set all of them."""
     for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         token_id = header.values.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
@@ -118,8 +118,8 @@ def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
 def _drop_unembedded_tokens(tokenizer: Any, rows: int) -> Any:
     """The tokenizer without tokens that the model has no embedding row for.
 
-    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as its unknown token, also where the file has
-    none; byte-level text is never unknown, so nothing is lost with it.
+    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as unknown token, even if the file has none;
+    byte-level text is never unknown, so it is not needed.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -143,10 +143,10 @@ def _drop_unembedded_tokens(tokenizer: Any, rows: int) -> Any:
 def _parse(file: BinaryIO) -> GgufHeader:
     magic = file.read(4)
     if magic != b"GGUF":
-        raise KeelError(f"is not a GGUF file (it starts with {magic!r}): check model.name or get it again")
+        raise KeelError(f"is not a GGUF file (it starts with {magic!r}): check model.name or download it again")
     (version,) = _read(file, "I")
     if version not in (2, 3):
-        raise KeelError(f"is of version {version}: versions 2 and 3 can be read; convert it again")
+        raise KeelError(f"has GGUF version {version}: convert it to version 2 or 3")
     tensors, pairs = _read(file, "QQ")
     values = {}
     for _ in range(pairs):
@@ -170,7 +170,7 @@ def _tensor_bytes(elements: int, kind: int) -> int:
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
-        return 0  # without the package the file cannot be loaded anyway, and load_gguf says so
+        return 0  # load_gguf reports the missing package
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (ValueError, KeyError) as error:
@@ -187,10 +187,10 @@ def _read(file: BinaryIO, layout: str) -> tuple[Any, ...]:
 def _string(file: BinaryIO) -> str:
     (length,) = _read(file, "Q")
     if length > 1 << 26:
-        raise struct.error("a string of absurd length")
+        raise struct.error("a string that is too long")
     data = file.read(length)
     if len(data) < length:
-        raise struct.error("a string cut short")
+        raise struct.error("a truncated string")
     return data.decode("utf-8", errors="replace")
 
 

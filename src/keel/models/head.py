@@ -1,8 +1,8 @@
 """The two halves of a causal LM: its body (tokens to hidden states) and its head (hidden states to logits).
 
-Scoring runs the body once and the head in chunks, so it must know what a model does between its output embedding
-and its logits: a scale (Cohere, Granite), a soft cap (Gemma), nothing (most). Names and signs of these settings
-differ from model to model, so they are measured on the model itself and never assumed.
+Scoring runs the body once and the head in chunks, so it must reproduce what a model does after its output embedding: a
+scale (Cohere, Granite), a soft cap (Gemma) or nothing (most). Config names and conventions differ between models, so
+these settings are measured on the model itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _heads: WeakKeyDictionary[nn.Module, tuple[int, float, float | None]] = WeakKeyD
 class Head:
     """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least.
 
-    `module` is the output embedding, or what holds it where hidden states are transformed once more (BERT's decoders).
+    `module` is the output embedding, or the module around it that transforms hidden states once more (BERT).
     """
 
     module: nn.Module
@@ -46,7 +46,7 @@ class Head:
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is its weight and bias and nothing more: no adapter, no quantised weight, no hook."""
+    """Whether a module is nn.Linear without adapter, quantisation or hooks."""
     return type(module) is nn.Linear and not _hooked(module)
 
 
@@ -83,10 +83,10 @@ def causal_lm(model: nn.Module) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, dropout is off and there is no gradient; afterwards every module is in its mode of before.
+    """Evaluation mode without gradients; every module's mode is restored afterwards.
 
-    `no_grad` rather than `inference_mode`: tensors that a model caches in its forward pass (rotary tables) may meet
-    autograd later. Evaluation mode also keeps gradient checkpointing, which would drop the cache, out of the way.
+    `no_grad` instead of `inference_mode`, because autograd may later use tensors that the forward caches (rotary
+    tables). Evaluation mode also disables gradient checkpointing, which would drop the KV cache.
     """
     modes = [(module, module.training) for module in model.modules()]
     if any(mode for _, mode in modes):
@@ -106,7 +106,7 @@ def body_of(model: nn.Module) -> nn.Module:
     head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     named = (causal.get_decoder() if hasattr(causal, "get_decoder") else None, getattr(causal, "base_model", None))
     for body in (*named, getattr(causal, "model", None)):
-        # a model may call its head `decoder` (ModernBERT), or its body by another name than its prefix (Llama 4)
+        # ModernBERT calls its head `decoder`; Llama 4's body is not named by base_model_prefix
         if isinstance(body, nn.Module) and body is not causal and body is not head:
             return body
     raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
@@ -119,7 +119,7 @@ def takes_positions(body: nn.Module) -> bool:
 
 
 def head_of(model: nn.Module) -> Head:
-    """The model's head; its scale and soft cap are measured once a model with a forward of four tokens."""
+    """The model's head; scale and soft cap are measured once per model by a forward of four tokens."""
     causal: Any = causal_lm(model)
     module = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     if module is None:
@@ -131,30 +131,29 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _enclosing_modules(causal: Any, module: nn.Module) -> list[nn.Module]:
-    """The output embedding, then each module that holds the one before, the model itself left out."""
+    """The output embedding and the modules around it, innermost first, without the model itself."""
     path = next(name for name, part in causal.named_modules() if part is module).split(".")
     return [causal.get_submodule(".".join(path[:length])) for length in range(len(path), 0, -1)]
 
 
 def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
-    """How far around the output embedding the head reaches, its scale and its soft cap."""
+    """How many enclosing modules belong to the head, its scale and its soft cap."""
     body = body_of(causal)
     heads = [part for part in _enclosing_modules(causal, module) if not any(inner is body for inner in part.modules())]
     for depth, part in enumerate(heads):
         try:
             return (depth, *_measure(causal, part))
-        except (KeelError, TypeError, RuntimeError, IndexError, AttributeError):  # a container computes nothing
+        except (KeelError, TypeError, RuntimeError, IndexError, AttributeError):  # a container has no forward
             if depth == len(heads) - 1:
                 break
     return (0, *_measure(causal, module))
 
 
 def frozen_head(model: nn.Module) -> Head:
-    """The head as it is now, for a reference whose adapters are switched back before its head is applied.
+    """The current head, for a reference whose adapters are switched back before its head is applied.
 
-    An adapter on the head (LoRA on `lm_head`) is folded into one weight by sending the identity through it; a head
-    without one is used as it is, uncopied. A hook may be part of what the head computes (an EMA of adapters adds its
-    update by one), so that a head with hooks is folded too.
+    LoRA on the head, and hooks (an EMA of adapters uses one), are folded into one weight by applying the head to the
+    identity. A head without them is returned uncopied.
     """
     head = head_of(model)
     if head.linear() is not None:
@@ -164,7 +163,7 @@ def frozen_head(model: nn.Module) -> Head:
     if adapters_off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
         return replace(head, module=inner)
     original: Any = getattr(head.module, "weight", None)
-    if original is None:  # more than one layer: adapters stay on or off in a copy
+    if original is None:  # more than one layer: copy it with its adapters' current state
         return replace(head, module=copy.deepcopy(head.module).requires_grad_(False))
     vocabulary, width = original.shape
     with evaluating(head.module):
@@ -178,7 +177,7 @@ def frozen_head(model: nn.Module) -> Head:
 
 
 def config_numbers(model: nn.Module) -> dict[str, float]:
-    """Every positive number among the settings of the model's text part, by name."""
+    """The positive numbers of the text model's config, by name."""
     config: Any = getattr(causal_lm(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -191,9 +190,9 @@ def config_numbers(model: nn.Module) -> dict[str, float]:
 
 
 def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
-    """Scale and soft cap: the setting of the config under which the output embedding gives the model's own logits.
+    """Find the scale and soft cap among the config's numbers that reproduce the model's own logits.
 
-    The hidden states are enlarged on the way, so that logits reach ±50: on small ones a soft cap is invisible.
+    The hidden states are scaled up until logits reach ±50, because small logits hide a soft cap.
     """
     enlarged: list[Tensor] = []
 
@@ -235,5 +234,5 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
 
 
 def module_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which the model computes: that of its first floating-point parameter."""
+    """The dtype of the model's first floating-point parameter."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,4 +1,4 @@
-"""Load a policy: `tiny`, a folder, a hub name, a GGUF file or a user's own loader, all through the same code."""
+"""Load a policy: `tiny`, a folder, a hub name, a GGUF file or a user's own loader."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from keel.models.fuse import fuse_modules
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.loaded import LoadedModel
-from keel.models.lora import add_lora, check_adapter, options_in
+from keel.models.lora import add_lora, check_adapter, lora_options_of
 from keel.models.options import LoraOptions, ModelOptions
-from keel.models.prefix_attention import AttendAgain
+from keel.models.prefix_attention import RecomputeContext
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model, tiny_tokenizer
 from keel.models.tokenizer import check_eos, check_tokenizer, context_length
 
 logger = logging.getLogger("keel")
-_ALIGNMENT = 64  # bytes, of torch's allocations on the CPU
+_ALIGNMENT = 64  # bytes; torch's allocations on the CPU have it
 
 
 class Loaded(NamedTuple):
-    """What a loader gives; `missing` are weights that the checkpoint lacks, `unexpected` those that only it has."""
+    """A loader's result; `missing` are weights that the checkpoint lacks, `unexpected` those that only it has."""
 
     model: Any
     tokenizer: Any
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
     unexpected: tuple[str, ...] = ()
 
 
-Loader = Callable[..., tuple[Any, ...]]  # the fields of Loaded, as many as it knows
+Loader = Callable[..., tuple[Any, ...]]  # returns the first fields of Loaded
 
 
 def load_model(
@@ -55,18 +55,17 @@ def load_model(
     loader: Loader | None = None,
     **overrides: Any,
 ) -> LoadedModel:
-    """A model with its tokenizer, checked before any compute is spent on it.
+    """Load and check a model with its tokenizer.
 
     `model` is the section of that name, or a name, with any other option of the section by keyword:
-    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`; it is given
+    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`; it gets
     those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
-    config that is saved with the model keeps its own values.
-    A tokenizer without pad gets EOS as pad; one without EOS is an error, because no completion would ever end.
+    saved config keeps its own values. A tokenizer without pad token uses EOS; one without EOS raises an error.
     The model is in eval mode unless an option needs train mode (dropout, gradient checkpointing).
     `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
-    `probe` measures whether the model computes shared-prefix rows rightly (a few short forwards); `longest` is the
-    job's longest prompt plus completion, for attention windows that it never exceeds (None: the context). Without the
-    probe, one row a completion is used. `loader` takes the place of what loads a model of this name.
+    `probe` checks that the model computes shared-prefix rows correctly (a few short forwards); `longest` is the job's
+    longest prompt plus completion (None: the context), so that larger attention windows are ignored. Without the probe,
+    every completion is one row. `loader` replaces the default loader.
     """
     options = model_options(model, **overrides)
     name, lora = options.name, options.lora
@@ -86,16 +85,16 @@ def load_model(
         policy = cast_parameters(policy, dtype if isinstance(dtype, torch.dtype) else None, device)
     if lora is not None:
         policy = add_lora(policy, lora, seed=seed)
-        lora = options_in(policy, lora)
+        lora = lora_options_of(policy, lora)
     align_parameters(policy)
     if device.type == "cuda":
         fuse_modules(policy)
-        # cuDNN makes a plan for every new shape, and lengths are never the same
+        # cuDNN plans for every new shape, and lengths always differ
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
         policy.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": AttendAgain()}
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": RecomputeContext()}
         )
     policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
     shared_prefix = False
@@ -104,7 +103,7 @@ def load_model(
         shared_prefix, packing_note = _packing(policy, tokenizer, name, longest)
         notes += () if packing_note is None else (packing_note,)
     if options.compile:
-        body_of(policy).compile(dynamic=True)  # the part that scoring calls, past the model's own forward
+        body_of(policy).compile(dynamic=True)  # scoring calls the body, not the model's own forward
     for note in notes:
         logger.warning(note)
     return LoadedModel(
@@ -126,7 +125,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of the model called `name`; a GGUF file and a user's loader give it with the model only."""
+    """The tokenizer of the model called `name`; for a GGUF file or a user's loader, the model is loaded too."""
     if name == "tiny":
         return tiny_tokenizer()
     if name.endswith(".gguf") or is_import_path(name):
@@ -136,13 +135,13 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     path = Path(name).expanduser()
     try:
         return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what transformers raises here has no common base
+    except Exception as error:  # transformers' errors have no common base class
         source = describe_source(name)
         raise KeelError(f"cannot load a tokenizer from {source}: {first_line(error).rstrip('.')}") from error
 
 
 def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
-    """The section `model`, from itself or from a name and other options of it; torch's own types are taken as well."""
+    """The section `model`, from a section or a name, with overrides; torch's own types are accepted."""
     values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
     if isinstance(overrides.get("dtype"), torch.dtype):
         overrides["dtype"] = str(overrides["dtype"]).removeprefix("torch.")
@@ -152,10 +151,10 @@ def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
 
 
 def align_parameters(model: nn.Module) -> None:
-    """Copy weights that lie in a memory-mapped file into torch's own memory, which is aligned.
+    """Copy memory-mapped weights into torch's aligned memory.
 
-    Matrix products on some CPUs round by the alignment of their operands: a resumed run, whose weights come from a
-    file, would part from one left alone in the last bit.
+    On some CPUs the rounding of matmuls depends on the alignment of their operands: a resumed run, with weights from a
+    file, would differ from an uninterrupted one in the last bit.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
@@ -165,10 +164,10 @@ def align_parameters(model: nn.Module) -> None:
 def cast_parameters(
     model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The same model with its weights in another dtype and everything on another device; None leaves either alone.
+    """The same model with its weights in another dtype and everything on another device; None keeps either.
 
-    Buffers keep their dtype: `Module.to(dtype)` would round the rotary frequencies to half precision too, which turns
-    positions by a radian within a few hundred tokens.
+    Buffers keep their dtype: `Module.to(dtype)` would round the rotary frequencies to half precision, an error of a
+    radian within a few hundred tokens.
     """
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
@@ -180,27 +179,27 @@ def cast_parameters(
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a completion: instruct models often list more in their generation config."""
+    """All tokens that end a completion, those of the generation config included."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = configured if isinstance(configured, list | tuple) else [configured]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
 def _resolve_device(name: str) -> torch.device:
-    """The named device, or for `auto` the accelerator if there is one; a device that is not there is refused."""
+    """The named device, or for `auto` the accelerator if there is one; a missing device is refused."""
     try:
         device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
         raise KeelError(f"unknown model.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KeelError(
-            f"model.device is {device} and {torch.cuda.device_count()} CUDA devices are there: use cpu, or auto"
+            f"model.device is {device}, but there are {torch.cuda.device_count()} CUDA devices: use cpu, or auto"
         )
     return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype | str, tuple[str, ...]]:
-    """The type of the weights, "auto" for the checkpoint's own, and a note where that cannot be."""
+    """The dtype of the weights, "auto" for the checkpoint's own, and a note if the GPU lacks bfloat16."""
     if name != "auto":
         check_bfloat16("model.dtype", DTYPES[name], device, "model.dtype=float32 with optim.precision=float16")
         return DTYPES[name], ()
@@ -208,12 +207,12 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype | str, t
         return torch.float32, ()
     if has_bfloat16(device):
         return "auto", ()
-    note = "this GPU has no bfloat16: the weights are float32; optim.precision=float16 makes the passes faster"
+    note = "this GPU has no bfloat16: the weights are float32; optim.precision=float16 is faster"
     return torch.float32, (note,)
 
 
 def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -> tuple[bool, str | None]:
-    """Whether rows may be shared, and the one line that says why not."""
+    """Whether rows may be shared, and the reason why not."""
     result = probe_packing(model, len(tokenizer), longest=longest)
     return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
@@ -221,7 +220,7 @@ def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -
 def _quantization_kwargs(
     bits: str | None, loader: Loader, lora: LoraOptions | None, device: torch.device
 ) -> dict[str, Any] | None:
-    """Arguments of `from_pretrained` for a base in 4 or 8 bits; refused where it cannot work."""
+    """Arguments of `from_pretrained` for a base in 4 or 8 bits; unsupported setups are refused."""
     if bits is None:
         return None
     if lora is None:
@@ -233,7 +232,7 @@ def _quantization_kwargs(
             f"model.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
         )
     if device.type != "cuda":
-        raise KeelError(f"model.quantization={bits} needs a CUDA device: leave it out here")
+        raise KeelError(f"model.quantization={bits} needs a CUDA device: set model.quantization=null")
     from transformers import BitsAndBytesConfig
 
     half = torch.bfloat16 if has_bfloat16(device) else torch.float16
@@ -243,7 +242,7 @@ def _quantization_kwargs(
 
 
 def _loader(name: str) -> Loader:
-    """What loads a model of this name; what is seen to be missing without loading anything is refused here."""
+    """The loader for a model's name; missing files are refused before loading."""
     path = Path(name).expanduser()
     if name == "tiny":
         return _from_tiny
@@ -257,8 +256,8 @@ def _loader(name: str) -> Loader:
     if is_import_path(name):
         import_object(name, "model loader")
         return _from_user
-    # A hub name is `name` or `owner/name`; anything else is a path, and so is a name inside a folder that exists.
-    # Asking the hub for it would cost half a minute of retries without a network.
+    # A hub name is `name` or `owner/name`; anything else, or a name inside an existing folder, is a path. Asking the
+    # hub for it would retry for half a minute without a network.
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
     if is_path or ("/" in name and path.parent.is_dir()):
         raise KeelError(f"no model folder at {name!r}: check model.name, or give a hub name, a .gguf file or 'tiny'")
@@ -270,7 +269,7 @@ def _from_tiny(model: ModelOptions, *, seed: int, **_: Any) -> Loaded:
 
 
 def _from_gguf(model: ModelOptions, *, dtype: torch.dtype | str, **_: Any) -> Loaded:
-    # Quantised weights have no float type of their own; 16-bit scales lose nothing in fp32.
+    # Quantised weights have no float dtype; fp32 holds their 16-bit scales exactly.
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     try:
         loaded = load_gguf(Path(model.name).expanduser(), dtype=dtype, attn_implementation=model.attn_implementation)
@@ -295,7 +294,7 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
     name, attention, trust = model.name, model.attn_implementation, model.trust_remote_code
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
-        # The small files first: a wrong tokenizer should not cost the download of the weights.
+        # The small files first, to refuse a wrong tokenizer before downloading the weights.
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
@@ -312,7 +311,7 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
         return Loaded(loaded, tokenizer, (note,), *_differences(info))
     except KeelError:
         raise
-    except Exception as error:  # what transformers raises here has no common base
+    except Exception as error:  # transformers' errors have no common base class
         raise _cannot_load(name, error) from error
 
 
@@ -333,7 +332,7 @@ def _cannot_load(name: str, error: Exception) -> KeelError:
     source = describe_source(name)
     if "trust_remote_code" in str(error):
         return KeelError(
-            f"cannot load a model from {source}: it brings Python code of its own, which is not run unless you say so: "
+            f"cannot load a model from {source}: it contains Python code, which needs your permission: "
             "read that code, then set model.trust_remote_code=true"
         )
     return KeelError(f"cannot load a model from {source}: {first_line(error).rstrip('.')}; check model.name")

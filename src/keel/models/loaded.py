@@ -1,4 +1,4 @@
-"""A loaded policy as other rooms see it."""
+"""A loaded policy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A policy ready to score and to train, and what other rooms need to know of it.
+    """A policy ready to score and to train, with its properties.
 
     `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
-    is None where the config names no limit. `notes` say what was decided on the user's behalf. `shared_prefix` says
-    whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why it may not.
+    is None if the config sets no limit. `notes` list the decisions made for the user. `shared_prefix` says
+    whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why not.
     `missing` are weights that the checkpoint lacks and that start at random, `unexpected` those that only it has.
     """
 

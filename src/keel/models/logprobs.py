@@ -27,8 +27,8 @@ class FullScores(Scores):
 def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     """The hidden states `[N, H]` that score the batch's tokens, final norm included, in the order of `[B, T]`.
 
-    Those of a reference are computed once a batch and kept over all of its updates, instead of its logits. A model
-    whose rotary tables depend on the context length is run once for each length regime in the batch.
+    A reference's hidden states, not its logits, are kept over a batch's updates. A model whose rotary tables depend on
+    the context length runs once per length regime.
     """
     body = body_of(model)
     regimes = length_regimes(body)
@@ -43,7 +43,7 @@ def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
 
 
 def hidden_states_in_one_pass(model: nn.Module, packed: PackedBatch, structure: RowStructure | None = None) -> Tensor:
-    """`hidden_states` by one forward of the batch; given its structure, by prefix attention without a trial."""
+    """`hidden_states` by one forward of the batch; with `structure`, by prefix attention, unchecked."""
     positions, _ = packed.scored()
     return _body_states(body_of(model), packed, structure).flatten(0, 1).index_select(0, positions)
 
@@ -79,11 +79,11 @@ def score_hidden(
     ref_head: LogitsOf | None = None,
     chunk_tokens: int | None = None,
 ) -> FullScores:
-    """log softmax(logits / temperature) of hidden states `[N, H]`, a chunk at a time; all `[B, T]`, fp32.
+    """log softmax(logits / temperature) from hidden states `[N, H]`, in chunks; all `[B, T]`, fp32.
 
     `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
     this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
-    other direction, as a measurement unless `ref_policy_grad`; `divergence` adds one more. Zero outside completions.
+    other direction, without gradient unless `ref_policy_grad`; `divergence` adds one more. Zero outside completions.
     """
     _, tokens = packed.scored()
     exact_kl = exact_kl or ref_policy

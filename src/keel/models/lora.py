@@ -1,4 +1,4 @@
-"""LoRA through peft: fresh adapters, or continuing an existing one."""
+"""LoRA with peft: a fresh adapter, or a continued one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_adapter(options: LoraOptions | None) -> None:
 def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
     """The model wrapped by peft with one trainable adapter; the base weights are frozen.
 
-    A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A,
-    and the caller's random stream is untouched.
+    A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A;
+    the caller's RNG state is unchanged.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 
@@ -61,29 +61,29 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
 
 
 def check_bias(config: Any, what: str) -> None:
-    """Refuse LoRA that trains the base's biases: the reference shares the base and would move with it."""
+    """Refuse LoRA that trains the base's biases, because the reference shares the base."""
     bias = getattr(config, "bias", "none")
     if bias != "none":
         raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
 
 
 def check_unmerged(model: nn.Module) -> None:
-    """Refuse a policy whose adapter is merged: switching adapters unmerges it for good, with rounding in the base."""
+    """Refuse a merged adapter: disabling adapters would unmerge it and leave rounding errors in the base."""
     module: Any
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and getattr(module, "merged", False):
             raise KeelError(f"the policy's adapter is merged into its base ({name}): call unmerge_adapter() first")
 
 
-def options_in(model: nn.Module, options: LoraOptions) -> LoraOptions:
-    """The options as they are in the model: a continued adapter brings its own rank, alpha and targets."""
+def lora_options_of(model: nn.Module, options: LoraOptions) -> LoraOptions:
+    """The effective options: a continued adapter has its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
     targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
     return options.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
 
 
 def adapter_is_zero(model: nn.Module) -> bool:
-    """Whether the active adapter changes nothing yet: every B is 0 and no module is trained in full beside it."""
+    """Whether the active adapter is the identity: every B is 0 and there are no modules_to_save."""
     module: Any
     for module in model.modules():
         if not hasattr(module, "adapter_layer_names"):

@@ -1,4 +1,4 @@
-"""How much of a batch fits at a time: the bytes that a pass takes, counted, against those that are free."""
+"""Microbatch sizing: measured bytes of a training pass against free memory."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from keel.base.types import Completion, Group, Problem
 from keel.models.logprobs import hidden_states
 from keel.models.pack import pack
 
-_USED = 0.8  # of what is free: the rest is for fragments, workspaces and the graphs of decode steps
-SMALLEST_PASS = 256  # tokens, and in steps of so many: a little more or less free memory gives the same passes
+_USED = 0.8  # share of free memory to use; the rest is for fragmentation, workspaces and CUDA graphs
+SMALLEST_PASS = 256  # tokens; sizes are multiples of it, so that small changes of free memory do not matter
 
 
 class PassBytes(NamedTuple):
-    """Bytes that a training pass of the body takes at its peak: `fixed` (gradients, casts), and more a token."""
+    """Peak bytes of a training pass of the body: `fixed` (gradients, casts) plus `per_token`."""
 
     fixed: int
     per_token: float
 
 
 def fitting_tokens(free: int, passes: PassBytes, later: int = 0) -> int:
-    """Tokens of the largest pass that `free` bytes hold, beside `later` ones that are allocated once training begins.
+    """Tokens of the largest pass within `free` bytes, less the `later` bytes that training allocates afterwards.
 
-    At least a few: whether even those do not fit, the allocator has to tell.
+    At least SMALLEST_PASS, even if that may not fit.
     """
     tokens = (_USED * free - later - passes.fixed) / max(passes.per_token, 1.0)
     return max(SMALLEST_PASS, int(tokens) // SMALLEST_PASS * SMALLEST_PASS)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that nobody holds, those that torch's allocator has in reserve included."""
+    """Free bytes of a GPU, including those reserved by torch's allocator."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def count_pass_bytes(
+def measure_pass_bytes(
     model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], *, shared_prefix: bool
 ) -> PassBytes:
-    """By two small passes, forward and backward, as the step makes them: the second tells what a token more takes.
+    """Measure two small forward and backward passes; their difference gives the bytes per token.
 
-    Gradients are let go at once, since in small passes they would hide the activations, and added afterwards; those
-    that were there are put back.
+    Gradients are freed at once, because they would hide the activations of small passes, and their size is added
+    afterwards. Existing gradients are restored.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     before, device = [p.grad for p in trained], next(model.parameters()).device
@@ -56,7 +56,7 @@ def count_pass_bytes(
     sizes: list[tuple[int, int, int]] = []
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # of dropout
-            for groups in (1, 2, 6):  # the first is a warm-up: whether rows are attended by structure is tried out once
+            for groups in (1, 2, 6):  # the first is a warm-up, which checks prefix attention once
                 packed = pack([_GROUP] * groups, 0, shared_prefix=shared_prefix).to(device)
                 with LiveBytes() as live:
                     with autocast():
@@ -90,10 +90,9 @@ _GROUP = Group(Problem("", ""), (1,) * 32, (_completion(33),) * 3)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make while the mode is on, each once, until they are freed.
+    """Counts the bytes of storages that operations allocate in this mode, until they are freed.
 
-    What was allocated before is counted by `hold`. What an allocator holds besides (fragments, workspaces) is not
-    counted; on fake tensors nothing is allocated.
+    `hold` counts earlier allocations. Fragmentation and workspaces are not counted. Works on fake tensors too.
     """
 
     def __init__(self) -> None:

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Flag, Float, Options, Positive
+from keel.base.options import Flag, Float, Options, PositiveFloat, PositiveInt
 
 
 class LoraOptions(Options):
-    """LoRA: W + (alpha / r)·B·A on each target layer; of an existing `adapter`, r, alpha and targets are its own."""
+    """LoRA: W + (alpha / r)·B·A on each target layer; an existing `adapter` has its own r, alpha and targets."""
 
-    r: Positive = Field(default=16, description="Rank of the update, in dimensions.")
-    alpha: Above0 = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
+    r: PositiveInt = Field(default=16, description="Rank of the update, in dimensions.")
+    alpha: PositiveFloat = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Dropout probability on the adapter's input; above 0 the KL at step 0 is not 0."
     )
@@ -53,7 +53,7 @@ class ModelOptions(Options):
         default=False, description="Recompute activations: less memory, about 30 % slower."
     )
     scorer: str = Field(
-        default="native", description="What turns tokens into log-probabilities: native, or a user's module:attr."
+        default="native", description="The scorer of tokens' log-probabilities: native, or a user's module:attr."
     )
     compile: Flag = Field(default=False, description="Compile the model with torch.compile.")
     trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")
@@ -69,5 +69,5 @@ def check_quantization(model: ModelOptions) -> None:
     """Refuse quantized weights without an adapter to train."""
     if model.quantization is not None and model.lora is None:
         raise KeelError(
-            f"model.quantization={model.quantization} needs LoRA, quantized weights do not train: set model.lora"
+            f"model.quantization={model.quantization} needs LoRA, because quantized weights are frozen: set model.lora"
         )

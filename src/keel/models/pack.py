@@ -1,8 +1,8 @@
-"""From groups of completions to rows of tokens: the prompt once a group, its completions after it.
+"""Pack groups of completions into rows of tokens: each group's prompt once, then its completions.
 
 A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion attends to the prompt and to itself, its
 positions continue from the prompt's length, and the prompt's last position scores the first token of every
-completion: the same numbers as one row a completion, with the prompt computed once. The last token of a completion
+completion: the same numbers as one row per completion, with the prompt computed once. The last token of a completion
 scores nothing and nothing attends to it: it is left out of the row.
 """
 
@@ -29,10 +29,9 @@ Numbers = NDArray[np.int64]
 class PackedBatch:
     """R rows of L tokens that score B completions of up to T tokens; B is group-major.
 
-    The mask is described by two numbers a token: `prefix` says which prompt it belongs to (−1: padding) and `branch`
-    which completion of that prompt (0: the prompt itself); `segments` are the runs of such tokens. `gather` points into
-    the flattened `[R·L]` positions. `host` is the same batch in main memory, where its structure can be read without
-    waiting for a device.
+    Two numbers per token describe the mask: `prefix` is the index of its prompt (−1: padding) and `branch` that of its
+    completion (0: the prompt itself); `segments` are runs of equal numbers. `gather` indexes the flattened `[R·L]`
+    positions. `host` is the same batch on the CPU, readable without a device synchronisation.
     """
 
     input_ids: Tensor  # [R, L]
@@ -56,18 +55,18 @@ class PackedBatch:
         return replace(self, **moved, segments=self.segments.to(device), host=self if self.host is None else self.host)
 
     def attention_mask(self) -> Tensor:
-        """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row a completion.
+        """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row per completion.
 
-        The 2-D form goes through the model's own mask, so sliding windows and hybrid layers stay right.
+        The 2-D form keeps the model's own sliding windows and hybrid layers.
         """
         if not self.shared_prefix:
             return (self.prefix != PADDING).long()
         return self.mask_4d()
 
     def mask_4d(self) -> Tensor:
-        """visible(q, k) = k ≤ q, same prompt, and k is in the prompt or in q's completion; built when asked for.
+        """visible(q, k) = k ≤ q, same prompt, and k is in the prompt or in q's completion.
 
-        Every token sees itself, padding too (it counts as a prompt of its own): attention to nothing would be NaN.
+        Every token sees itself, padding too: attention to nothing would be NaN.
         """
         visible = self.branch[:, :, None] == self.branch[:, None, :]
         visible |= (self.branch == 0)[:, None, :]
@@ -96,8 +95,8 @@ def pack(
 ) -> PackedBatch:
     """Rows for all completions of `groups`.
 
-    With `shared_prefix` a group is one row, and groups share a row while it stays within `max_row_tokens` (None: a
-    row a group). Without it, one right-padded row a completion.
+    With `shared_prefix` a group is one row, and groups share a row of up to `max_row_tokens` (None: one row per group).
+    Without it, one right-padded row per completion.
     """
     check_groups(groups, context_length)
     completions = [completion for group in groups for completion in group.completions]
@@ -113,21 +112,21 @@ def pack(
     cells = runs.starts.repeat(runs.counts) + in_run
 
     def rows(values: Numbers, fill: int) -> Tensor:
-        """One value a token of the rows, `fill` on their padding."""
+        """One value per token of the rows, `fill` on padding."""
         filled = np.full(shape[0] * shape[1], fill, dtype=np.int64)
         filled[cells] = values
         return torch.from_numpy(filled).view(shape)
 
     positions = rows(runs.positions.repeat(runs.counts) + in_run, 0)
     if not shared_prefix:
-        # Padding continues the count: transformers takes a jump for a second sequence in the row.
+        # Positions continue over padding: transformers takes a jump for a second sequence.
         positions = torch.arange(shape[1]).expand(shape).contiguous()
     prefix, branch = rows(runs.prefixes.repeat(runs.counts), PADDING), rows(runs.branches.repeat(runs.counts), 0)
     counts = _lengths(completion.tokens for completion in completions)
     width, token = int(counts.max()), _ramp(counts)
     existing = _right_padded_index(counts, width)
     gather, mask = np.zeros(len(counts) * width, np.int64), np.zeros(len(counts) * width, np.bool_)
-    # the prompt's last token scores a completion's first, and the completion's own those that follow
+    # the prompt's last token scores the completion's first token, then each token the next
     gather[existing] = np.where(token == 0, runs.last_of_prompt.repeat(counts), runs.first.repeat(counts) + token - 1)
     mask[existing] = True
     return PackedBatch(
@@ -147,7 +146,7 @@ def pack(
 
 
 def right_pad(rows: Iterable[Sequence[float]], fill: float, *, dtype: torch.dtype = torch.long) -> Tensor:
-    """Ragged rows as one tensor, as wide as the longest and filled on the right."""
+    """Ragged rows as one tensor, right-padded to the longest."""
     listed = list(rows)
     counts = _lengths(listed)
     width = int(counts.max(initial=0))
@@ -165,12 +164,12 @@ def _lengths(rows: Iterable[Sized]) -> Numbers:
 
 
 def _ramp(counts: Numbers) -> Numbers:
-    """0, 1, … within each run of that many."""
+    """0, 1, … within each run of these lengths."""
     return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
 
 
 def _right_padded_index(counts: Numbers, width: int) -> Numbers:
-    """Where the values of ragged rows stand in the flattened `[rows, width]`."""
+    """Indices of ragged rows' values in the flattened `[rows, width]`."""
     return np.arange(len(counts)).repeat(counts) * width + _ramp(counts)
 
 
@@ -178,8 +177,8 @@ def _right_padded_index(counts: Numbers, width: int) -> Numbers:
 class _Runs:
     """Prompts and completions in the order of their rows; cells are positions in the flattened rows.
 
-    An entry a run: its tokens, first cell, number of tokens, first position id, prefix and branch. An entry a
-    completion: the cell of its first token (if that enters the row) and of its prompt's last.
+    Per run: tokens, first cell, number of tokens, first position id, prefix and branch. Per completion: the cell of its
+    first token (if in the row) and of its prompt's last.
     """
 
     tokens: list[Sequence[int]]
@@ -194,7 +193,7 @@ class _Runs:
 
     @staticmethod
     def of(units: Sequence[tuple[Sequence[int], Sequence[Completion]]], bins: Sequence[Sequence[int]]) -> _Runs:
-        """Of prompts with their completions; a bin lists those of a row."""
+        """Runs of prompts with their completions; a bin lists the units of a row."""
         tokens: list[Sequence[int]] = []
         placed: list[tuple[int, int, int, int, int]] = []  # row, column, position, prefix, branch
         prompt_runs, row_length = np.zeros(len(units), np.int64), 0
@@ -218,7 +217,7 @@ class _Runs:
 
 
 def check_groups(groups: Sequence[Group], context_length: int | None = None) -> None:
-    """Refuse what cannot be scored, before any compute is spent on it."""
+    """Refuse groups that cannot be scored."""
     if not groups:
         raise KeelError("nothing to score: no groups were given")
     for group in groups:
@@ -230,13 +229,13 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
         if group.rewards and len(group.rewards) != len(group.completions):
             raise KeelError(
                 f"{name} has {len(group.completions)} completions with {len(group.rewards)} rewards: "
-                "give one reward a completion, or none before they are judged"
+                "give one reward per completion, or none before judging"
             )
         for completion in group.completions:
             if len(completion.action) != len(completion.tokens):
                 raise KeelError(
                     f"{name} has a completion of {len(completion.tokens)} tokens with {len(completion.action)} "
-                    "action flags: one flag a token is needed"
+                    "action flags: give one flag per token"
                 )
         longest = _longest_sequence(group)
         if context_length is not None and longest > context_length:
@@ -252,9 +251,8 @@ def microbatches(
 ) -> list[list[Group]]:
     """Split by a budget of computed tokens (rows × longest row), in order, without splitting groups that fit.
 
-    With `one_row` they will be packed into one, whose tokens are the sum of theirs. A group beyond the budget becomes
-    sub-groups that repeat the prompt; a single completion beyond it goes alone. Concatenating the parts gives the
-    completions in their first order.
+    With `one_row` a microbatch becomes one row. A group beyond the budget becomes sub-groups that repeat the prompt; a
+    single completion beyond it is a microbatch of its own. The order of completions is kept.
     """
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
@@ -295,7 +293,7 @@ def _size(group: Group, shared_prefix: bool) -> _Size:
 
 
 def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
-    """The group itself if it fits, otherwise runs of its completions that do."""
+    """The group itself if it fits, otherwise consecutive parts that do."""
     runs: list[range] = []
     size, prompt = _Size(), len(group.prompt_tokens)
     for index, completion in enumerate(group.completions):
@@ -323,7 +321,7 @@ def _input_length(completion: Completion) -> int:
 
 
 def row_length(group: Group) -> int:
-    """Tokens of a row that holds the group: its prompt once, and what each completion reads."""
+    """Tokens of the group's row: the prompt once, and each completion's input tokens."""
     return len(group.prompt_tokens) + sum(_input_length(completion) for completion in group.completions)
 
 
@@ -333,7 +331,7 @@ def _longest_sequence(group: Group) -> int:
 
 
 def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
-    """First fit by decreasing length; without a capacity every item has its own bin. Too long for any: its own."""
+    """First fit by decreasing length; items beyond the capacity, or without one all items, have their own bin."""
     if capacity is None:
         return [[index] for index in range(len(lengths))]
     bins: list[list[int]] = []
@@ -354,7 +352,7 @@ class _FreeSpace:
 
     def __init__(self, bins: int) -> None:
         self._leaves = 1 << max(0, bins - 1).bit_length()
-        self._maxima = [-1] * (2 * self._leaves)  # a bin that is not open takes nothing, not even an empty item
+        self._maxima = [-1] * (2 * self._leaves)  # a closed bin takes no item, not even an empty one
 
     def of(self, slot: int) -> int:
         return self._maxima[self._leaves + slot]

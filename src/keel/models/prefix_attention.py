@@ -1,8 +1,8 @@
 """Shared-prefix attention: the prompt attends to itself once, causally; each completion to the prompt and itself.
 
-With a mask over the row, an attention kernel computes all L² pairs of tokens and throws most away. By structure, a
-prompt of P tokens and n completions of T cost P²/2 + nT(P + T) pairs: for P = 2300, n = 8, T = 128 less than half. On a
-GPU in half precision flash kernels do it in two calls a layer; elsewhere it is done group by group.
+With a dense mask, an attention kernel computes all L² pairs of a row and discards most. Structured attention of a
+prompt of P tokens and n completions of T costs P²/2 + nT(P + T) pairs: less than half for P = 2300, n = 8, T = 128.
+On a GPU in half precision it is two flash calls per layer, elsewhere a loop over groups.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from keel.base.types import Completion, Group, Problem
-from keel.models.flash_prefix import flash_attend, flash_dtype, why_not_flash
+from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason
 from keel.models.head import evaluating
 from keel.models.pack import PackedBatch, pack
 from keel.models.segments import Segments, to_device
 
-ATTENTION = "keel_prefix_scoring"  # the engine registers one for decoding
-LONG_ROW = 1024  # below this a mask costs little, and a call a group costs more
+ATTENTION = "keel_prefix_scoring"  # for scoring; the engine registers another for decoding
+LONG_ROW = 1024  # tokens; for shorter rows a mask is cheaper than a call per group
 _OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "return_dict"}
-_BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # none changes what is attended to
+_BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # arguments that do not change the attention pattern
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
     """One group in a row: the columns of its prompt, from `start` to `stop`, and those of its completions, if any.
 
-    `completions` `[n, T]` are columns, padded with `start`; `valid` indexes those that are no padding, flattened;
-    `mask` `[T, P + T]` is what a completion attends to: the prompt, and itself causally.
+    `completions` `[n, T]` are columns, padded with `start`; `valid` are the flattened indices without padding; `mask`
+    `[T, P + T]` lets a completion attend to the prompt and causally to itself.
     """
 
     row: int
@@ -48,7 +48,7 @@ class PrefixGroup:
 
 
 class RowStructure:
-    """How the rows of a batch attend: runs of tokens for flash kernels, groups for the others."""
+    """The attention structure of a batch's rows: segments for flash kernels, groups for the loop."""
 
     def __init__(self, packed: PackedBatch) -> None:
         self.segments: Segments = packed.segments
@@ -56,12 +56,12 @@ class RowStructure:
 
     @cached_property
     def groups(self) -> list[PrefixGroup]:
-        """The groups, found at first use: it takes a look at every token."""
+        """The groups; computed on first use."""
         return prefix_groups(self._packed)
 
 
 def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
-    """The groups of all rows; padding belongs to none."""
+    """The groups of all rows, without padding."""
     groups = []
     host, device = packed.host or packed, packed.input_ids.device
     for row, (prefixes, branches) in enumerate(zip(host.prefix.tolist(), host.branch.tolist(), strict=True)):
@@ -88,7 +88,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: RowStructure, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
-    if why_not_flash(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
+    if flash_unsupported_reason(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         return flash_attend(q, k, v, structure.segments, scale).unflatten(0, (len(query), -1))
     return attend_by_group(query, key, value, structure.groups, scale, dropout)
@@ -97,9 +97,9 @@ def attend(
 def attend_by_group(
     query: Tensor, key: Tensor, value: Tensor, groups: list[PrefixGroup], scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """The same, a prompt or a group's completions at a time; zero at padding."""
+    """The same group by group; zero at padding."""
     gqa = query.shape[1] != key.shape[1]
-    if gqa and (query.is_cuda or _like_cuda):  # no fused kernel there takes a mask and grouped heads together
+    if gqa and (query.is_cuda or _like_cuda):  # CUDA has no fused kernel for a mask with grouped heads
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         gqa = False
     out = torch.zeros_like(query.transpose(1, 2))
@@ -125,13 +125,13 @@ def attend_by_group(
     return out
 
 
-_active: list[tuple[Any, RowStructure]] = []  # the model's config, and how its rows attend
+_active: list[tuple[Any, RowStructure]] = []  # the model's config and the rows' structure
 _like_cuda: list[bool] = []
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Attention takes the memory that it takes on CUDA: by flash kernels, or with repeated heads; for plans."""
+def simulate_cuda_memory() -> Iterator[None]:
+    """Inside, attention allocates as on CUDA (flash kernels, or repeated heads); for memory plans."""
     _like_cuda.append(True)
     try:
         yield
@@ -139,8 +139,8 @@ def as_on_cuda() -> Iterator[None]:
         _like_cuda.pop()
 
 
-def refuse_variants(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of an attention other than the plain one, so that the caller falls back to the model's own."""
+def refuse_unsupported_attention(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of non-plain attention, so that the caller falls back to the model's own."""
     unusual = sorted(name for name, value in kwargs.items() if value is not None and name not in _BENIGN)
     if unusual:
         raise NotImplementedError(f"attention with {', '.join(unusual)}")
@@ -157,7 +157,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls inside `prefix_attention`."""
-    refuse_variants(kwargs)
+    refuse_unsupported_attention(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return attend(query, key, value, _active[-1][1], scale, dropout), None
 
@@ -167,7 +167,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @contextmanager
 def prefix_attention(config: Any, structure: RowStructure) -> Iterator[None]:
-    """Inside, the model of this config attends by structure; its own attention is put back afterwards."""
+    """Inside, the model of this config uses structured attention; its own is restored afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     _active.append((config, structure))
@@ -179,13 +179,13 @@ def prefix_attention(config: Any, structure: RowStructure) -> Iterator[None]:
 
 
 def active_structure(config: Any) -> RowStructure | None:
-    """How rows attend in the model of this config; None outside of `prefix_attention`."""
+    """The active row structure of this config's model; None outside `prefix_attention`."""
     return _active[-1][1] if config._attn_implementation == ATTENTION else None
 
 
 @dataclass(frozen=True)
-class AttendAgain:
-    """The `context_fn` of gradient checkpointing: the second forward attends as the first did, inside `within` too."""
+class RecomputeContext:
+    """The `context_fn` of gradient checkpointing: the recomputation attends like the first forward, inside `within`."""
 
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -202,55 +202,55 @@ _exact: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionar
 
 
 def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether to score this batch by prefix attention: it is fast for such rows, and exact for this model.
+    """Whether to score this batch by prefix attention: it is faster for these rows and exact for this model.
 
-    The model is tried once, on small rows against the mask: one with another kind of attention would silently give
-    other numbers.
+    Each model is compared once with masked attention on small rows, because other kinds of attention would silently
+    give wrong numbers.
     """
     return may_use_prefix_attention(body, packed) and try_prefix_attention(body)
 
 
-def attends_by_flash(body: Any) -> bool:
-    """Whether flash kernels score this model's rows: then one row may hold any number of groups, without padding."""
+def uses_flash(body: Any) -> bool:
+    """Whether flash kernels score this model's rows; then one row may hold any number of groups."""
     like = next(body.parameters())
     return (
-        why_not_flash(like, head_size(body)) is None
-        and why_not_by_structure(body) is None
+        flash_unsupported_reason(like, head_size(body)) is None
+        and structured_unsupported_reason(body) is None
         and try_prefix_attention(body)
     )
 
 
 def head_size(body: Any) -> int | None:
-    """The size of a head of the model's attention, where its config tells."""
+    """The model's attention head size, if its config states it."""
     size, heads = getattr(body.config, "head_dim", None), getattr(body.config, "num_attention_heads", None)
     return size if size or not heads else body.config.hidden_size // heads
 
 
 def try_prefix_attention(body: Any) -> bool:
-    """Whether attention by structure is exact for this model: tried at the first call for each dtype."""
+    """Whether structured attention is exact for this model; checked once per dtype."""
     exact, dtype = _exact.setdefault(body, {}), flash_dtype(next(body.parameters()))
     if dtype not in exact:
-        exact[dtype] = _agrees(body)
+        exact[dtype] = _matches_masked(body)
     return exact[dtype]
 
 
 def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether it is fast for such rows (long ones, or any where flash kernels run) and nothing known forbids it."""
-    flash = why_not_flash(next(body.parameters()), planned=bool(_like_cuda)) is None
+    """Whether structured attention is faster (long rows, or any rows with flash kernels) and not ruled out."""
+    flash = flash_unsupported_reason(next(body.parameters()), planned=bool(_like_cuda)) is None
     if not packed.shared_prefix or (packed.input_ids.shape[1] < LONG_ROW and not flash):
         return False
-    return why_not_by_structure(body) is None
+    return structured_unsupported_reason(body) is None
 
 
-def why_not_by_structure(body: Any) -> str | None:
-    """Why a model attends by mask however its rows are; None where a trial has to tell."""
+def structured_unsupported_reason(body: Any) -> str | None:
+    """Why a model cannot use structured attention; None if only a comparison can tell."""
     implementation = getattr(body.config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"its attention is {implementation}"
     if getattr(body, "_compiled_call_impl", None):
         return "it is compiled"
-    if body.training and any(not isinstance(context, AttendAgain) for context in _recompute_contexts(body)):
-        return "its activations are recomputed, outside the context that says how rows attend"
+    if body.training and any(not isinstance(context, RecomputeContext) for context in _recompute_contexts(body)):
+        return "its gradient checkpointing does not use RecomputeContext"
     return None
 
 
@@ -260,8 +260,8 @@ def _recompute_contexts(body: Any) -> Iterator[Any]:
             yield getattr(module._gradient_checkpointing_func, "keywords", {}).get("context_fn")
 
 
-def _agrees(body: Any) -> bool:
-    """Whether hidden states of two small groups in a row are the same by prefix attention and by mask."""
+def _matches_masked(body: Any) -> bool:
+    """Whether prefix attention and masked attention give equal hidden states on two small groups in a row."""
     packed = small_rows(body.get_input_embeddings().num_embeddings).to(next(body.parameters()).device)
     inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False}
     try:
@@ -269,7 +269,7 @@ def _agrees(body: Any) -> bool:
             expected = body(**inputs, attention_mask=packed.mask_4d())[0].float()
             with prefix_attention(body.config, RowStructure(packed)):
                 hidden = body(**inputs, attention_mask=None)[0].float()
-    except Exception:  # whatever a foreign model raises here, the mask still serves it
+    except Exception:  # third-party models may raise anything: use the mask
         return False
     valid = packed.prefix >= 0
     error = (hidden - expected)[valid].abs().max() / expected[valid].std().clamp(min=1e-6)
@@ -278,7 +278,7 @@ def _agrees(body: Any) -> bool:
 
 
 def small_rows(vocabulary: int = 2) -> PackedBatch:
-    """Two small groups in a row, of random tokens: enough to see whether a way of attention is right."""
+    """Two small groups of random tokens in a row, to check an attention implementation."""
     tokens = torch.randint(0, vocabulary, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def completion(start: int, stop: int) -> Completion:

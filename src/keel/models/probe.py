@@ -1,10 +1,9 @@
-"""Does this model compute shared-prefix rows rightly? Measured when it is loaded.
+"""Check at load time that a model computes shared-prefix rows correctly.
 
-transformers hands a 4-D mask to every layer unchanged: sliding-window, hybrid and eager-attention models then
-compute something else, without an error. The probe scores random tokens three ways: through the model's own
-logits (one plain row, no mask of ours), through one row a completion, and through a shared-prefix row. It does so at
-every length where the model may change: past the windows that its config names, and at the positions where it scales
-queries or turns to other rotary tables.
+transformers passes a 4-D mask to every layer unchanged, so sliding-window, hybrid and eager-attention models silently
+compute something else. The probe scores random tokens in three ways: with the model's own logits (one plain row, no
+mask), with one row per completion, and with a shared-prefix row. It does so past every attention window in the config
+and across every position at which the model scales queries or switches rotary tables.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _POSITIONS = ("original_max_position", "floor_scale")
 
 @dataclass(frozen=True)
 class PackingProbe:
-    """Whether shared-prefix rows may be used. `window` is the shortest local attention that the job can run into.
+    """Whether shared-prefix rows may be used. `window` is the shortest local attention window that the job can exceed.
 
     `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits, `length` the
-    longest sequence probed. `reason` is one line: why not, or on which grounds.
+    longest sequence probed. `reason` is one line.
     """
 
     ok: bool
@@ -69,14 +68,14 @@ def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
 
 
 def _compress_rates(model: nn.Module) -> set[int]:
-    """How many tokens become one entry of compressed attention: before that there is none, and top-k counts entries."""
+    """Tokens per entry of compressed attention; top-k counts entries."""
     config: Any = causal_lm(model).config.get_text_config(decoder=True)
     rates = getattr(config, "compress_rates", None)
     return {int(rate) for _, rate in _nested(rates)} if isinstance(rates, Mapping) else set()
 
 
 def position_switches(model: nn.Module, longest: int | None = None) -> list[int]:
-    """Positions in the config from which a model of `longest` tokens (default: the context) may compute otherwise."""
+    """Positions in the config below `longest` (default: the context) at which the model's computation may change."""
     config: Any = causal_lm(model).config.get_text_config(decoder=True)
     limit = longest or context_length(causal_lm(model))
     named = {int(value) for name, value in _nested(config.to_dict()) if any(part in name for part in _POSITIONS)}
@@ -84,7 +83,7 @@ def position_switches(model: nn.Module, longest: int | None = None) -> list[int]
 
 
 def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every positive number in a config, those of the rotary embedding included."""
+    """Every positive number in a config, nested ones included."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _nested(value)
@@ -93,7 +92,7 @@ def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def longest_probe(model: nn.Module) -> int:
-    """The longest sequence that a probe may take: some seconds of a model's time."""
+    """The longest sequence of a probe, some seconds of compute."""
     return LONGEST_PROBE if next(model.parameters()).device.type == "cpu" else 8 * LONGEST_PROBE
 
 
@@ -102,9 +101,9 @@ def probe_packing(
 ) -> PackingProbe:
     """Compare packed with unpacked log-probabilities on rows longer than any window that the job can exceed.
 
-    `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` cannot be
-    exceeded by the probe; then packing is refused, since nothing would notice the wrong numbers. Raises if even one
-    row a completion disagrees with the model's own logits, or if the job exceeds a window that no such row could.
+    `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` refuses
+    packing, because the probe cannot detect errors. Raises if one row per completion disagrees with the model's own
+    logits, or if the job exceeds a window that no row of the probe can.
     """
     windows = local_windows(model, longest)
     reachable = [window for window in windows if window + 3 * _EXTRA <= max_length]
@@ -124,18 +123,18 @@ def probe_packing(
     with evaluating(model):
         for case, origin in cases:
             with _as_keel_error(model):
-                expected, spread = _own_logp(model, case, origin)
-                if origin and not _single_rows_agree(model, case, expected, spread, origin):
-                    # Positions cannot be shifted (compressed attention): take as many tokens instead.
+                expected, logit_std = _unpacked_logp(model, case, origin)
+                if origin and not _single_rows_agree(model, case, expected, logit_std, origin):
+                    # Positions cannot be shifted (compressed attention): use real tokens instead.
                     case, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
-                    expected, spread = _own_logp(model, case)
-                _check_single_rows(model, case, expected, spread, origin)
+                    expected, logit_std = _unpacked_logp(model, case)
+                _check_single_rows(model, case, expected, logit_std, origin)
             try:
                 error = _error(_scored(model, case, shared_prefix=True, origin=origin), expected)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
                 reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
                 return PackingProbe(False, float("inf"), reason, length, window)
-            max_error, agrees = max(max_error, float(error.max())), agrees and _within(error, model, spread)
+            max_error, agrees = max(max_error, float(error.max())), agrees and _within(error, model, logit_std)
     refusal = _refusal(model, agrees, max_error, windows, reachable)
     if refusal:
         return PackingProbe(False, max_error, f"{name} {refusal}: one row a completion", length, window)
@@ -144,7 +143,7 @@ def probe_packing(
 
 
 def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
-    """First positions of short sequences that lie across each position switch."""
+    """Start positions of short sequences that cross each position switch."""
     limit = longest or context_length(causal_lm(model))
     length_needed = 2 * _EXTRA
     origins = {switch - _EXTRA - 4 for switch in position_switches(model, longest)}
@@ -154,75 +153,76 @@ def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
 
 
 def length_past(window: int) -> int:
-    """A prompt length well past the window: the further past it, the more an ignored window shows."""
+    """A prompt length well past the window, so that an ignored window has a large effect."""
     return window + max(_EXTRA, window // 4)
 
 
 def _refusal(model: nn.Module, agrees: bool, max_error: float, windows: list[int], reachable: list[int]) -> str | None:
-    """Why shared-prefix rows must not be used, None if they may."""
+    """Why shared-prefix rows must not be used; None if they may."""
     if not agrees:
         local = f"has local attention of {windows[0]} tokens and " if windows else ""
         return f"{local}computes shared-prefix rows wrongly by up to {max_error:.1e} nats"
     if len(reachable) < len(windows):
         return f"has local attention of {windows[-1]} tokens, which is too long to probe"
     if windows and matmul_eps(model) > torch.finfo(torch.float32).eps:
-        return f"has local attention of {windows[0]} tokens, whose loss would hide in the rounding of its dtype"
+        return f"has local attention of {windows[0]} tokens, and its dtype's rounding would hide an ignored window"
     return None
 
 
 def _check_long_windows(
     model: nn.Module, vocab_size: int | None, windows: list[int], longest: int | None, max_length: int
 ) -> None:
-    """Try padded rows past windows too long for shared rows; refuse a job that exceeds one too long for both."""
+    """Check padded rows past windows too long for shared rows; refuse a job that exceeds an uncheckable one."""
     longest_row = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
     for window in windows:
         if window + 2 * _EXTRA <= longest_row:
             groups = [replace(g, completions=g.completions[:1]) for g in _random_groups(model, vocab_size, window + 1)]
             with evaluating(model), _as_keel_error(model):
-                _check_single_rows(model, groups, *_own_logp(model, groups))
+                _check_single_rows(model, groups, *_unpacked_logp(model, groups))
         elif longest is not None:
             raise KeelError(
-                f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which no probe could "
-                f"exceed, and the job reaches {longest}: shorten prompt and completion to {window} tokens, or give a "
+                f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which is too long to "
+                f"check, and the job reaches {longest}: shorten prompt and completion to {window} tokens, or give a "
                 "scorer of your own as module:attr"
             )
 
 
-def _check_single_rows(model: nn.Module, groups: list[Group], expected: Tensor, spread: float, origin: int = 0) -> None:
-    """One row a completion is what everything else falls back to: if it is wrong, the model cannot be scored."""
-    if not _single_rows_agree(model, groups, expected, spread, origin):
+def _check_single_rows(
+    model: nn.Module, groups: list[Group], expected: Tensor, logit_std: float, origin: int = 0
+) -> None:
+    """Refuse the model if one row per completion, the fallback, gives wrong log-probabilities."""
+    if not _single_rows_agree(model, groups, expected, logit_std, origin):
         error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
-        _check_function_of_the_past(model, groups[0], spread)
+        _check_function_of_the_past(model, groups[0], logit_std)
         raise KeelError(
             f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
             "from the model's own logits: give a scorer of your own as module:attr"
         )
 
 
-def _single_rows_agree(model: nn.Module, groups: list[Group], expected: Tensor, spread: float, origin: int) -> bool:
+def _single_rows_agree(model: nn.Module, groups: list[Group], expected: Tensor, logit_std: float, origin: int) -> bool:
     error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
-    return _within(error, model, spread, slack=10.0)
+    return _within(error, model, logit_std, slack=10.0)
 
 
-def _check_function_of_the_past(model: nn.Module, group: Group, spread: float) -> None:
-    """Refuse a model whose logits at a position change from call to call, or with the tokens after it: it has no policy
-    to train."""
+def _check_function_of_the_past(model: nn.Module, group: Group, logit_std: float) -> None:
+    """Refuse a model whose logits differ between calls (random or stateful) or depend on later tokens (not causal)."""
     name = type(causal_lm(model)).__name__
     row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
     half = row[:, : row.shape[1] // 2]
     whole, again, past = (model(input_ids=ids, use_cache=False).logits[0, 0].float() for ids in (row, row, half))
 
     def differs(logits: Tensor) -> bool:
-        return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, spread)
+        return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, logit_std)
 
     if differs(again):
         raise KeelError(
-            f"{name} gives the same tokens other logits when it is asked again, so that nothing it says can be scored: "
-            "it draws noise outside of training, or keeps something from one call to the next; take that out"
+            f"{name} gives different logits for the same tokens in a second call, so it cannot be scored: "
+            "remove random noise in eval mode, or state kept between calls"
         )
     if differs(past):
         raise KeelError(
-            f"{name} sees tokens that come later, so that it is no policy to sample from and score: load a causal "
+            f"{name} attends to later tokens, so it cannot be sampled from: load a causal "
             "language model (a decoder), or set is_decoder in its config"
         )
 
@@ -249,13 +249,13 @@ def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> lis
     ]
 
 
-def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[Tensor, float]:
-    """Log-probabilities from the model's own logits, one plain row at a time: no mask, no positions, no packing.
+def _unpacked_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[Tensor, float]:
+    """Log-probabilities from the model's own logits, one plain row at a time: without mask, positions or packing.
 
-    A model with length regimes is run once for each. `origin` is the position of the first token. Also returns the
-    standard deviation of the logits over the vocabulary, which rounding is proportional to.
+    A model with length regimes runs once for each. `origin` is the position of the first token. Also returns the
+    standard deviation of the logits over the vocabulary, to which rounding errors are proportional.
     """
-    parts, spreads = [], []
+    parts, logit_stds = [], []
     device = next(model.parameters()).device
     regimes = length_regimes(causal_lm(model))
     for group in groups:
@@ -268,19 +268,19 @@ def _own_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[T
                 spans = [(max(first, above - origin + 1), upto - origin) for above, upto in regimes.spans(origin + end)]
                 spans = [(begin, stop) for begin, stop in spans if begin <= stop]
                 logits = torch.cat([last_logits(model, row[:, :b], b - a + 1, origin) for a, b in spans])
-            spreads.append(float(logits.std(dim=-1).mean()))
+            logit_stds.append(float(logits.std(dim=-1).mean()))
             parts.append(torch.log_softmax(logits, dim=-1).gather(-1, row[0, first:, None]).squeeze(-1))
-    return torch.cat(parts), sum(spreads) / len(spreads)
+    return torch.cat(parts), sum(logit_stds) / len(logit_stds)
 
 
 @contextmanager
 def _as_keel_error(model: nn.Module) -> Iterator[None]:
-    """Whatever a model raises on plain or padded rows of tokens becomes one line that names the model."""
+    """Turn any exception of a model's forward into a KeelError that names the model."""
     try:
         yield
     except (KeelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a foreign model raises
+    except Exception as error:  # third-party models may raise anything
         raise KeelError(
             f"{type(causal_lm(model)).__name__} cannot be scored: its forward of rows of tokens ends in "
             f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads "
@@ -299,10 +299,9 @@ def last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tenso
 
 @contextmanager
 def _last_positions_only(model: nn.Module, count: int) -> Iterator[None]:
-    """Inside, the output embedding computes the last `count` positions only.
+    """Inside, the output embedding computes only the last `count` positions, to save gigabytes of logits.
 
-    All logits of a row longer than a window of 4096 would take gigabytes. The head works on each position by itself,
-    so these are the same numbers; `logits_to_keep` does it too, but not every model takes it.
+    The head is applied per position, so the numbers are the same. Not every model has `logits_to_keep`.
     """
     module = head_of(model).module
     hook = module.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., -count:, :], *inputs[1:]))
@@ -313,7 +312,7 @@ def _last_positions_only(model: nn.Module, count: int) -> Iterator[None]:
 
 
 def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: int = 0) -> Tensor:
-    """The same log-probabilities by way of `pack` and `score_tokens`; packed rows hold several groups."""
+    """The same log-probabilities by `pack` and `score_tokens`."""
     longest = sum(len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups)
     packed = pack(groups, 0, shared_prefix=shared_prefix, max_row_tokens=longest if shared_prefix else None)
     packed = replace(packed, position_ids=packed.position_ids + origin).to(next(model.parameters()).device)
@@ -321,13 +320,13 @@ def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: 
 
 
 def _error(logp: Tensor, expected: Tensor) -> Tensor:
-    """|Δ|; NaN counts as infinitely wrong."""
+    """|Δ|; NaN counts as infinity."""
     return (logp - expected).abs().nan_to_num(nan=float("inf"))
 
 
-def _within(error: Tensor, model: nn.Module, spread: float, slack: float = 1.0) -> bool:
-    """fp32: each token to 1e-4 (at unit spread of logits); coarser arithmetic moves single tokens: the mean decides."""
+def _within(error: Tensor, model: nn.Module, logit_std: float, slack: float = 1.0) -> bool:
+    """fp32: each token within 1e-4 at unit std of the logits; lower precision: the mean, since single tokens vary."""
     eps = matmul_eps(model)
     if eps <= torch.finfo(torch.float32).eps:
-        return float(error.max()) <= 1e-4 * max(1.0, spread) * slack
-    return float(error.mean()) <= 8 * eps * spread * slack
+        return float(error.max()) <= 1e-4 * max(1.0, logit_std) * slack
+    return float(error.mean()) <= 8 * eps * logit_std * slack

@@ -1,9 +1,9 @@
 """Rotary tables that depend on the context length: LongRoPE, dynamic NTK.
 
-They are chosen by the longest position of a forward, so that a row is computed otherwise beside a longer one, and keys
-cached before a switch are stale after it. Here the log-probability of a token is the model's own given its context,
-*at the length of that context*: the distribution that decoding draws from, step by step, which a forward of the
-finished sequence is not for tokens before the switch. Scoring and decoding both follow it, each row by its own length.
+The longest position of a forward selects them, so a row's result depends on longer rows in the batch, and keys cached
+before a switch are stale after it. Keel defines a token's log-probability by the model *at the length of the token's
+context*: the distribution of step-by-step decoding, which a forward of the finished sequence does not give for tokens
+before the switch. Scoring and decoding both use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keel.models.segments import PADDING, Segments, to_device
 
 @dataclass(frozen=True)
 class LengthRegimes:
-    """Context lengths that share their tables: up to the first switch, between two, beyond the last.
+    """Ranges of context lengths with equal tables: up to the first switch, between two, beyond the last.
 
     Beyond `dynamic_after` (dynamic NTK) every length is a regime of its own.
     """
@@ -32,7 +32,7 @@ class LengthRegimes:
     dynamic_after: int | None = None
 
     def of(self, length: int) -> int:
-        """The index of the regime of a context of so many tokens."""
+        """The regime's index for a context of `length` tokens."""
         passed = sum(length > switch for switch in self.switches)
         return passed if self.dynamic_after is None else passed + max(0, length - self.dynamic_after)
 
@@ -49,7 +49,7 @@ _known: WeakKeyDictionary[nn.Module, LengthRegimes | None] = WeakKeyDictionary()
 
 
 def length_regimes(model: nn.Module) -> LengthRegimes | None:
-    """The lengths at which the model's rotary tables change for all positions at once; None where they never do."""
+    """The lengths at which the model's rotary tables change for all positions; None if they never do."""
     if model not in _known:
         _known[model] = _regimes(model)
     return _known[model]
@@ -73,7 +73,7 @@ def _regimes(model: nn.Module) -> LengthRegimes | None:
 
 
 def reset_rope(model: nn.Module) -> None:
-    """Put dynamic NTK's tables back to the original ones: it keeps those of the longest sequence it has seen."""
+    """Restore dynamic NTK's original tables; the module keeps those of its longest sequence."""
     for module in _rope_modules(model):
         if "dynamic" in str(module.rope_type) and isinstance(module.rope_type, str):
             module.max_seq_len_cached = module.original_max_seq_len
@@ -88,7 +88,7 @@ def _rope_modules(model: nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class RegimePart:
-    """The rows of a batch cut to one regime: the hidden states at `positions` `[n]` score the tokens `scored` `[n]`."""
+    """A batch's rows cut to one regime: the hidden states at `positions` `[n]` score the tokens `scored` `[n]`."""
 
     rows: PackedBatch
     positions: Tensor
@@ -116,7 +116,7 @@ def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimeP
             return x[rows].gather(1, order).masked_fill(padding, fill)
 
         position_ids = cut(packed.position_ids, 0)
-        if not packed.shared_prefix:  # padding continues the count there
+        if not packed.shared_prefix:  # positions continue over padding
             position_ids = packed.position_ids[rows][:, :length]
         columns = (valid.cumsum(1) - 1)[row_of, positions[scored] % width]
         prefix, branch = cut(packed.prefix, PADDING), cut(packed.branch, 0)

@@ -1,10 +1,10 @@
-"""Scorers of a user's own: how a batch of tokens becomes log-probabilities.
+"""A user's own scorer, from tokens to log-probabilities.
 
 `model.scorer: module:attr` names a function
 
     scorer(model, rows: ScoreRows, *, temperature: float) -> Tensor [B, T] | Scores
 
-which is called for the policy (with gradient) and for the reference (without), in place of Keel's own pass.
+which replaces Keel's pass for the policy (with gradient) and the reference (without).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from keel.models.pack import PackedBatch
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """One row a completion: its prompt, then its tokens, padded on the right to L; completions are up to T long.
+    """One row per completion: prompt, then completion, right-padded to L; completions have up to T tokens.
 
-    `attention_mask` is true on every real token: prompt, sampled tokens, tool output. `action_mask` says which tokens
-    of the completion the policy sampled, and is for the loss alone.
+    `attention_mask` is 1 on all real tokens: prompt, sampled tokens, tool output. `action_mask` is true on tokens that
+    the policy sampled; it is for the loss only.
     """
 
     tokens: Tensor  # [B, L]
@@ -40,7 +40,7 @@ class ScoreRows:
     action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
 
     def completion(self, next_token: Tensor) -> Tensor:
-        """The completions' part `[B, T]` of values `[B, L − 1]` whose entry i belongs to token i + 1; 0 elsewhere."""
+        """The completions' values `[B, T]` from `[B, L − 1]`, where entry i belongs to token i + 1; 0 elsewhere."""
         rows, width = self.tokens.shape
         if next_token.shape != (rows, width - 1):
             raise KeelError(f"expected values of shape {(rows, width - 1)}, got {tuple(next_token.shape)}")
@@ -53,9 +53,9 @@ Scorer = Callable[..., Tensor | Scores]
 
 
 def score_rows(packed: PackedBatch) -> ScoreRows:
-    """The rows of a batch that was packed without shared prompts, with the last token that packing leaves out."""
+    """The rows of a batch packed without shared prompts, with the last token, which packing omits."""
     if packed.shared_prefix:
-        raise KeelError("a scorer of your own reads one row a completion: pack with shared_prefix=False")
+        raise KeelError("a user's scorer needs one row per completion: pack with shared_prefix=False")
     rows, length = packed.input_ids.shape
     counts = packed.completion_mask.sum(1)
     row_lengths = (packed.prefix >= 0).sum(1)
@@ -92,7 +92,7 @@ def build_scorer(name: str) -> Scorer | None:
 
 
 def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, temperature: float) -> FullScores:
-    """The scores of a user's scorer, checked: `[B, T]`, fp32 at least, zero outside the completions."""
+    """The checked scores of a user's scorer: `[B, T]`, at least fp32, zero outside the completions."""
     result = scorer(model, score_rows(packed), temperature=temperature)
     scores = result if isinstance(result, Scores) else Scores(result)
     checked: dict[str, Tensor | None] = {"logp": scores.logp, "entropy": scores.entropy}
@@ -103,7 +103,7 @@ def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, tempera
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise KeelError(
                 f"the scorer returned {name} of {shape}: give {tuple(packed.action_mask.shape)}, one value a token of "
-                "the completion (rows.completion picks them)"
+                "the completion (rows.completion selects them)"
             )
         value = at_least_fp32(value)
         checked[name] = torch.where(packed.completion_mask, value, value.new_zeros(()))

@@ -1,4 +1,4 @@
-"""Runs of tokens in packed rows, as attention kernels want them, and the way of a tensor to its device."""
+"""Segments of packed rows for varlen attention kernels, and asynchronous copies to a device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PADDING = -1  # the prompt that a token of padding belongs to
+PADDING = -1  # the prompt index of padding
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; from main memory by pinned pages, so that nobody waits for the copy."""
+    """Copy a tensor to the device; from the CPU through pinned memory, asynchronously."""
     if torch.device(device).type != "cuda" or x.is_cuda:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -20,25 +20,25 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of tokens in the flattened rows `[R·L]`, as cumulative lengths (int32).
+    """Segments of the flattened rows `[R·L]`, as cumulative lengths (int32).
 
-    Each prompt, each completion and the padding of each row is a run of `bounds`. For the attention of completions to
-    their prompts, run i of `query_bounds` looks at run i of `key_bounds`: all of a group's completions at its prompt,
-    what else there is at nothing, so that no token has to be moved. `in_completion` `[R·L]` says who looks at a prompt.
+    Each prompt, each completion and each row's padding is a segment of `cu_seqlens`. For the attention of completions
+    to prompts, segment i of `cu_seqlens_q` attends to segment i of `cu_seqlens_k`: a group's completions to its prompt,
+    all other tokens to an empty segment. `in_completion` `[R·L]` is true on completion tokens.
     """
 
-    bounds: Tensor
-    query_bounds: Tensor
-    key_bounds: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     in_completion: Tensor
-    longest: int
-    longest_query: int
-    longest_key: int
+    max_seqlen: int
+    max_seqlen_q: int
+    max_seqlen_k: int
     has_completions: bool
 
     @staticmethod
     def of(prefix: Tensor, branch: Tensor) -> Segments:
-        """From the two numbers a token `[R, L]` of a packed batch; on the CPU, so that nothing waits for a device."""
+        """Segments from a packed batch's `prefix` and `branch` `[R, L]` on the CPU."""
         rows, length = prefix.shape
         row = torch.arange(rows).repeat_interleave(length)
         prefix, branch = prefix.flatten(), branch.flatten()
@@ -48,29 +48,29 @@ class Segments:
         totals = torch.bincount(group)
         completions = torch.bincount(group[in_completion], minlength=len(totals))
         prompts, nothing = totals - completions, torch.zeros_like(totals)
-        bounds, longest = _bounds(torch.bincount(run))
-        query_bounds, longest_query = _bounds(torch.stack((prompts, completions, nothing), dim=1).flatten())
-        key_bounds, longest_key = _bounds(torch.stack((nothing, prompts, completions), dim=1).flatten())
+        cu_seqlens, max_seqlen = _bounds(torch.bincount(run))
+        cu_seqlens_q, max_seqlen_q = _bounds(torch.stack((prompts, completions, nothing), dim=1).flatten())
+        cu_seqlens_k, max_seqlen_k = _bounds(torch.stack((nothing, prompts, completions), dim=1).flatten())
         return Segments(
-            bounds,
-            query_bounds,
-            key_bounds,
+            cu_seqlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
             in_completion,
-            longest,
-            longest_query,
-            longest_key,
+            max_seqlen,
+            max_seqlen_q,
+            max_seqlen_k,
             bool(in_completion.any()),
         )
 
     def to(self, device: torch.device | str) -> Segments:
-        """The same runs on another device."""
+        """The same segments on another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
 
 def _changes(values: Tensor) -> Tensor:
-    """Where a value differs from the one before; the first is no change."""
+    """Where a value differs from the previous one; false for the first."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), values[1:] != values[:-1]))
 
 
@@ -80,5 +80,5 @@ def _numbered(changes: Tensor) -> Tensor:
 
 def _bounds(lengths: Tensor) -> tuple[Tensor, int]:
     """Cumulative lengths from 0, and the longest."""
-    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
-    return bounds, int(lengths.max()) if len(lengths) else 0
+    cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    return cu_seqlens, int(lengths.max()) if len(lengths) else 0

@@ -1,7 +1,7 @@
-"""Weights spread over processes by FSDP2: each holds a part of every tensor, and a block is whole while it computes.
+"""Sharding of weights with FSDP2: each process holds a shard of every tensor; a block is gathered while it computes.
 
-Whoever runs a pass calls it by `through`, which is plain on a model that is not sharded; on one that is, all processes
-call it together, and all of them together read and write a tensor whole.
+Run passes with `call_with_full_weights`, a plain call for unsharded models. For sharded models all processes call it
+together, and likewise `full_tensor` and `copy_into`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 
 R = TypeVar("R")
-_ROOT = "_keel_sharded_root"  # where a sharded model knows its root: outside of its modules, which the root holds
+_ROOT = "_keel_sharded_root"  # the model's attribute for its root, outside its modules to avoid a cycle
 
 
 class Sharded(nn.Module):
-    """The root that FSDP sees: inside its forward, embedding, final norm and head are whole."""
+    """The FSDP root module: inside its forward, embedding, final norm and head are gathered."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Sharded(nn.Module):
         result = function(self.module, *args, **kwargs)
         if not is_dataclass(result):
             return result
-        # FSDP looks for the tensors of a pass in tuples and dicts, and its hooks do not hold on views.
+        # FSDP finds tensors only in tuples and dicts, and its hooks do not work on views.
         parts = {f.name: _own(getattr(result, f.name)) for f in fields(result)}
         return {"class": type(result), "fields": parts}
 
@@ -47,8 +47,8 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value._base is not None else value
 
 
-def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """`function(model, …)`, with the weights whole where the model is sharded."""
+def call_with_full_weights(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """`function(model, …)`, with gathered weights if the model is sharded."""
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
@@ -59,78 +59,77 @@ def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights are spread over processes."""
+    """Whether the weights are sharded over processes."""
     return _ROOT in vars(model)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None = None, offload: bool = False) -> None:
-    """Spread the weights over the mesh, a block at a time; gradients are summed over it, in fp32 under `amp_dtype`.
+    """Shard the weights over the mesh, block by block; gradients are summed over it, in fp32 under `amp_dtype`.
 
-    Adapters stay whole everywhere, being small. `offload` keeps this process's part in main memory.
+    Adapters are replicated, because they are small. `offload` keeps the shards in CPU memory.
     """
     body = body_of(model)
     if length_regimes(body) is not None:
         raise KeelError(
-            f"{type(body).__name__} takes another number of passes a batch by its lengths (rotary scaling), which "
-            "sharded processes cannot keep in step: use parallel.sharding=none"
+            f"{type(body).__name__} needs a number of passes that depends on a batch's lengths (rotary scaling), which "
+            "sharded processes cannot synchronise: use parallel.sharding=none"
         )
-    head_of(model)  # measured by a pass of its own, as is attention by structure: now, while weights are plain
+    head_of(model)  # measured by a forward, like structured attention: before sharding
     with torch.autocast(next(body.parameters()).device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
         try_prefix_attention(body)
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapters_of(model)}
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": adapter_parameters(model)}
     mixed = MixedPrecisionPolicy(param_dtype=amp_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     precision: dict[str, Any] = {} if amp_dtype is None else {"mp_policy": mixed}
-    blocks = blocks_of(body)
+    blocks = transformer_blocks(body)
     if not blocks:
         raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
     root = Sharded(model)
     sharded: list[Any] = [fully_shard(block, **options, **precision) for block in blocks]
-    # The rest is gathered in its own type: its products are cast as autocast casts them in one process.
+    # The rest is gathered in its own dtype; autocast casts it as in one process.
     sharded.append(fully_shard(root, **options, reshard_after_forward=True))
     for part in sharded:
-        part.set_gradient_divide_factor(1.0)  # losses are divided by what all processes counted
+        part.set_gradient_divide_factor(1.0)  # losses are divided by global denominators already
         part.set_force_sum_reduction_for_comms(True)
     vars(model)[_ROOT] = root
 
 
-def adapters_of(model: nn.Module) -> set[nn.Parameter]:
-    """What peft has added to a model, trained or kept; empty for a model without adapters."""
+def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that peft added to a model; empty without adapters."""
     if not is_lora(model):
         return set()
-    idle, active = adapter_prefixes(model)
-    added = tuple(f"{prefix}." for prefix in (*idle, *active))
+    inactive, active = adapter_prefixes(model)
+    added = tuple(f"{prefix}." for prefix in (*inactive, *active))
     return {p for name, p in model.named_parameters() if p.requires_grad or name.startswith(added)}
 
 
-def blocks_of(body: nn.Module) -> list[nn.Module]:
-    """The layers of the transformer: the largest list of modules in it; empty where it has none."""
+def transformer_blocks(body: nn.Module) -> list[nn.Module]:
+    """The transformer's layers: its largest ModuleList, or none."""
     lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all of it where it is spread over processes."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The tensor, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_in_memory(tensor: Tensor) -> Tensor:
-    """All of a tensor that is spread over processes, in main memory of the first of them (the others get nothing);
-    a copy of any other tensor."""
+def gather_to_cpu(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered to rank 0's CPU memory (empty on other ranks); a copy of any other tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     gathered = tensor.full_tensor()
     return gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what this process holds of it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor, or this process's shard of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def put(target: Tensor, source: Tensor) -> None:
-    """Write a tensor into another, a whole one too into one that is spread over processes."""
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy a full or sharded tensor into another."""
     if isinstance(target, DTensor) and not isinstance(source, DTensor):
         local = source.to(target.to_local().device, target.dtype)
         source = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)

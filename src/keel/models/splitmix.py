@@ -1,4 +1,4 @@
-"""SplitMix64 on int64 tensors: the mixing of fingerprints and of sampling noise."""
+"""SplitMix64 on int64 tensors: the hash of fingerprints and of sampling noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, made at load.
+"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, created at load.
 
-`word_model` is one with a word-level tokenizer over a closed vocabulary, for synthetic worlds: contexts stay short.
+`word_model` has a word-level tokenizer over a closed vocabulary, so that contexts of synthetic tasks stay short.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 SIGNS = "×÷−±≤≥≠≈√π²³°∞∑"
 CHARACTERS = "\n\t" + "".join(map(chr, range(32, 127))) + SIGNS
 
-# Each turn ends in EOS, as instruct models do, so that "the assistant is done" and "stop" are the same token.
+# Each turn ends in EOS, as with instruct models: the end of a turn also stops generation.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
@@ -28,10 +28,10 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: printable ASCII, newline, tab and a few signs of maths; anything else is `<unk>`.
+    """One token per character: printable ASCII, newline, tab and a few signs of maths; anything else is `<unk>`.
 
-    `decode(encode(x)) == x` for every x over `CHARACTERS`. No BOS is added by itself: the chat template writes it,
-    and a tokenizer that adds one too gives chat prompts two.
+    `decode(encode(x)) == x` for every x over `CHARACTERS`. The tokenizer adds no BOS, because the chat template
+    writes it.
     """
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -67,7 +67,7 @@ def closed_tokenizer(tokens: Iterable[str], pre_tokenizer: Any, decoder: Any) ->
 
 
 def tiny_config(tokenizer: Any) -> Any:
-    """A Llama of 4 layers, width 128, 4 heads on 2 KV heads: 1.0 million parameters, every path of a real one."""
+    """A Llama of 4 layers, width 128, 4 heads on 2 KV heads: 1.0 million parameters."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -94,7 +94,7 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mod
 
 
 def half_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """`tiny` with 2 of its 4 layers and its tokenizer: half a million parameters, a student for it."""
+    """`tiny` with 2 of its 4 layers and its tokenizer: half a million parameters, as a student model."""
     from transformers import LlamaForCausalLM
 
     tokenizer = tiny_tokenizer()
@@ -104,7 +104,7 @@ def half_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mod
 
 
 def random_model(architecture: Any, config: Any, seed: int, attn_implementation: str = "sdpa") -> nn.Module:
-    """A model with random weights: equal seeds give equal ones, and the caller's random stream is untouched."""
+    """A model with random weights: equal seeds give equal weights; the caller's RNG state is unchanged."""
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
@@ -116,7 +116,7 @@ LINE = "\n"
 
 
 def word_tokenizer(words: Sequence[str]) -> Any:
-    """One token a word and one a line break; any other word is `<unk>`.
+    """One token per word and line break; any other word is `<unk>`.
 
     `decode(encode(x)) == x` for texts of known words with single spaces between them and none around line breaks.
     """
@@ -134,7 +134,7 @@ def word_tokenizer(words: Sequence[str]) -> Any:
 
 
 def word_model(words: Sequence[str], seed: int = 0, *, layers: int = 4, width: int = 128) -> tuple[nn.Module, Any]:
-    """A random model of `tiny`'s shape, or smaller, on such a tokenizer: what a loader (`module:attr`) returns."""
+    """A random model of `tiny`'s shape, or smaller, with a word tokenizer; for loaders `module:attr`."""
     from transformers import LlamaForCausalLM
 
     tokenizer = word_tokenizer(words)

@@ -1,4 +1,4 @@
-"""What must hold of a model and its tokenizer before compute is spent on them, and what is read off both."""
+"""Checks and properties of a model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from keel.base.errors import KeelError
 
 
 def check_eos(tokenizer: Any, name: str) -> None:
-    """EOS is required: asked of the tokenizer alone, so that the weights need not be read for a refusal."""
+    """Refuse a tokenizer without EOS, before the weights are loaded."""
     if tokenizer.eos_token_id is None:
         raise KeelError(
-            f"the tokenizer of {name!r} has no EOS token, so no completion would end: "
+            f"the tokenizer of {name!r} has no EOS token, so completions would never end: "
             "set eos_token in its tokenizer_config.json"
         )
 
 
 def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
-    """EOS is required, pad defaults to EOS, and the embedding has a row for every token."""
+    """Check EOS and the embedding's size; pad defaults to EOS."""
     notes: tuple[str, ...] = ()
     check_eos(tokenizer, name)
     if tokenizer.pad_token_id is None:
@@ -48,5 +48,5 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """A digest of which text has which id: equal for tokenizers that read and write alike."""
+    """A digest of the vocabulary, equal for tokenizers with the same tokens and ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]

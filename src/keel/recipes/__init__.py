@@ -1,1 +1,1 @@
-"""Recipes: a task with its data, models and commands, built on the public API alone (docs/extending.md)."""
+"""Recipes: tasks with their data, models and commands, built only on the public API (docs/extending.md)."""

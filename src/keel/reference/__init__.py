@@ -1,4 +1,4 @@
-"""What a reference is: the policy that the KL is measured against. Made by name in `keel.reference.kinds`."""
+"""References: the policy that the KL is measured against. `keel.reference.kinds` builds them by name."""
 
 from keel.reference.base import Reference, packs_rows, shortest_context, starts_at_policy
 

@@ -1,4 +1,4 @@
-"""Reference weights over the policy's base: adapters off, a second frozen adapter, or a dense average of updates."""
+"""Reference weights that share the policy's base: adapters off, a second frozen adapter, or averaged updates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from keel.models.adapters import is_lora
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
-from keel.reference.weights import OffloadedTensors, Shard, unwrap
+from keel.reference.weights import OffloadedTensors, Sharder, unwrap
 
 
 class AdapterWeights:
-    """The policy's base with another adapter on it: none (adapters off), or one of its own, frozen.
+    """The policy's base with no adapter (adapters off) or a second, frozen adapter.
 
-    While the policy's adapter is still zero (fresh LoRA) nothing is held and the adapters are switched off; of an
-    adapter with a past (continued, or warm-started) the starting point is kept as a second adapter. Both compute
-    exactly what the policy does at that moment, so the measured KL begins at 0. With `base` the adapters are switched
-    off whatever their past: the base model itself is the reference.
+    If the policy's adapter is zero (fresh LoRA), the adapters are switched off and nothing is stored; otherwise
+    (continued or warm-started) a copy of it is stored as a second adapter. Both equal the policy at that moment, so the
+    measured KL starts at 0. With `base` the adapters are always switched off: the base model is the reference.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False, base: bool = False) -> None:
@@ -59,7 +58,7 @@ class AdapterWeights:
         self.load(state)
 
     def blend(self, policy: nn.Module, alpha: float) -> None:
-        raise NotImplementedError("the average of two adapters is no adapter of the same rank: DeltaAverage holds it")
+        raise NotImplementedError("the average of two adapters does not have their rank: use DeltaAverage")
 
     def tensors(self) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
@@ -92,11 +91,11 @@ class AdapterWeights:
     def backup(self) -> Callable[[], None]:
         return partial(self.load, self.tensors())
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Nothing to do: the base is the policy's, and adapters stay whole."""
 
     def _add(self) -> None:
-        """A second adapter beside the policy's, frozen; the policy's stays active and trainable."""
+        """Add a second, frozen adapter; the policy's stays active and trainable."""
         name, count = "reference", 1
         while name in self._model.peft_config:
             name, count = f"reference_{count}", count + 1
@@ -120,7 +119,7 @@ class AdapterWeights:
 
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
-        """The adapter `name` active; the one before and every requires_grad are put back, errors or not."""
+        """Activate the adapter `name`; the previous one and all requires_grad flags are restored at the end."""
         with _restoring_requires_grad(self._model):
             try:
                 self._model.set_adapter(name, inference_mode=True)
@@ -138,8 +137,8 @@ class DeltaAverage:
     """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix a target layer.
 
     Averaging A and B apart gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
-    with every move, so it is held dense, in fp32, and added to the base layer's output. The memory is that of the
-    target layers. Until the first move the policy's starting point is held as `AdapterWeights` does, exactly.
+    with every move, so it is stored dense in fp32 and added to the base layer's output, which takes the memory of the
+    target layers. Until the first move the initial policy is stored exactly, as by `AdapterWeights`.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
@@ -203,7 +202,7 @@ class DeltaAverage:
     def backup(self) -> Callable[[], None]:
         return partial(self.load, self.tensors())
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         """Nothing to do: the base is the policy's, and the average stays whole."""
 
     def _stored(self, delta: Tensor) -> Tensor:
@@ -212,7 +211,7 @@ class DeltaAverage:
 
 @contextmanager
 def _restoring_requires_grad(model: nn.Module) -> Iterator[None]:
-    """peft sets requires_grad whenever adapters are switched; put it back as it was."""
+    """Restore requires_grad flags, which peft sets when adapters are switched."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
@@ -228,13 +227,13 @@ def _adapters_off(model: Any) -> Iterator[None]:
 
 
 def _linear_layers(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
-    """The LoRA layers whose update is a matrix on the input; anything else has no average of this form."""
+    """The plain LoRA layers; other adapters cannot be averaged in this form."""
     from peft.tuners.lora import Linear
 
     for name, module in model.named_modules():
         if not hasattr(module, "adapter_layer_names"):
             continue
-        # DoRA and its kin are variants: their update is not a matrix that is added.
+        # The update of DoRA and other variants is not an added matrix.
         plain = isinstance(module, Linear) and adapter in module.lora_A and adapter not in module.lora_variant
         if not plain or module.lora_bias.get(adapter):
             raise KeelError(

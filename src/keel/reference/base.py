@@ -1,4 +1,4 @@
-"""What a reference is, and the built-in one: weights with a rule for when they move."""
+"""The protocol of references, and the built-in one: weights with a rule for when they move."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from keel.base.errors import KeelError
 if TYPE_CHECKING:
     from torch import nn
 
-    from keel.reference.weights import ReferenceWeights, Shard
+    from keel.reference.weights import ReferenceWeights, Sharder
 
 
 @runtime_checkable
 class Reference(Protocol):
     """The policy that the KL is measured against.
 
-    `reset_optimizer` asks the caller to forget the optimizer's moments whenever `update` returned true.
+    `reset_optimizer` asks the caller to reset the optimizer's moments when `update` returns true.
     """
 
     kind: str
@@ -28,13 +28,13 @@ class Reference(Protocol):
         """The model to score with, in eval mode and without gradients; the policy is restored after the context."""
 
     def update(self, policy: nn.Module, step: int, measured_kl: float | None = None) -> bool:
-        """Move if it is time, after `step` finished steps, with the KL measured in nats per token; did it move?"""
+        """Move if due after `step` finished steps; `measured_kl` is in nats per token. Returns whether it moved."""
 
     def state_dict(self) -> dict[str, Any]:
         """The weights, how often they moved, and their fingerprint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; a fingerprint that does not match afterwards is an error."""
+        """Restore `state_dict`; raises an error if the fingerprint does not match afterwards."""
 
     def fingerprint(self) -> str:
         """A digest of the reference's effective weights."""
@@ -47,8 +47,8 @@ When = Callable[[int, float | None], bool]
 class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
 
-    `teacher` names the model that they are of, where that is not the policy's; `shared_prefix` says whether it may be
-    given several completions in a row, `context_length` how many tokens it reads at most.
+    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
+    several completions in one row, `context_length` is its largest number of tokens.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RuleReference:
             self._weights.load(state["weights"])
             self._check_restored(str(state["fingerprint"]))
         except Exception:
-            restore()  # a refused checkpoint leaves the reference as it was
+            restore()  # keep the reference if the checkpoint is refused
             raise
         self.moves, self.moved_at = int(state["moves"]), state["moved_at"]
 
@@ -112,9 +112,9 @@ class RuleReference:
     def fingerprint(self) -> str:
         return self._weights.fingerprint()
 
-    def spread(self, shard: Shard) -> None:
-        """Spread the weights over the processes, where they are not the policy's own."""
-        self._weights.spread(shard)
+    def shard(self, sharder: Sharder) -> None:
+        """Shard the weights over the processes, if they are not the policy's own."""
+        self._weights.shard(sharder)
 
 
 def starts_at_policy(reference: Reference | None) -> bool:
@@ -123,11 +123,11 @@ def starts_at_policy(reference: Reference | None) -> bool:
 
 
 def shortest_context(policy: int | None, reference: Reference | None) -> int | None:
-    """The context that policy and reference both have; None without a limit."""
+    """The shorter context of policy and reference; None without a limit."""
     own = reference.context_length if isinstance(reference, RuleReference) else None
     return min((length for length in (policy, own) if length is not None), default=None)
 
 
 def packs_rows(reference: Reference | None) -> bool:
-    """Whether the reference may be given several completions in a row, where the policy may."""
+    """Whether the reference can score several completions in one row."""
     return reference.shared_prefix if isinstance(reference, RuleReference) else True

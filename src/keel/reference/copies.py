@@ -1,4 +1,4 @@
-"""Weights to score with, made of a policy as it is now: a full copy, or its adapters alone."""
+"""Reference weights from the current policy: a full copy, or its adapters only."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from keel.reference.weights import ReferenceWeights, unwrap
 
 
 def has_adapter(policy: nn.Module) -> bool:
-    """Whether LoRA is on the policy."""
+    """Whether the policy has a LoRA adapter."""
     return is_lora(unwrap(policy))
 
 
 def copied(policy: nn.Module, offload: bool) -> ReferenceWeights:
-    """The policy's weights as they are."""
+    """A copy of the current policy's weights."""
     return AdapterWeights(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)
 
 
 def base_of(loaded: LoadedModel, model: str) -> ReferenceWeights | None:
-    """The policy's base without its adapters, if the model of that name is it; else None."""
+    """The policy's base without its adapters, if `model` names it; else None."""
     if model != loaded.name or not has_adapter(loaded.model):
         return None
     return AdapterWeights(loaded.model, base=True)
 
 
 def averaged(policy: nn.Module, offload: bool) -> ReferenceWeights:
-    """The same, to be averaged with the policy's: adapters by their products BA."""
+    """A copy that can be averaged with the policy; adapters by their products BA."""
     return DeltaAverage(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint, persistent_buffers
 from keel.models.head import evaluating
-from keel.models.sharding import own_part, put, whole_in_memory
-from keel.reference.weights import OffloadedTensors, Shard, unwrap
+from keel.models.sharding import copy_into, gather_to_cpu, local_tensor
+from keel.reference.weights import OffloadedTensors, Sharder, unwrap
 
 
 class FullCopy:
-    """A second model of the same weights, frozen; `offload` keeps it in main memory between uses, but for its head.
+    """A frozen copy of the policy; `offload` keeps it on the CPU between uses, except its head.
 
-    The exact KL keeps the reference's hidden states and applies its head while the policy's own pass runs, outside
-    the context.
+    The exact KL applies the reference's head during the policy's pass, outside the context, so the head stays on the
+    device.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
         self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
         self._copy.zero_grad(set_to_none=True)
         self._tensors = _state(self._copy)
-        # A moving average below fp32 stalls: steps under half a unit in the last place round to nothing.
+        # fp32 masters: a moving average below fp32 stalls, since small steps round to 0.
         self._masters: dict[str, Tensor] = {}
         self._offloaded = OffloadedTensors(movable(self._copy)) if offload else None
 
@@ -39,7 +39,7 @@ class FullCopy:
     @torch.no_grad()
     def assign(self, policy: nn.Module) -> None:
         for name, source in self._sources(policy):
-            put(self._tensors[name], source)
+            copy_into(self._tensors[name], source)
         self._masters.clear()
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class FullCopy:
         for name, source in self._sources(policy):
             tensor = self._tensors[name]
             if not tensor.is_floating_point():
-                tensor.copy_(source)  # a counter has no average
+                tensor.copy_(source)  # integer buffers are not averaged
                 continue
             if tensor.dtype in (torch.float32, torch.float64):
                 tensor.lerp_(source.to(tensor), alpha)
@@ -57,16 +57,16 @@ class FullCopy:
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = {name: self._masters.get(name, tensor.detach()) for name, tensor in self._tensors.items()}
-        return {name: whole_in_memory(tensor) for name, tensor in tensors.items()}
+        return {name: gather_to_cpu(tensor) for name, tensor in tensors.items()}
 
     def backup(self) -> Callable[[], None]:
-        parts = {name: own_part(tensor.detach()).clone() for name, tensor in self._tensors.items()}
+        parts = {name: local_tensor(tensor.detach()).clone() for name, tensor in self._tensors.items()}
         masters = {name: master.clone() for name, master in self._masters.items()}
 
         def restore() -> None:
             with torch.no_grad():
                 for name, tensor in self._tensors.items():
-                    own_part(tensor).copy_(parts[name])
+                    local_tensor(tensor).copy_(parts[name])
             self._masters = masters
 
         return restore
@@ -82,17 +82,17 @@ class FullCopy:
                 )
         self._masters.clear()
         for name, tensor in self._tensors.items():
-            put(tensor, tensors[name])
+            copy_into(tensor, tensors[name])
             if tensors[name].dtype != tensor.dtype:
                 master = torch.empty_like(tensor, dtype=tensors[name].dtype)
-                put(master, tensors[name])
+                copy_into(master, tensors[name])
                 self._masters[name] = master
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is not None:
             offloaded.restore()
-        shard(self._copy, offload=offloaded is not None)
+        sharder(self._copy, offload=offloaded is not None)
         self._tensors = _state(self._copy)
 
     def fingerprint(self) -> str:
@@ -106,12 +106,12 @@ class FullCopy:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that make the model what it is, by name: those its fingerprint is of."""
+    """The parameters and persistent buffers by name, which the fingerprint covers."""
     return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
 
 
 def movable(model: nn.Module) -> list[Tensor]:
-    """Every tensor of the model but those of its output head."""
+    """All tensors of the model except those of its output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     stays = {id(tensor) for tensor in head.parameters()} if isinstance(head, nn.Module) else set()
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in stays]

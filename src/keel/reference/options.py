@@ -8,7 +8,7 @@ from keel.base.options import PluginOptions
 
 
 class ReferenceOptions(PluginOptions):
-    """The reference and its own parameters."""
+    """The reference and its parameters."""
 
     named_by = "kind"
 

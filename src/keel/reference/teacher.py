@@ -15,7 +15,7 @@ from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.reference.full import movable
-from keel.reference.weights import OffloadedTensors, Shard
+from keel.reference.weights import OffloadedTensors, Sharder
 
 
 class TeacherWeights:
@@ -48,11 +48,11 @@ class TeacherWeights:
     def fingerprint(self) -> str:
         return fingerprint(self._model)
 
-    def spread(self, shard: Shard) -> None:
+    def shard(self, sharder: Sharder) -> None:
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is not None:
             offloaded.restore()
-        shard(self._model, offload=offloaded is not None)
+        sharder(self._model, offload=offloaded is not None)
 
 
 def load_teacher(

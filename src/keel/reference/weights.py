@@ -1,4 +1,4 @@
-"""The weights of a reference: what every kind of reference shares, whatever moves it."""
+"""The weights of a reference, independent of its rule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 
-class Shard(Protocol):
-    """Spreads a model's weights over the processes, in place."""
+class Sharder(Protocol):
+    """Shards a model's weights over the processes, in place."""
 
     def __call__(self, model: nn.Module, *, offload: bool = False) -> None: ...
 
@@ -29,19 +29,19 @@ class ReferenceWeights(Protocol):
         """Become α × policy + (1 − α) × themselves, in the space of effective weights."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved."""
+        """The tensors to save."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave."""
+        """Load the result of `tensors`."""
 
     def backup(self) -> Callable[[], None]:
-        """Remember the weights as they are now; what is returned puts them back."""
+        """Save the current weights; the returned function restores them."""
 
     def fingerprint(self) -> str:
         """A digest of the effective weights."""
 
-    def spread(self, shard: Shard) -> None:
-        """Spread weights that are a model of their own over the processes, as the policy's are by now."""
+    def shard(self, sharder: Sharder) -> None:
+        """Shard weights that are a separate model over the processes, as the policy's."""
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -51,7 +51,7 @@ def unwrap(model: nn.Module) -> Any:
 
 
 class OffloadedTensors:
-    """Tensors in main memory that are on the device only while they are used."""
+    """Tensors on the CPU that are moved to the device only while in use."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
@@ -59,18 +59,18 @@ class OffloadedTensors:
         self.offload()
 
     def restore(self) -> None:
-        """All tensors back on the device, for good."""
+        """Move all tensors back to the device permanently."""
         for tensor, in_memory in self.pairs:
             tensor.data = in_memory.to(self.device)
 
     def offload(self) -> None:
-        """Point each tensor at its copy in main memory; the device's copy is dropped, nothing travels."""
+        """Point each tensor at its CPU copy and drop the device's copy; nothing is copied."""
         for tensor, in_memory in self.pairs:
             tensor.data = in_memory
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The tensors on the device until the context is left; a device too full for them leaves all in main memory."""
+        """The tensors on the device within the context; if memory runs out, all stay on the CPU."""
         try:
             for tensor, in_memory in self.pairs:
                 tensor.data = in_memory.to(self.device)

@@ -1,14 +1,14 @@
-"""What an engine is: it samples completions from the policy. Engines are made by name in `keel.rollout.registry`."""
+"""Engines sample completions from the policy; `keel.rollout.registry` builds them by name."""
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.rollout.engine import Engine, EngineWrapper
     from keel.rollout.request import Request, Turn
     from keel.rollout.sampling import SamplingParams
 else:
-    __getattr__ = public_names(__name__, "engine request sampling")
+    __getattr__ = lazy_attributes(__name__, "engine request sampling")
 
 __all__ = ["Engine", "EngineWrapper", "Request", "SamplingParams", "Turn"]

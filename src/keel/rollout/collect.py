@@ -1,4 +1,4 @@
-"""Collect: problems in, judged groups out, over one turn or several."""
+"""Collect judged groups for problems, over one turn or several."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs.base import Task
-from keel.envs.calls import CallFailed, call_now
+from keel.envs.calls import CallFailed, call_sync
 from keel.envs.episode import Episode, EpisodeRunner, Key, Transcript
 from keel.envs.judge import Judge
 from keel.rollout.engine import Engine, check_engine, turn_by_turn
@@ -25,7 +25,7 @@ _NOTED = ("prompt_tokens_cut",)
 
 @dataclass
 class _Trajectory:
-    """One completion on its way: everything after the prompt, and the model's turns so far."""
+    """A completion in progress: the tokens after the prompt, and the model's turns so far."""
 
     group: int
     sample: int
@@ -39,7 +39,7 @@ class _Trajectory:
     failed: bool = False  # its environment raised or hung
 
     def append_turn(self, turn: Completion, *, only_filtered: bool = False) -> None:
-        """`only_filtered` says that the engine's log-probabilities are those after filters: others are not known."""
+        """`only_filtered`: the engine reports log-probabilities after filters only; unfiltered ones become NaN."""
         unknown = [math.nan if action else 0.0 for action in turn.action] if only_filtered else None
         self.tokens += turn.tokens
         self.action += turn.action
@@ -71,16 +71,16 @@ class _Trajectory:
 
 @dataclass(frozen=True)
 class Collector:
-    """From problems to judged groups, over one turn or several.
+    """Collects judged groups for problems, over one turn or several.
 
-    Several turns: each completion has an `Episode` of the task's, which takes the model's turns; the tokens of its
-    replies are appended with action False. `max_completion_length` is the budget of a whole episode, replies included;
-    one that a reply would overrun ends there with stop_reason `length`. `max_turn_length` is the budget of one turn: a
-    turn that it cuts off is answered like any other. An episode that would go on after `max_turns` has the stop_reason
-    `turns`. Tokens are only ever appended, never encoded again, and noise goes on at the position where it stopped.
-    Episodes do not wait for each other: one that is answered goes on beside those still in an earlier turn. Without
-    `join_turns` they do, and all are answered together. With `overlap_tools` sampling goes on while slow tools work:
-    which episodes share a pass then depends on the clock, and with it the last digits.
+    Multi-turn: each completion has an `Episode` of the task, which answers the model's turns; tokens of its replies are
+    appended with action False. `max_completion_length` is the token budget of an episode including replies; an episode
+    whose reply does not fit ends with stop_reason `length`. `max_turn_length` is the budget of one turn; a truncated
+    turn is answered like any other. An episode that would continue after `max_turns` ends with stop_reason `turns`.
+    Tokens are only appended, never re-encoded, and noise continues at the next position.
+    With `join_turns` an answered episode continues while others are still in an earlier turn; without it all are
+    answered together. With `overlap_tools` sampling continues while slow tools run: which episodes share a pass, and so
+    the last digits of a run, then depend on timing.
     """
 
     engine: Engine
@@ -95,22 +95,22 @@ class Collector:
     overlap_tools: bool = False
     max_prompt_length: int | None = None
     truncation: str = "error"
-    release: bool = False  # free the engine's memory after each rollout, for the update
-    world: World = ALONE
+    release: bool = False  # free the engine's memory after each rollout
+    world: World = SINGLE_PROCESS
 
     def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
-        """One judged group a problem, in order, except groups that the judge skips (its `failures` name them).
+        """Collect one judged group per problem, in order; groups that the judge skips are in its `failures`.
 
-        Each process of `world` collects its share of the problems; all return all groups and record all failures.
+        Each process of `world` collects its share of the problems and returns the groups and failures of all.
         """
         engine, task, sampling, judge = self.engine, self.task, self.sampling, self.judge
         check_engine(engine)
         if self.max_turns < 1:
             raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
-        if self.max_turns > 1 and not task.several_turns:
+        if self.max_turns > 1 and not task.multi_turn:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
         _check_keys(problems)
-        all_problems, problems, recorded = problems, self.world.share(problems), len(judge.failures)
+        all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
         full_prompts = [self.renderer.prompt(problem) for problem in problems]
         longest, cut_by = self.max_prompt_length, self.truncation
         prompts = [fit(t, longest, cut_by, p.key) for t, p in zip(full_prompts, problems, strict=True)]
@@ -130,12 +130,12 @@ class Collector:
                 trajectory = trajectories.setdefault(key, _Trajectory(*key))
                 _check_appended(turn, prompts[key[0]], trajectory)
                 trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
-                if task.several_turns:
+                if task.multi_turn:
                     runner.submit([(key, problems[key[0]], turn.completion.text)])
             return next_requests("no" if self.overlap_tools else "all")
 
         def next_requests(wait: str) -> list[Request]:
-            """The next turns of the episodes that have their reply."""
+            """Requests for the episodes whose reply is ready."""
             continued = []
             for key, reply in runner.ready(wait=wait).items():
                 trajectory, problem = trajectories[key], problems[key[0]]
@@ -147,7 +147,7 @@ class Collector:
             return continued
 
         converse = engine.converse if self.join_turns and self.max_turns > 1 else partial(turn_by_turn, engine)
-        # Where all wait for tools, sampling begins anew with the first reply: with slots for the others too.
+        # If all episodes wait for tools, sampling restarts with the first reply; keep slots for the others.
         capacity = sampling.max_batch or len(problems) * sampling.num_generations or None
         batched = replace(sampling, max_batch=capacity) if self.overlap_tools else sampling
         try:
@@ -157,7 +157,7 @@ class Collector:
                 while runner.waiting and not requests:
                     requests = next_requests("one")
             cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
-            noted = [with_cut_noted(problem, count) for problem, count in zip(problems, cut, strict=True)]
+            noted = [with_prompt_tokens_cut(problem, count) for problem, count in zip(problems, cut, strict=True)]
             finished = [trajectories[key] for key in sorted(trajectories)]
             groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
         finally:
@@ -173,22 +173,22 @@ class Collector:
 
 
 def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
-    """The groups of all processes, in the order of the problems; the judge records their failures past `recorded`."""
+    """Gather the groups of all processes in the order of the problems, and their failures after `recorded`."""
     if world.size == 1:
         return groups
     travelling = [replace(group, problem=_without_contents(group.problem)) for group in groups]
-    parts = world.gather((travelling, judge.failures[recorded:]))
+    parts = world.all_gather((travelling, judge.failures[recorded:]))
     judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
     by_key = {group.problem.key: group for part, _ in parts for group in part}
     return [
-        replace(group, problem=with_cut_noted(problem, group.problem.info.get("prompt_tokens_cut", 0)))
+        replace(group, problem=with_prompt_tokens_cut(problem, group.problem.info.get("prompt_tokens_cut", 0)))
         for problem in problems
         if (group := by_key.get(problem.key)) is not None
     ]
 
 
 def _without_contents(problem: Problem) -> Problem:
-    """What the others do not know of a problem: they have drawn it too, and it may hold what cannot be sent."""
+    """The problem without its contents, which other processes have and which may not be serialisable."""
     return Problem(problem.key, "", info={name: problem.info[name] for name in _NOTED if name in problem.info})
 
 
@@ -200,7 +200,7 @@ def _append_reply(
     sampling: SamplingParams,
     max_turns: int,
 ) -> bool:
-    """Append the environment's reply; False where the episode is over."""
+    """Append the environment's reply; False if the episode is over."""
     if reply is None or len(trajectory.tokens) >= sampling.max_completion_length:
         return False
     if len(trajectory.turns) >= max_turns:
@@ -216,7 +216,7 @@ def _append_reply(
 
 
 def _check_appended(turn: Turn, prompt: tuple[int, ...], trajectory: _Trajectory) -> None:
-    """Refuse a turn that continues other tokens than those sampled so far, as text that was encoded again would."""
+    """Refuse a turn whose context differs from the tokens so far, as after re-encoding the text."""
     if turn.request.tokens != (*prompt, *trajectory.tokens):
         raise KeelError(
             f"problem {turn.request.key!r}: turn {len(trajectory.turns) + 1} continues other tokens than the prompt "
@@ -253,7 +253,7 @@ def _judged(
         by_group[trajectory.group].append(trajectory)
     for problem, prompt, members in zip(problems, prompts, by_group, strict=True):
         transcripts = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
-        counts = [{"turn/count": float(len(t.turns))} if task.several_turns else {} for t in members]
+        counts = [{"turn/count": float(len(t.turns))} if task.multi_turn else {} for t in members]
         read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
         rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
         if rewards is not None:
@@ -270,12 +270,12 @@ def _read_counts(
     counts: Sequence[dict[str, float]],
     sample: int,
 ) -> bool:
-    """Add what an episode counts; False, with the failure recorded, where it does not say."""
+    """Add an episode's counters; on failure record it and return False."""
     episode = transcripts[sample].episode
-    if episode is None or not task.several_turns:
+    if episode is None or not task.multi_turn:
         return True
     try:
-        counts[sample].update(call_now(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
+        counts[sample].update(call_sync(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
     except CallFailed as failure:
         judge.record(f"{task.name}.counts", problem, sample, failure)
         return False
@@ -290,8 +290,8 @@ def _counts(episode: Episode) -> dict[str, float]:
     return counts
 
 
-def with_cut_noted(problem: Problem, cut: int) -> Problem:
-    """The problem, with the number of prompt tokens that were cut off noted in its info."""
+def with_prompt_tokens_cut(problem: Problem, cut: int) -> Problem:
+    """The problem with the number of truncated prompt tokens in its info."""
     if not cut:
         return problem
     info: Mapping[str, Any] = {**problem.info, "prompt_tokens_cut": cut}
@@ -301,7 +301,7 @@ def with_cut_noted(problem: Problem, cut: int) -> Problem:
 def _check_context(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
-    """Refuse an episode that could outgrow the model's context in a later turn, before the first is sampled."""
+    """Refuse an episode that could exceed the model's context, before sampling."""
     context = engine.context
     for problem, prompt in zip(problems, prompts, strict=True):
         if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:

@@ -1,4 +1,4 @@
-"""The one protocol of engines: every method and capability with its default, and checks of what an engine returns."""
+"""The base class of engines: methods and capabilities with defaults, and checks of what an engine returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.parts import Forwarded
+from keel.base.parts import DelegatedAttribute
 from keel.base.types import Completion
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
@@ -17,33 +17,33 @@ Answer = Callable[[list[Turn]], Iterable[Request]]
 _BY_TURN = ("generate", "converse")
 
 
-class OtherModel(KeelError):
-    """The sampler is of another model than the policy: another shape, tokenizer, or base under an adapter."""
+class ModelMismatch(KeelError):
+    """The sampler's model differs from the policy in shape, tokenizer, or the base of an adapter."""
 
 
 class StaleWeights(KeelError):
-    """The sampler does not hold the policy's weights after they were sent."""
+    """The sampler does not hold the policy's weights after a sync."""
 
 
 class Interrupted(Exception):
-    """Raised where an engine samples that another thread has interrupted."""
+    """Raised in a sampling call that another thread interrupts."""
 
 
 class Engine:
-    """Samples completions from the policy. Derive from it, write `generate`, and declare what else holds.
+    """Samples completions from the policy. A subclass implements `generate` and declares its capabilities.
 
-    An engine that has weights of its own writes `sync` too. Where `generate` is written nearer to a class than
-    `converse`, by itself or by a mixin, each turn is asked of that `generate`, whatever `converse` it inherits.
+    An engine with its own weights also implements `sync`. If a class (or a mixin) overrides `generate` but inherits
+    `converse`, turns are sampled by that `generate`.
     """
 
-    shares_weights: bool = False  # samples with the policy's own tensors, so that there is nothing to sync
-    native: bool = False  # samples by the policy's own modules, or by copies of them: only rounding sets it apart
-    logp_after_filters: bool = False  # `sample_logp` is of the distribution that top-p, top-k and min-p leave
-    context: int | None = None  # tokens that prompt and completion may have together; None where nothing limits them
-    version: int | None = None  # the policy version of the last `sync`; None where weights are shared
-    proven: str = ""  # what the last `sync` has shown of the sampler's weights; empty where nothing was read back
-    notes: tuple[str, ...] = ()  # what it does another way than the fastest, and why; a run on a GPU shows them
-    on_finished: Callable[[int], None] | None = None  # called with the number of completions that have just ended
+    shares_weights: bool = False  # samples with the policy's own tensors, so sync has nothing to do
+    native: bool = False  # samples with the policy's modules or copies of them, so that it differs by rounding only
+    logp_after_filters: bool = False  # `sample_logp` is the log-probability after top-p, top-k and min-p
+    context: int | None = None  # largest number of tokens of prompt and completion; None without a limit
+    version: int | None = None  # the policy version of the last `sync`; None if weights are shared
+    proven: str = ""  # how the last `sync` verified the weights; empty if nothing was read back
+    notes: tuple[str, ...] = ()  # fallbacks from the fastest path, and why; shown by runs on a GPU
+    on_finished: Callable[[int], None] | None = None  # called with the number of completions that just ended
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -54,7 +54,7 @@ class Engine:
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
-        """As many completions of each request as it draws, in order; noise is keyed by seed, attempt and step."""
+        """Sample the completions of each request, in order; noise is keyed by seed, attempt and step."""
         raise NotImplementedError
 
     def converse(
@@ -67,44 +67,44 @@ class Engine:
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: `answer` takes the turns that have ended and returns those that continue.
+        """Sample multi-turn episodes: `answer` takes finished turns and returns the requests that continue them.
 
-        By default all episodes finish their turn, then all are answered. `answer` may be called without a turn, for
-        requests that have become ready.
+        By default all episodes finish their turn, then all are answered. `answer` may be called without turns, to get
+        requests that became ready.
         """
         turn_by_turn(self, requests, sampling, answer, seed=seed, attempt=attempt, step=step)
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        """Take over the policy's weights."""
+        """Copy the policy's weights."""
         if not self.shares_weights:
             raise KeelError(
-                f"the engine {type(self).__name__} has no sync: write one that takes over the policy's weights, or "
+                f"the engine {type(self).__name__} has no sync: write one that copies the policy's weights, or "
                 "declare shares_weights = True"
             )
 
     def release(self) -> None:
-        """Free memory that the update needs and the next rollout does not."""
+        """Free memory that is not needed until the next rollout."""
 
     def events(self) -> list[tuple[str, str]]:
-        """What has happened to the sampler since it was last asked, as codes and messages for the run's events."""
+        """Events of the sampler since the last call, as (code, message)."""
         return []
 
     def interrupt(self) -> None:
-        """Called while another thread samples, for the last time: let that raise `Interrupted` soon, where it can."""
+        """Make a sampling call in another thread raise `Interrupted` soon, if possible; called before `close`."""
 
     def close(self) -> None:
-        """End what the engine has started: processes, connections."""
+        """Close processes and connections of the engine."""
 
 
 class EngineWrapper(Engine):
-    """An engine around another: all that a subclass does not change is the inner engine's, but for `native`."""
+    """Wraps another engine and forwards everything that a subclass does not override, except `native`."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
 
 
-class _ForwardedWrite(Forwarded):
-    """One that others set, and the inner engine reads."""
+class _ForwardedWrite(DelegatedAttribute):
+    """A forwarded attribute that can be set."""
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         setattr(wrapper.inner, self.name, value)
@@ -112,14 +112,14 @@ class _ForwardedWrite(Forwarded):
 
 for _name in [
     name for name in vars(Engine) if not name.startswith("_") and name != "native"
-]:  # what is added to Engine is forwarded too
-    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else Forwarded)(_name))
+]:  # new attributes of Engine are forwarded too
+    setattr(EngineWrapper, _name, (_ForwardedWrite if _name == "on_finished" else DelegatedAttribute)(_name))
 
 
 def turn_by_turn(
     engine: Engine, requests: Sequence[Request], sampling: SamplingParams, answer: Answer, **noise: int
 ) -> None:
-    """Several turns by `generate` alone: all episodes finish their turn, then all are answered."""
+    """Sample episodes with `generate` alone: all finish their turn, then all are answered."""
     while requests:
         groups = engine.generate(requests, sampling, **noise)
         requested = [len(request.drawn(sampling)) for request in requests]
@@ -139,7 +139,7 @@ def turn_by_turn(
 
 
 def check_engine(engine: Any, label: str | None = None) -> None:
-    """Refuse an object or a class that is no `Engine`, or that cannot sample."""
+    """Refuse an object or class that is no `Engine` or has no `generate`."""
     cls = engine if isinstance(engine, type) else type(engine)
     label = label or f"the engine {cls.__name__}"
     if not issubclass(cls, Engine):

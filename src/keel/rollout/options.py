@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.options import Above0, Count, Float, NotNegative, Options, PluginOptions, Positive, Share, Temperature
+from keel.base.options import (
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PluginOptions,
+    PositiveFloat,
+    PositiveInt,
+    Temperature,
+)
 
 
 class EngineOptions(PluginOptions):
@@ -16,26 +26,29 @@ class EngineOptions(PluginOptions):
 
 
 class VllmOptions(Options):
-    """Where vLLM samples, and what it may take."""
+    """Where vLLM samples, and its resources."""
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate",
-        description="In the process of the training, sleeping during the update; or a server (keel serve).",
+        description="colocate: in the training process, asleep during the update; server: behind keel serve.",
     )
     url: tuple[str, ...] | str | None = Field(
-        default=None, description="Address of the server, such as http://127.0.0.1:8000; several share the problems."
+        default=None,
+        description="Address of the server, such as http://127.0.0.1:8000; a list of servers shares the problems.",
     )
     secret: str | None = Field(
-        default=None, description="The server's shared secret, best as $NAME of an environment variable."
+        default=None, description="The server's shared secret, preferably $NAME of an environment variable."
     )
-    tensor_parallel_size: Positive = Field(default=1, description="GPUs that one sampler is spread over (keel serve).")
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="GPUs that share one sampler's model (keel serve)."
+    )
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Share of a GPU's memory for the sampler's weights, keys and values; null: 0.3 in the process, "
-        "keel serve's own.",
+        description="Share of a GPU's memory for the sampler's weights, keys and values; null is 0.3 when "
+        "colocated, else the default of keel serve.",
     )
-    max_model_len: Positive | None = Field(
-        default=None, description="Tokens of prompt and completion together; null is the model's own."
+    max_model_len: PositiveInt | None = Field(
+        default=None, description="Largest number of tokens of prompt and completion; null is the model's context."
     )
     transfer: Literal["http", "nccl"] = Field(
         default="http",
@@ -43,10 +56,10 @@ class VllmOptions(Options):
         "GPU yet), for a server of keel serve --transfer nccl. Adapters always go as files.",
     )
     cuda_graphs: bool = Field(
-        default=True, description="vLLM compiles and decodes by CUDA graphs: a slower start, faster steps."
+        default=True, description="Let vLLM compile and use CUDA graphs: a slower start, faster steps."
     )
-    wait_s: Above0 = Field(
-        default=120.0, description="Seconds that the training waits for a server that is lost or does not answer."
+    wait_s: PositiveFloat = Field(
+        default=120.0, description="Seconds to wait for a server that is lost or does not answer."
     )
 
     @property
@@ -59,64 +72,67 @@ class RolloutOptions(Options):
     """How completions are sampled."""
 
     engine: EngineOptions | str = Field(
-        default="native", description="Engine that samples: native, vllm, or a user's module:attr, also as {name, …}."
+        default="native", description="Engine that samples: native, vllm, or a user's module:attr, or {name, …}."
     )
-    prompts_per_step: Positive = Field(default=16, description="Problems a step; each gives one group of completions.")
-    num_generations: Positive = Field(default=8, description="Completions a problem, compared with each other.")
+    prompts_per_step: PositiveInt = Field(
+        default=16, description="Problems per step; each gives one group of completions."
+    )
+    num_generations: PositiveInt = Field(default=8, description="Completions per problem, compared with each other.")
     temperature: Temperature = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
-    top_k: Count = Field(default=0, description="Most probable tokens kept; 0 is off.")
-    min_p: Share = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
-    max_completion_length: Positive = Field(
-        default=64, description="Longest completion in tokens, over all turns and the messages between them."
+    top_k: NonNegativeInt = Field(default=0, description="Most probable tokens kept; 0 is off.")
+    min_p: Fraction = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
+    max_completion_length: PositiveInt = Field(
+        default=64, description="Largest number of tokens of a completion, over all turns and replies."
     )
-    max_turns: Positive = Field(default=1, description="Most turns of the model in an episode.")
-    max_turn_length: Positive | None = Field(
-        default=None, description="Longest turn of the model in tokens; null: only max_completion_length counts."
+    max_turns: PositiveInt = Field(default=1, description="Largest number of model turns in an episode.")
+    max_turn_length: PositiveInt | None = Field(
+        default=None, description="Largest number of tokens of one turn; null: only max_completion_length applies."
     )
     join_turns: bool = Field(
         default=True,
-        description="Episodes that were answered join those still speaking; false: all are answered together, which "
-        "suits slow tools.",
+        description="Answered episodes join those still being sampled; false: all are answered together, which suits "
+        "slow tools.",
     )
     overlap_tools: bool = Field(
         default=False,
-        description="Sampling goes on while slow tools work; which episodes share a pass then depends on the clock, so "
-        "that the last digits of a run vary.",
+        description="Continue sampling while slow tools run; which episodes share a pass then depends on timing, so "
+        "the last digits of a run vary.",
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
-    max_batch: Positive | None = Field(default=None, description="Completions sampled at a time; null for all of them.")
-    kept_gib: NotNegative = Field(
-        default=1.0,
-        description="GiB of the model's device for keys and values between turns; what finds no room is read again.",
+    max_batch: PositiveInt | None = Field(
+        default=None, description="Completions sampled at a time; null for all of them."
     )
-    max_staleness: Count = Field(
+    kv_cache_gib: NonNegativeFloat = Field(
+        default=1.0,
+        description="GiB of KV cache between turns, on the model's device; contexts without room are prefilled again.",
+    )
+    max_staleness: NonNegativeInt = Field(
         default=0,
-        description="Steps that sampling may be ahead of the updates, which goes on beside them; 0: one after the "
-        "other.",
+        description="Steps that sampling may run ahead of the updates, in parallel; 0: sample and update in turn.",
     )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
-        description="Type of the weights that sample; auto: on a GPU that of the training passes (a copy, under "
-        "optim.precision), elsewhere the policy's own.",
+        description="Dtype of the sampler's weights; auto is that of the training passes on a GPU (a copy, under "
+        "optim.precision), elsewhere the policy's.",
     )
     cuda_graphs: bool = Field(
-        default=True, description="Decode by CUDA graphs where the model allows it (Llama-shaped, on a GPU)."
+        default=True, description="Decode with CUDA graphs if the model allows it (Llama-shaped, on a GPU)."
     )
 
     vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
 
     @property
     def filtered(self) -> bool:
-        """Whether top-p, top-k or min-p cut the distribution that is sampled."""
+        """Whether top-p, top-k or min-p filter the sampled distribution."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def turns(self) -> dict[str, Any]:
-        """What a `Collector` takes of it beside the sampling, as plain data."""
+        """The `Collector` arguments for turns, as plain data."""
         return self.model_dump(include={"max_turns", "max_turn_length", "join_turns", "overlap_tools"})
 
     @property
     def named_engine(self) -> EngineOptions:
-        """The engine with its parameters, also where it is a name alone."""
+        """The engine with its parameters, even if given as a name only."""
         return EngineOptions(name=self.engine) if isinstance(self.engine, str) else self.engine

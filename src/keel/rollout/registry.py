@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from keel.rollout.engine import Engine
     from keel.rollout.native.engine import NativeEngine
 
-# Options of `rollout` that only some of Keel's own engines read.
-READ_BY = {"kept_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
+# Options of `rollout` that only some built-in engines read.
+READ_BY = {"kv_cache_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_weights: bool = False) -> NativeEngine:
-    """Keel's own engine; with one turn there is no KV cache to keep between turns.
+    """Build Keel's own engine; the KV cache between turns is off with one turn.
 
-    `auto` shares the weights here, unless it is to have its own.
+    With dtype `auto` it shares the policy's weights, unless `own_weights`.
     """
     from keel.models.dtypes import DTYPES
     from keel.models.head import module_dtype
     from keel.rollout.native.engine import NativeEngine
 
-    kept_bytes = int(rollout.kept_gib * 2**30) if rollout.max_turns > 1 else 0
+    kv_cache_bytes = int(rollout.kv_cache_gib * 2**30) if rollout.max_turns > 1 else 0
     dtype = None if rollout.dtype == "auto" else DTYPES[rollout.dtype]
     return NativeEngine(
         model,
         tokenizer,
         copy=own_weights,
         dtype=None if dtype == module_dtype(model) else dtype,
-        kept_bytes=kept_bytes,
+        kv_cache_bytes=kv_cache_bytes,
         graphs=rollout.cuda_graphs,
     )
 
@@ -47,7 +47,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {"native": native, "vllm": vllm}
 
 
 def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
-    """What makes the engine of this name; a class that is no engine is refused."""
+    """The factory of the engine called `name`; a class that is no engine is refused."""
     if name in ENGINES:
         return ENGINES[name]
     if not is_import_path(name):
@@ -63,30 +63,33 @@ def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engi
 def build_engine(
     rollout: RolloutOptions, model: nn.Module, tokenizer: Any, *, own_weights: bool = False, world: World | None = None
 ) -> Engine:
-    """The engine that `rollout.engine` names, on a model and its tokenizer, with its own parameters.
+    """Build the engine that `rollout.engine` names.
 
-    One with a parameter `rollout` receives the whole section; one with `own_weights` is told whether the policy's
-    weights will be spread over processes, so that it must hold its own; one with `world` knows the processes.
+    A factory with a parameter `rollout` receives the whole section; with `own_weights`, whether it must hold its own
+    copy of the weights (because they will be sharded or change while it samples); with `world`, the processes.
     """
-    from keel.base.world import ALONE
+    from keel.base.world import SINGLE_PROCESS
     from keel.rollout.engine import check_engine
 
     chosen = rollout.named_engine
     make = find_engine(chosen.name)
-    option, arguments = f"rollout.engine={chosen.name}", _arguments(chosen, make, rollout, own_weights, world or ALONE)
+    option, arguments = (
+        f"rollout.engine={chosen.name}",
+        _arguments(chosen, make, rollout, own_weights, world or SINGLE_PROCESS),
+    )
     engine: Engine = make_part(option, make, model, tokenizer, **arguments)
     check_engine(engine, option)
     return engine
 
 
 def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
-    """Refuse sampling that teaches nothing, an engine that is not there, and options that it would not read.
+    """Refuse greedy sampling, an unknown engine, and options that the engine does not read.
 
-    `placed`: samplers are started with the training, by its options.
+    `placed`: the samplers are started with the training, from its options.
     """
     if rollout.temperature == 0:
         raise KeelError(
-            "rollout.temperature is 0: greedy completions of a problem are all the same and teach nothing; "
+            "rollout.temperature is 0: greedy completions of a problem are all equal and give no gradient; "
             "set it above 0 (1.0 is usual), or eval.temperature=0 for greedy evaluation"
         )
     chosen = rollout.named_engine

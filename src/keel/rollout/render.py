@@ -1,4 +1,4 @@
-"""From prompts to tokens, once: what is rendered here is never encoded again."""
+"""Render prompts and replies to tokens, once: text is never re-encoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.models.control_tokens import ControlTokens, control_token_refused
 Messages = list[dict[str, str]]
 Reply = str | Sequence[Message]
 TRUNCATIONS = ("error", "left", "drop")
-# A template for tokenizers that bring none; the markers are ordinary text to a tokenizer that does not know them.
+# A template for tokenizers without one; unknown markers are tokenised as ordinary text.
 TEMPLATES = {
     "chatml": (
         "{% for message in messages %}"
@@ -22,9 +22,9 @@ TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 }
-_CONTENT = "\u2042content\u2042"  # stands for a turn's text while a template is taken apart
+_CONTENT = "\u2042content\u2042"  # placeholder for a turn's text when splitting a rendered template
 _PROBE = {"role": "tool", "name": "probe", "tool_call_id": "000000000", "content": "keel-probe"}
-# The system message's text about tools where the template does not render them.
+# The system message that describes tools if the template does not render them.
 _TOOLS = (
     "You may call these tools:\n{schemas}\n"
     'To call one, write <tool_call>{{"name": …, "arguments": {{…}}}}</tool_call> and end your turn.'
@@ -34,13 +34,12 @@ _TOOLS = (
 class Renderer:
     """A tokenizer with `data.chat_template` and `data.system_prompt`: renders prompts and the replies between turns.
 
-    `auto` puts chat messages (and any prompt under a system prompt) into the tokenizer's own template and leaves plain
-    text plain; a tokenizer without a template gets the messages' texts with blank lines between them. `none` never
-    uses a template. A name is one of the tokenizer's several templates or of `TEMPLATES`, and puts plain text in too,
-    as the user's message.
+    `auto` renders chat messages (and any prompt with a system prompt) with the tokenizer's template and leaves plain
+    text as it is; without a template, messages are joined by blank lines. `none` never uses a template. A name selects
+    one of the tokenizer's templates or of `TEMPLATES`, and also renders plain text, as the user's message.
 
-    Control tokens are the template's alone. One that stands in a prompt is refused unless `allow_control_tokens`; in a
-    reply or a tool's schema it is encoded as ordinary text.
+    Only the template may write control tokens. One in a prompt is refused unless `allow_control_tokens`; in a reply or
+    a tool's schema it is encoded as ordinary text.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Renderer:
                 raise control_token_refused(forged, "data.system_prompt")
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """The tokens of a problem's prompt, BOS at most once: if the template writes it or the tokenizer adds it."""
+        """The tokens of a problem's prompt, with BOS at most once."""
         prompt = problem.prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, problem.key)
         if not any(message["content"].strip() for message in messages):
@@ -83,18 +82,18 @@ class Renderer:
         return self._with_bos(encoded.tokens)
 
     def check(self, problem: Problem) -> None:
-        """Refuse a prompt with a control token; one whose text may hold none is not rendered for it."""
+        """Refuse a prompt with a control token; prompts that cannot hold one are not rendered."""
         if not self.allow_control_tokens and self.controls.may_forge(str(problem.prompt)):
             self.prompt(problem)
 
     def reply(
         self, problem: Problem, message: Reply, ended_by: int | None, *, room: int | None = None
     ) -> tuple[int, ...]:
-        """The tokens between one turn of the model and the next: its turn's end, the messages, the next one's start.
+        """The tokens between two turns of the model: the end of the turn, the messages, the start of the next turn.
 
-        A text is the user's. `ended_by` is the last token that was sampled. Where the template closes a turn with that
-        token (as after EOS) it is not written twice; after a stop string the turn is closed here. Of a reply of far
-        more than `room` tokens only the beginning is encoded, which is longer than `room` too.
+        A plain text becomes a user message. `ended_by` is the last sampled token: if the template closes a turn with
+        that token (such as EOS), it is not repeated; after a stop string the closing token is added. Of a reply much
+        longer than `room` tokens only a beginning longer than `room` is encoded.
         """
         tokens = self.controls.rendered(partial(self._reply_text, problem), message, room=room).tokens
         in_template = self._in_template(isinstance(problem.prompt, str))
@@ -112,7 +111,7 @@ class Renderer:
         return message if isinstance(message, str) else "\n".join(("", *_contents(message), ""))
 
     def _reply_messages(self, message: Reply) -> Messages:
-        """The environment's messages in roles that the template renders: the user's, where it has no role `tool`."""
+        """The environment's messages, with role `user` if the template does not render the role `tool`."""
         if isinstance(message, str):
             return [{"role": "user", "content": message}]
         if self._renders_tool_role or all(part["role"] != "tool" for part in message):
@@ -128,7 +127,7 @@ class Renderer:
 
     @cached_property
     def _renders_tool_role(self) -> bool:
-        """Whether the template renders messages of the role `tool`; some refuse them, some leave them out."""
+        """Whether the template renders messages of the role `tool`; some raise an error or drop them."""
         try:
             return _PROBE["content"] in self._after_turn([dict(_PROBE)], "")
         except KeelError:
@@ -158,7 +157,7 @@ class Renderer:
                     add_generation_prompt=True,
                 )
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any type
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise KeelError(f"the chat template refuses the messages of problem {key!r}: {first}") from error
 
@@ -170,10 +169,9 @@ class Renderer:
 
 
 def fit(tokens: tuple[int, ...], limit: int | None, truncation: str, key: str) -> tuple[int, ...]:
-    """The prompt within `data.max_prompt_length`: refused if longer, or with `truncation: left` its end kept.
+    """Fit a prompt to `data.max_prompt_length`: `truncation: left` keeps its end, otherwise a longer one is refused.
 
-    With `drop` such problems were left out before training; one that still comes, as of a task that makes its own
-    problems, is refused.
+    With `drop` long prompts are removed before training; one from a task that generates problems is refused here.
     """
     if truncation not in TRUNCATIONS:
         raise unknown("data.truncation", truncation, TRUNCATIONS)
@@ -202,7 +200,7 @@ def _contents(messages: Sequence[Message]) -> list[str]:
 
 
 def _with_tools(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
-    """The tools written into the system message, as text."""
+    """Describe the tools in the system message."""
     text = _TOOLS.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -223,7 +221,7 @@ def _template(tokenizer: Any, name: str) -> str | None:
 
 
 def _added_bos(tokenizer: Any) -> int | None:
-    """The BOS token if the tokenizer puts it before a text by itself; a token it merely knows is not ours to add."""
+    """The BOS token if the tokenizer itself prepends it, else None."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return None

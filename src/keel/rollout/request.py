@@ -1,4 +1,4 @@
-"""What an engine takes, and what it returns."""
+"""The requests of an engine, and its turns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keel.rollout.stops import StopStrings
 
 @dataclass(frozen=True)
 class Request:
-    """One context to continue: the problem's key, and every token so far, exactly as they were sampled or rendered.
+    """One context to continue: the problem's key and all tokens so far, as sampled or rendered.
 
-    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue a
-    conversation, ask for the one sample with its context's tokens (prompt, completion and tool output, never
-    re-encoded) and `start`, the number of tokens after the original prompt: noise goes on where it stopped.
-    `max_new` is this request's own limit, where the turns before have used some of max_completion_length.
+    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue an
+    episode, request one sample with all its tokens (prompt, completion and tool output, never re-encoded) and `start`,
+    the number of tokens after the original prompt, where the noise continues. `max_new` is this request's limit, if
+    earlier turns used part of max_completion_length.
     """
 
     key: str
@@ -36,11 +36,11 @@ class Request:
         return range(sampling.num_generations) if self.samples is None else self.samples
 
     def limit(self, sampling: SamplingParams) -> int:
-        """How many tokens a completion may have."""
+        """The largest number of tokens of a completion."""
         return sampling.max_completion_length if self.max_new is None else self.max_new
 
     def check(self, sampling: SamplingParams, context: int | None) -> None:
-        """Refuse what cannot be sampled from a model with this context length."""
+        """Refuse a request that cannot be sampled within this context length."""
         length, new = len(self.tokens), self.limit(sampling)
         if not length:
             raise KeelError(f"problem {self.key!r} has an empty prompt: a model needs at least one token to continue")
@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion of a request, and which of its samples it is."""
+    """One completion of a request, with its sample index."""
 
     request: Request
     sample: int
@@ -71,7 +71,7 @@ class Turn:
 
 
 def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set[tuple[str, int, int]]) -> None:
-    """Refuse two completions of the same noise, `seen` before or here: they would look like two samples and be one."""
+    """Refuse a sample whose noise was used before (`seen`): it would repeat another sample."""
     for request in requests:
         for sample in request.drawn(sampling):
             noise_key = (request.key, sample, request.start)
@@ -85,7 +85,7 @@ def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set
 
 @dataclass(eq=False)
 class OpenRow:
-    """A completion being sampled, at most `limit` tokens long; `key` is its noise's."""
+    """A completion being sampled, of at most `limit` tokens; `key` is the key of its noise."""
 
     request: Request
     sample: int
@@ -101,7 +101,7 @@ class OpenRow:
     def append(
         self, drawn: tuple[int, float, float], stops: StopStrings, sampling: SamplingParams, eos_ids: Collection[int]
     ) -> None:
-        """Append a token with its log-probabilities, and set `stop_reason` where the completion ends with it."""
+        """Append a token with its log-probabilities, and set `stop_reason` if the completion ends."""
         token, logp, filtered = drawn
         self.tokens.append(token)
         self.sample_logp.append(logp)
@@ -109,7 +109,7 @@ class OpenRow:
         self.stop_reason, self.text = stops.ending(self.tokens, self.limit, sampling, eos_ids)
 
     def turn(self, stops: StopStrings) -> Turn:
-        """The completion as it has ended."""
+        """The finished completion."""
         completion = Completion(
             tokens=tuple(self.tokens),
             action=(True,) * len(self.tokens),
@@ -128,7 +128,7 @@ def open_rows(
     noise: tuple[int, int, int],
     seen: set[tuple[str, int, int]],
 ) -> list[OpenRow]:
-    """A row for each completion, once all requests are checked; `seen` is the noise drawn before."""
+    """Check all requests and return a row per completion; `seen` is the noise used before."""
     batch = list(requests)
     for request in batch:
         request.check(sampling, context)

@@ -1,4 +1,4 @@
-"""How a token is drawn: filters, and noise that depends on what is drawn and on nothing else."""
+"""Draw tokens: filters, and noise that is a pure function of seed, problem, sample and position."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from keel.base.errors import KeelError
 from keel.models.splitmix import GOLDEN, mix, shift
 from keel.rollout.options import RolloutOptions
 
-_TOP_P_HEAD = 1024  # top-p looks at this many tokens first; sorting a whole vocabulary costs as much as the model
+_TOP_P_HEAD = 1024  # top-p first tries this many tokens, since sorting a whole vocabulary is slow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What to sample: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all of them).
+    """Sampling parameters: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all).
 
-    `max_batch` bounds memory: keys and values of all rows that run together are allocated at their full length, and for
-    a moment once more when others join them.
-    `ignore_eos` runs every row to its full length, for benchmarks.
+    `max_batch` bounds memory: the KV cache of running rows is allocated at full length, and twice for a moment when
+    rows join. `ignore_eos` samples every row to its full length, for benchmarks.
     """
 
     temperature: float = 1.0
@@ -57,7 +56,7 @@ class SamplingParams:
     @classmethod
     def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
         """The options of `rollout` that have the same names, with changes."""
-        shared = {field.name for field in fields(cls)} - {"ignore_eos"}  # which no configuration asks for
+        shared = {field.name for field in fields(cls)} - {"ignore_eos"}  # not a configuration option
         return cls(**{**{name: getattr(rollout, name) for name in shared}, **changes})
 
     @property
@@ -70,9 +69,9 @@ class SamplingParams:
 
 
 def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> int:
-    """The 64-bit key of one completion's noise, signed as torch wants it.
+    """The 64-bit signed key of one completion's noise.
 
-    A cryptographic hash, so that neighbouring seeds, steps and samples share nothing.
+    A cryptographic hash, so that neighbouring seeds, steps and samples are independent.
     """
     text = "\x1f".join((str(seed), str(attempt), str(step), str(sample), problem))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -81,8 +80,8 @@ def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> in
 def gumbel(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """Standard Gumbel noise `[*keys.shape, width]` of (row key, position, index), in float64.
 
-    A pure function of its arguments: neither the batch a row sits in nor what was drawn before can move it. 53 bits,
-    since 24 would cut tails off at 1e-7.
+    A pure function of its arguments, independent of the batch and of earlier draws. It uses 53 bits, since 24 would
+    truncate tails at 1e-7.
     """
     stream = mix(keys + mix((positions + 1) * GOLDEN))
     index = torch.arange(1, width + 1, device=keys.device) * GOLDEN
@@ -101,10 +100,10 @@ def block_shape(vocabulary: int) -> tuple[int, int]:
 
 
 def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The smallest logit `[B, 1]` that top-k, then top-p, then min-p leave in, each seeing what the one before left.
+    """The smallest logit `[B, 1]` that top-k, then top-p, then min-p keep, applied in this order.
 
-    The order and meaning of transformers' warpers. All three keep the tokens above some logit, so one number a row is
-    the whole filter; exact ties at it are all kept, where those warpers keep some.
+    Same order and meaning as transformers' warpers. Each filter keeps the tokens above some logit, so one threshold per
+    row suffices; all tokens tied at the threshold are kept, while those warpers keep some.
     """
     threshold = torch.full_like(logits[:, :1], -torch.inf)
     if params.top_k and params.top_k < logits.shape[-1]:
@@ -120,14 +119,14 @@ def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sorts_all(params: SamplingParams, vocabulary: int) -> bool:
-    """Whether top-p looks for its tokens among the whole vocabulary, and not among those that top-k leaves."""
+    """Whether top-p applies to the whole vocabulary, without top-k before it."""
     return params.top_p < 1 and not (params.top_k and params.top_k < vocabulary)
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """The smallest logit in the smallest set of tokens whose probability reaches top_p.
 
-    Found among the few most probable tokens, and by sorting all of them only in rows where these do not reach it.
+    Uses the most probable tokens, and sorts the whole vocabulary only in rows where these do not reach top_p.
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
     head = logits.topk(min(_TOP_P_HEAD, logits.shape[-1]), dim=-1).values
@@ -140,7 +139,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
-    """The logit at which probabilities of descending logits, added up, first reach top_p."""
+    """The logit at which the cumulative probability of descending logits first reaches top_p."""
     cumulative = (ordered - normaliser).exp().cumsum(-1)
     edge = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)
     return ordered.gather(-1, edge)
@@ -149,13 +148,12 @@ def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
 def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token a row from logits `[B, V]`: (token, sample_logp, filtered_logp), each `[B]`.
 
-    Gumbel-argmax in two stages, first a block of the vocabulary by its probability and then a token within it: exact
-    by the chain rule, with about 2·sqrt(V) noises `[B, blocks + size]` in place of V. It is preferred over one uniform
-    through the cumulative distribution because of rounding. Batches of different sizes give logits that differ by some
-    1e-6, and argmax turns that into another token with that probability only; the cumulative distribution has a
-    boundary at each of V tokens, and every one of them moves.
+    Gumbel-argmax in two stages, first over blocks of the vocabulary and then over the tokens of a block: exact by the
+    chain rule, with about 2·sqrt(V) noise values `[B, blocks + size]` instead of V. Inverting the cumulative
+    distribution would be less robust to rounding: logits differ by about 1e-6 between batch sizes, which changes an
+    argmax with about that probability but shifts all V boundaries of the cumulative distribution.
 
-    A greedy choice has `sample_logp` at temperature 1 and `filtered_logp` 0, being certain.
+    A greedy token has `sample_logp` at temperature 1 and `filtered_logp` 0.
     """
     logits = logits.float()
     if params.greedy:

@@ -1,4 +1,4 @@
-"""Stop strings: where the text of sampled tokens ends."""
+"""Stop strings: where a completion ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keel.rollout.sampling import SamplingParams
 
 
 class StopStrings:
-    """Text of tokens, and its cut at a stop string, by one tokenizer."""
+    """Decodes tokens and truncates their text at stop strings."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -19,11 +19,11 @@ class StopStrings:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The text before the first stop string, or None; looks at the last few tokens first, at all only on a hit.
+        """The text before the first stop string, or None; decodes the last tokens first, and all only on a hit.
 
-        A stop string that the newest token completes lies within its own length in bytes of tokens, since a token
-        adds a byte at least; twice that and eight more leave room for special tokens, which add none. A stop string
-        with a special token in it is searched where those are written out, any other where they are left out.
+        A stop string of n bytes that the newest token completes spans at most n tokens, since a token adds at least one
+        byte; the window of 2n + 8 leaves room for special tokens, which add none. A stop string that contains a special
+        token is searched in the text with special tokens, any other in the text without.
         """
         cuts = [
             text
@@ -36,7 +36,7 @@ class StopStrings:
     def ending(
         self, tokens: list[int], limit: int, sampling: SamplingParams, eos_ids: Collection[int]
     ) -> tuple[str, str | None]:
-        """Why the newest token ends a completion, "" where it does not, and its text where a stop string cut it."""
+        """The stop reason at the newest token ("" if none), and the text if a stop string truncated it."""
         if tokens[-1] in eos_ids and not sampling.ignore_eos:
             return "eos", None
         if sampling.stop and (text := self.cut(tokens, sampling.stop)) is not None:
@@ -44,7 +44,7 @@ class StopStrings:
         return ("length" if len(tokens) == limit else ""), None
 
     def special_in(self, stop: Sequence[str]) -> bool:
-        """Whether any stop string has a special token in it."""
+        """Whether any stop string contains a special token."""
         return any(map(self._has_special, stop))
 
     def _cut_at(self, tokens: list[int], stop: list[str], special: bool) -> str | None:
@@ -63,7 +63,7 @@ class StopStrings:
         return any(token in string for token in self._special)
 
     def _without_special(self, tokens: list[int], before: str) -> str:
-        """The text `before` a stop string, special tokens left out: that of its whole tokens, and what remains."""
+        """The text `before` a stop string without special tokens: of its complete tokens, then the remainder."""
         count = len(tokens)
         while count and len(self.decode(tokens[:count], special=True)) > len(before):
             count -= 1
@@ -71,7 +71,7 @@ class StopStrings:
 
 
 def _special_tokens(tokenizer: Any) -> frozenset[str]:
-    """The tokens that decoding leaves out."""
+    """The tokens that decoding skips."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     named = getattr(tokenizer, "all_special_tokens", ())
     return frozenset(filter(None, (*named, *(str(token) for token in added.values() if token.special))))

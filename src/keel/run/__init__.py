@@ -1,1 +1,1 @@
-"""From a configuration to a finished run directory: the one place that puts the rooms together."""
+"""From a configuration to a finished run directory: this room connects all others."""

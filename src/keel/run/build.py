@@ -1,4 +1,4 @@
-"""From a checked configuration to objects: the only place that knows both."""
+"""Build a run's objects from a checked configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.config import Config, TaskOptions, kl_pairing
 from keel.envs import Task
 from keel.envs.dataset import PromptsTooLong
@@ -21,7 +21,7 @@ from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.envs.registry import build_task, reads_data
 from keel.envs.rewards import wrap
-from keel.kl import controller_of
+from keel.kl import controller_from_options
 from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
@@ -37,9 +37,9 @@ from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import build_engine
 from keel.rollout.render import Renderer, fit
-from keel.run.layout import layout_of, sampler_options, spread
+from keel.run.layout import build_layout, sampler_options, shard_run
 from keel.trainer.integrity import check_model
-from keel.trainer.memory import Remedy, measure_fit, memory_guard
+from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
 from keel.trainer.options import GuardLimits, OptimOptions, WarmstartOptions
 from keel.trainer.overlap import RolloutQueue, StepRollouts
@@ -51,9 +51,9 @@ RewardFunction = Callable[..., Any]
 
 
 def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
-    """The policy; `weights` is a checkpoint of this run, or its warm start, to take the place of the named model.
+    """Load the policy; `weights` is a checkpoint or warm start of this run, used instead of the named model.
 
-    Without `probe` a model whose padded rows disagree with its own logits is not refused, so that it can be examined.
+    Without `probe` a model whose padded rows change its logits is not refused, so that it can be examined.
     """
     model = config.model
     for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
@@ -71,10 +71,10 @@ def _smaller_policy(config: Config) -> Remedy:
 
 
 def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
-    """`task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
+    """Build `task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
 
-    A task that reads data, and has no `data` of its own beside its name, is given the configuration's `data` if it is
-    the run's task or another of that name.
+    A task that reads data but has no `data` parameter gets the configuration's `data` if it has the name of the run's
+    task.
     """
     name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
     if config is not None and name == config.task.name and "data" not in params and reads_data(name):
@@ -95,17 +95,17 @@ def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
 def without_long_prompts(
     config: Config, tokenizer: Any, task: Task, *, required: bool = True
 ) -> tuple[Task, list[str]]:
-    """The task without prompts that are too long, and the sentence that counts them: `data.truncation: drop`.
+    """For `data.truncation: drop`, the task without prompts that are too long, and a note with their number.
 
-    A task that makes its problems is refused, or stays as it is where nothing of this is `required`. Of a task that
-    reads data a prompt with a control token is refused here, before any is drawn.
+    A task that generates its problems is refused if this is `required`. For a task that reads data, prompts with
+    control tokens are refused here, before any is sampled.
     """
     if config.data.truncation != "drop":
         _check_rows(build_renderer(config, tokenizer), task)
         return task, []
     limit = config.data.max_prompt_length
     try:
-        filtered = task.keep(_fits(config, tokenizer))
+        filtered = task.filter_problems(_fits(config, tokenizer))
     except PromptsTooLong as error:
         raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
     if filtered is None and required:
@@ -123,11 +123,11 @@ def _check_rows(renderer: Renderer, task: Task) -> None:
         return True
 
     if not renderer.allow_control_tokens:
-        task.keep(checked)
+        task.filter_problems(checked)
 
 
 def build_renderer(config: Config, tokenizer: Any) -> Renderer:
-    """How prompts become tokens; an unknown template is refused here."""
+    """The renderer of prompts; an unknown template is refused here."""
     data = config.data
     return Renderer(
         tokenizer,
@@ -138,17 +138,17 @@ def build_renderer(config: Config, tokenizer: Any) -> Renderer:
 
 
 def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
-    """The configured rewards; where none are configured, the task's own; or the function given in Python."""
+    """The judge of the configured rewards (by default the task's own), or of the function given in Python."""
     if reward is not None:
         return Judge([wrap(reward)], config.reward)
     entries = reward_entries(config)
-    if config.loss.policy_weight == 0 and task.unanswered and [entry["name"] for entry in entries] == ["task"]:
-        entries = [{"name": "none"}]  # a teacher needs prompts alone
+    if config.loss.policy_weight == 0 and task.prompts_only and [entry["name"] for entry in entries] == ["task"]:
+        entries = [{"name": "none"}]  # distillation needs only prompts
     return Judge.of(task, entries, config.reward)
 
 
 def reward_entries(config: Config) -> list[dict[str, Any]]:
-    """`rewards:` as the rewards' room takes them."""
+    """`rewards:` as plain data."""
     return [part.model_dump() for part in config.rewards]
 
 
@@ -175,28 +175,28 @@ def build_run(
     *,
     task: Task | None = None,
     reward: RewardFunction | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> Built:
     """Everything that a step needs; the reference is the policy as it is now. Close `Built.run` after use."""
-    with memory_guard("building the run", lambda: _less_beside(config)), ExitStack() as on_error:
+    with memory_guard("building the run", lambda: _copies_remedy(config)), ExitStack() as on_error:
         built = _build_run(config, loaded, task, reward, world, on_error)
         on_error.pop_all()
         return built
 
 
 def _check_same(what: str, digest: str, world: World) -> None:
-    """Refuse processes that have loaded other weights than the first: their gradients would be of different models."""
-    digests = world.gather(digest) if world.size > 1 else [digest]
+    """Refuse weights that differ between processes: gradients would belong to different models."""
+    digests = world.all_gather(digest) if world.size > 1 else [digest]
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise KeelError(
-                f"rank {rank} of {world.size} has loaded other {what} than rank 0: give all the same files, and a "
-                "loader of your own its seed"
+                f"rank {rank} of {world.size} has loaded other {what} than rank 0: use the same files on all, and a "
+                "fixed seed in your own loader"
             )
 
 
-def _less_beside(config: Config) -> Remedy:
-    """Less than now beside the policy: of its frozen copy, or of what is trained."""
+def _copies_remedy(config: Config) -> Remedy:
+    """Reduce memory beside the policy: offload its frozen copy, or reduce what is trained."""
     if config.model.lora is None and not config.reference.params.get("offload"):
         return Remedy("reference.offload", "false", "true")
     return _smaller_policy(config)
@@ -219,25 +219,25 @@ def _build_run(
     check_bfloat16("rollout.dtype", DTYPES.get(sampler.dtype), loaded.device, "rollout.dtype=float16")
     if world.size > 1:
         _check_same(f"weights of {loaded.name!r}", fingerprint(loaded.model), world)
-    layout = layout_of(config, loaded, world)
+    layout = build_layout(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine_world = world.apart() if ahead else world  # a sync may send too, in either thread
-    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.spread or ahead, world=engine_world)
+    engine_world = world.new_group() if ahead else world  # a sync may send too, in either thread
+    engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.sharded or ahead, world=engine_world)
     on_error.callback(engine.close)
-    _check_ahead(config, engine, loaded, layout.spread)
+    _check_ahead(config, engine, loaded, layout.sharded)
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference = reference_of(config, loaded)
     if reference is not None and config.reference.params.get("model") is not None:
         _check_same("weights of the teacher", reference.fingerprint(), world)
-    if layout.spread:  # engine and reference were made of whole weights
+    if layout.sharded:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
                 f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
                 "spread over processes: use native, or parallel.sharding=none"
             )
-        spread(layout, loaded, reference, world, amp_dtype)
+        shard_run(layout, loaded, reference, world, amp_dtype)
     collector = replace(build_collector(config, engine, task, loaded.tokenizer, judge, world), release=True)
     run = TrainingRun(
         policy=loaded,
@@ -248,7 +248,7 @@ def _build_run(
         optimizer=Optimizer(
             loaded.model, config.optim, learning_rate_schedule(config), amp_dtype=amp_dtype, world=world
         ),
-        controller=controller_of(config.kl, config.episodes_per_step),
+        controller=controller_from_options(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
         pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),
@@ -265,10 +265,10 @@ def _build_run(
     )
     if ahead:
         run.queue = _queue(config, run, collector, tokenizer, engine_world)
-    if scorer is None and not layout.spread:
+    if scorer is None and not layout.sharded:
         kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
-        run.fitting_tokens = measure_fit(
-            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, kept_tokens=kept
+        run.fitting_tokens = max_pass_tokens(
+            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, cached_tokens=kept
         )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
@@ -280,7 +280,7 @@ def _build_run(
 
 
 def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
-    """What a GPU does for a run that its options do not say: types, kernels that do not serve, what is switched off."""
+    """Notes on a GPU run: dtypes, fallbacks, and what was switched off."""
     weights = run.policy.dtype
     dtype = DTYPES.get(sampler.dtype, weights)
     copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's own are"
@@ -304,7 +304,7 @@ def _name(dtype: torch.dtype) -> str:
 def _sampler_differs(
     config: Config, engine: Engine, amp_dtype: torch.dtype | None, scorer: Scorer | None
 ) -> str | None:
-    """Why the sampler's distribution is not the trainer's to the last digits; None where it is."""
+    """Why the sampler's distribution may differ from the trainer's; None if it does not."""
     name = config.rollout.named_engine.name
     if config.rollout.filtered:
         return "rollout.top_p, top_k or min_p cut what is sampled"
@@ -316,8 +316,8 @@ def _sampler_differs(
 
 
 def _turn_notes(config: Config, task: Task) -> list[str]:
-    """Notes on a task of several turns that is given one, and on turns that depend on the clock."""
-    if not task.several_turns:
+    """Notes on a multi-turn task with one turn, and on turns that depend on timing."""
+    if not task.multi_turn:
         return []
     if config.rollout.max_turns == 1:
         return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
@@ -327,7 +327,7 @@ def _turn_notes(config: Config, task: Task) -> list[str]:
 
 
 def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
-    """A note on adapter_off where the adapter has a past: the reference is then not the base alone."""
+    """A note on adapter_off with a trained adapter: the reference is then not the base model."""
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []
     return [
@@ -349,9 +349,9 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
 
 
 def build_collector(
-    config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = ALONE
+    config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
-    """What collects groups from an engine, as the configuration samples, renders and plays."""
+    """The collector of groups from an engine."""
     return Collector(
         engine,
         task,
@@ -367,8 +367,8 @@ def build_collector(
 
 
 def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: Any, world: World) -> RolloutQueue:
-    """The sampler's thread, with a tokenizer, a record of failures and connections of its own."""
-    own = collector.judge.apart()
+    """The sampling thread, with its own tokenizer, failure record and connections."""
+    own = collector.judge.for_thread()
     apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
     def sample(attempt: int, step: int) -> StepRollouts:
@@ -387,8 +387,8 @@ def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: An
     return queue
 
 
-def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bool) -> None:
-    """Refuse to sample ahead with weights that the update changes meanwhile, or on the update's own GPU."""
+def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, sharded: bool) -> None:
+    """Refuse to sample ahead with weights shared with the policy, or on the GPU of the update."""
     staleness, name = config.rollout.max_staleness, config.rollout.named_engine.name
     if staleness == 0:
         return
@@ -404,7 +404,7 @@ def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bo
             f"{given} with rollout.engine={name} would sample on the GPU that the update works on, and nothing would "
             "be faster: use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"
         )
-    if spread and staleness > 1:
+    if sharded and staleness > 1:
         raise KeelError(
             f"{given} keeps copies of the weights, which are spread over processes: use rollout.max_staleness=1, or "
             "parallel.sharding=none"
@@ -412,14 +412,14 @@ def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, spread: bo
 
 
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
-    """The course of the learning rate, or what it would be with another end of its decay."""
+    """The learning-rate schedule, optionally with another end of its decay."""
     optim = config.optim if decay_steps is None else config.optim.model_copy(update={"decay_steps": decay_steps})
     updates = config.loss.num_iterations * optim.minibatches
     return build_schedule(optim, config.run.max_steps, updates_per_step=updates)
 
 
-class Supervised(NamedTuple):
-    """What `sft` takes: the examples, and the sections that say how they are learned; `optim` cuts and casts passes."""
+class SftInputs(NamedTuple):
+    """The inputs of `sft`: examples, the `warmstart` section, and `optim` for the size and precision of passes."""
 
     examples: Examples
     options: WarmstartOptions
@@ -428,8 +428,8 @@ class Supervised(NamedTuple):
 
 def build_warmstart(
     config: Config, loaded: LoadedModel, task: Task | None = None, draws: DrawCount | None = None
-) -> Supervised:
-    """Examples and settings of the supervised start; `draws` counts the problems that are no demonstrations."""
+) -> SftInputs:
+    """Examples and settings of the SFT warm start; `draws` counts problems without a demonstration."""
     start = config.warmstart
     if start is None:
         raise KeelError("the configuration has no warmstart section: add one, such as warmstart: {steps: 200}")
@@ -455,7 +455,7 @@ def build_warmstart(
         source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, draws=draws, **shared)
     passes = config.optim.model_dump(include={"microbatch_tokens", "precision"})  # the rest is the run's alone
-    return Supervised(examples, start, OptimOptions(**passes))
+    return SftInputs(examples, start, OptimOptions(**passes))
 
 
-__all__ = ["Built", "Supervised", "build_collector", "build_policy", "build_run", "build_warmstart"]
+__all__ = ["Built", "SftInputs", "build_collector", "build_policy", "build_run", "build_warmstart"]

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, device, threads, and the commit, for env.json and bug reports."""
+"""The environment of a run (versions, device, threads, commit), for env.json and bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import keel
 from keel.config import Config
-from keel.config.load import leaves
+from keel.config.load import flatten_options
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "numpy", "pydantic"),
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Plain data; what cannot be found out is null."""
+    """The environment as plain data; unknown values are null."""
     return {
         "keel": keel.__version__,
         "commit": _commit(),
@@ -38,14 +38,14 @@ def environment() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of what a run's numbers may depend on; null for what is not installed."""
+    """Versions of packages that may affect a run's results; null if not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What all processes of a run must have alike: versions and every option."""
+    """Versions and options, which must be equal on all processes of a run."""
     versions = {"Keel": keel.__version__, "Python": platform.python_version(), "torch": torch.__version__}
-    return {**versions, "transformers": _version("transformers"), **dict(leaves("", config.to_dict()))}
+    return {**versions, "transformers": _version("transformers"), **dict(flatten_options("", config.to_dict()))}
 
 
 def _version(name: str) -> str | None:
@@ -56,7 +56,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, where keel runs from one."""
+    """The commit of the source tree, if keel runs from one."""
     if not (Path(__file__).parents[3] / "pyproject.toml").is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""`keel eval`: a model on several tasks at once, beside a baseline on the same problems under the same noise."""
+"""`keel eval`: evaluate a model on several tasks, and a baseline on the same problems under the same noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.world import ALONE, World, open_world
+from keel.base.world import SINGLE_PROCESS, World, open_world
 from keel.config import Config, TaskOptions, load_config, text
 from keel.envs import Task
 from keel.envs.judge import Judge
@@ -30,14 +30,14 @@ from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
 from keel.trainer.memory import fewer_rows, memory_guard
 
-# Called with what is sampled and how many completions that will be; returns a callback for those that end.
+# Called with a label and the number of completions to sample; returns a callback for finished ones.
 Watch = Callable[[str, int], Callable[[int], None]]
 _WITH_PARAMS = re.compile(r"(?P<name>.+?):(?P<params>[A-Za-z_]\w*=.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A task to evaluate, what it stands for (trained, retention, given), and who judges it."""
+    """A task to evaluate, its split (trained, retention, given), and its judge."""
 
     task: Task
     split: str
@@ -47,14 +47,14 @@ class Entry:
 def entries(
     config: Config, tasks: Iterable[tuple[Task, str]], rewards: Sequence[RewardPart] | None = None
 ) -> list[Entry]:
-    """Each task judged by its own reward, whatever the policy is trained on: accuracy is not what shaping pays.
+    """Entries whose judge is the task's own reward, so that accuracy does not depend on the training rewards.
 
-    A task without answers has none: it is judged by `rewards`, by default the configured ones, as they are summed.
+    A task without answers is judged by the sum of `rewards`, by default the configured ones.
     """
     options = config.reward.model_copy(update={"aggregate": "sum", "shuffle": None})
 
     def judge(task: Task) -> Judge:
-        if not task.unanswered:
+        if not task.prompts_only:
             return Judge.of(task, options=options)
         return Judge.of(task, reward_entries(config), options) if rewards is None else Judge(rewards, options)
 
@@ -79,7 +79,7 @@ def parse_task(spec: str) -> TaskOptions:
 
 
 def _named_tasks(model_ref: ModelRef, names: Sequence[str], data: Sequence[str] = ()) -> list[tuple[Task, str]]:
-    """The tasks that a command names, each with the data that it reads."""
+    """The tasks that a command names, each with its data."""
     specs = [parse_task(name) for name in names]
     for spec in specs:
         if spec.name not in TASKS and ":" not in spec.name:
@@ -94,8 +94,8 @@ def _named_tasks(model_ref: ModelRef, names: Sequence[str], data: Sequence[str] 
 
 
 def _task_config(model_ref: ModelRef, spec: TaskOptions, data: Sequence[str]) -> Config:
-    """A configuration whose task is this one: its data are those of a bare model, or of a run that trains on a task of
-    this name, changed as `data` says; a task with data beside its name reads those."""
+    """A configuration with this task. A task without data of its own reads the data of a bare model, or of a run that
+    trains on a task of this name, with the overrides in `data`."""
     shared = (not model_ref.has_tasks or spec.name == model_ref.config.task.name) and "data" not in spec.params
     source = model_ref.config.data.source if shared else {}
     return load_config({"task": {"name": spec.name, **spec.params}, "data": source}, data)
@@ -108,13 +108,13 @@ def evaluate_entry(
     entry: Entry,
     *,
     seed: int | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> EvalResult:
-    """One task as the configuration says: fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
+    """Evaluate one task on fixed held-out problems under fixed noise (`seed`, default run.seed + 1)."""
     collector = replace(
         build_collector(config, engine, entry.task, tokenizer, entry.judge, world),
         seed=config.run.seed + 1 if seed is None else seed,
-        max_turns=config.rollout.max_turns if entry.task.several_turns else 1,
+        max_turns=config.rollout.max_turns if entry.task.multi_turn else 1,
         overlap_tools=False,
     )
     problems = drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples))
@@ -130,11 +130,11 @@ def run_evaluation(
     seed: int | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """The figures of a model, as data; with a baseline also its figures and the paired differences.
+    """Evaluate a model; with a baseline also the baseline and the paired differences. Returns plain data.
 
-    `tasks` are texts such as `arithmetic:skill=sort,digits=4`; without any, the configuration's own are evaluated.
-    `data` are settings such as `data.on_broken=skip`, for those of `tasks` that read data.
-    The baseline is sampled, rendered and judged by the model's configuration: only the weights differ.
+    `tasks` are specs such as `arithmetic:skill=sort,digits=4`, by default the configuration's tasks. `data` are
+    overrides such as `data.on_broken=skip`, for tasks that read data. The baseline uses the model's configuration for
+    sampling, rendering and judging: only the weights differ.
     """
     config = model_ref.config
     if not tasks and not model_ref.has_tasks:
@@ -179,9 +179,9 @@ def _evaluated(
     watch: Watch | None,
     world: World,
 ) -> list[EvalResult]:
-    """All tasks on one model, which is let go before the next one is loaded."""
+    """Evaluate all tasks on one model, which is freed before the next one is loaded."""
     loaded = model_ref.load()
-    tasks = [  # before judges are made: a judge belongs to the task whose problems it is given
+    tasks = [  # filter first: a judge is built for one task object
         (without_long_prompts(config, loaded.tokenizer, task)[0] if split == "trained" else task, split)
         for task, split in chosen
     ]
@@ -190,7 +190,7 @@ def _evaluated(
         for entry in entries(config, tasks):
             rows = config.eval.samples * _samples(config)
             if watch is not None:
-                own = len(world.share(range(config.eval.samples))) * _samples(config)
+                own = len(world.shard(range(config.eval.samples))) * _samples(config)
                 engine.on_finished = watch(f"{model_ref.name}: {entry.task.name}", own)
             with memory_guard(f"the evaluation of {entry.task.name}", partial(fewer_rows, config.rollout, rows)):
                 results.append(evaluate_entry(config, engine, loaded.tokenizer, entry, seed=seed, world=world))

@@ -1,4 +1,4 @@
-"""How the weights of a run are laid out over its processes: whole on each, or spread by FSDP2."""
+"""How the weights of a run are distributed over its processes: replicated, or sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from keel.models.sharding import shard
 from keel.reference.base import RuleReference
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import ENGINES
-from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, held, shape_of
+from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, resident_bytes, shape_of
 from keel.trainer.optim import resolve_amp_dtype
 
-ROOM = 0.6  # share of a device's memory that may be taken for good: activations and samples need the rest
+MAX_RESIDENT_SHARE = 0.6  # largest share of a device's memory for resident bytes; activations and samples need the rest
 
 
-def layout_of(config: Config, loaded: LoadedModel, world: World) -> DeviceLayout:
-    """The layout of this run: as configured, or what has room on this device."""
+def build_layout(config: Config, loaded: LoadedModel, world: World) -> DeviceLayout:
+    """The layout of this run: as configured, or the first that fits on this device."""
     chosen = config.parallel.sharding
     if not dist.is_initialized() or (world.size == 1 and chosen == "auto"):
         return DeviceLayout(world.size)
     machine, memory = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), None
-    if loaded.device.type == "cuda":  # the smallest of all devices, so that all processes choose alike
-        memory = min(world.gather(torch.cuda.get_device_properties(loaded.device).total_memory))
-    job = job_of(config, loaded, loaded.device.type)
-    return choose(config, shape_of(loaded.model), job, world.size, machine=world.agree(machine), memory=memory)
+    if loaded.device.type == "cuda":  # the smallest over all devices, so that all processes choose the same
+        memory = min(world.all_gather(torch.cuda.get_device_properties(loaded.device).total_memory))
+    job = run_memory(config, loaded, loaded.device.type)
+    return choose_layout(
+        config, shape_of(loaded.model), job, world.size, machine=world.broadcast(machine), memory=memory
+    )
 
 
-def choose(
+def choose_layout(
     config: Config, shape: ModelShape, job: RunMemory, devices: int, *, machine: int, memory: int | None
 ) -> DeviceLayout:
-    """The layout of a run on `devices`, of which a `machine` has so many, each of so much `memory` (None: unknown).
+    """The layout of a run on `devices`, with `machine` devices per machine and `memory` bytes each (None: unknown).
 
-    `auto` takes the first of `layouts` whose lasting bytes leave room on a device, and the last where none does.
+    `auto` is the first of `layouts` whose resident bytes are within `MAX_RESIDENT_SHARE`, or else the last.
     """
     candidates = layouts(config, shape, devices, machine)
     chosen = config.parallel.sharding
@@ -49,13 +51,14 @@ def choose(
         return next(layout for layout in candidates if layout.sharding == chosen)
     if memory is None:
         return candidates[0]
-    roomy = (layout for layout in candidates if sum(held(shape, job, layout).values()) <= ROOM * memory)
-    return next(roomy, candidates[-1])
+    limit = MAX_RESIDENT_SHARE * memory
+    fitting = (layout for layout in candidates if sum(resident_bytes(shape, job, layout).values()) <= limit)
+    return next(fitting, candidates[-1])
 
 
 def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> list[DeviceLayout]:
-    """Every layout that this run can have on so many devices, in the order of what each device sends."""
-    parallel, unfit = config.parallel, _unfit(config)
+    """Every possible layout of this run on `devices`, ordered by the bytes that each device sends."""
+    parallel, unfit = config.parallel, _unsupported_option(config)
     if unfit and parallel.sharding in ("full", "hybrid"):
         raise KeelError(
             f"{unfit} does not work with parallel.sharding={parallel.sharding}: leave it out, or use "
@@ -73,26 +76,26 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
 
 
 def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
-    """`rollout` with its dtype decided: on a GPU a sampler in the type of the training passes is faster, and nearer."""
+    """`rollout` with its dtype resolved: on a GPU the dtype of the training passes is faster, and closer to them."""
     rollout = config.rollout
     own = rollout.named_engine.name in ENGINES
     if rollout.dtype != "auto" or not own or amp_dtype is None or device != "cuda":
         return rollout
-    if config.model.quantization is not None:  # those weights are in a type of their own
+    if config.model.quantization is not None:  # quantised weights have their own type
         return rollout
     return rollout.model_copy(update={"dtype": str(amp_dtype).removeprefix("torch.")})
 
 
-def job_of(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
+def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
     """What this run holds beside the policy's weights on such a device."""
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
-    sampler_item = None if same else DTYPES[sampler.dtype].itemsize
+    sampler_itemsize = None if same else DTYPES[sampler.dtype].itemsize
     reference = (config.needs_reference or config.kl.collect_max is not None) and loaded.lora is None
     return RunMemory(
-        pass_item=None if amp_dtype is None else amp_dtype.itemsize,
-        sampler_item=sampler_item if sampler.named_engine.name == "native" else 0,
+        pass_itemsize=None if amp_dtype is None else amp_dtype.itemsize,
+        sampler_itemsize=sampler_itemsize if sampler.named_engine.name == "native" else 0,
         reference=reference,
         reference_offload=bool(config.reference.params.get("offload")),
         masters=config.reference.kind == "ema" and loaded.dtype.itemsize < 4,
@@ -100,24 +103,24 @@ def job_of(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
     )
 
 
-def spread(
+def shard_run(
     layout: DeviceLayout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None
 ) -> None:
-    """Spread the policy's weights over the processes, and those of a reference that are a model of their own."""
+    """Shard the policy's weights over the processes, and those of a reference that is a separate model."""
     mesh = world.mesh(loaded.device, layout.shards if layout.sharding == "hybrid" else None)
     sharder = partial(shard, mesh=mesh, amp_dtype=amp_dtype)
     sharder(loaded.model, offload=layout.offload)
     if isinstance(reference, RuleReference):
-        reference.spread(sharder)
+        reference.shard(sharder)
     elif reference is not None:
         raise KeelError(
-            f"the reference {type(reference).__name__} is of your own and cannot be spread over processes: use "
+            f"the reference {type(reference).__name__} is your own and cannot be sharded over processes: use "
             "parallel.sharding=none"
         )
 
 
-def _unfit(config: Config) -> str | None:
-    """The option that does not work on spread weights, if there is one."""
+def _unsupported_option(config: Config) -> str | None:
+    """An option that does not work with sharded weights, or None."""
     wrong = {
         "optim.optimizer=adamw8bit": config.optim.optimizer == "adamw8bit",
         "optim.offload=true": config.optim.offload,

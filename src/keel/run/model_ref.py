@@ -1,4 +1,4 @@
-"""What a command's MODEL argument refers to: a run at a checkpoint, a configuration, a model."""
+"""Resolve a command's MODEL argument: a run's checkpoint, a configuration, or a model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from keel.config.load import is_run
 from keel.models.loaded import LoadedModel
 from keel.run.build import build_policy
 from keel.run.warmstart import is_complete, warmstart_folder
-from keel.trainer.checkpoint import no_progress_bars, numbered, step_of
-from keel.trainer.integrity import TRAINER, Damage, check_model, damages, saved_record
+from keel.trainer.checkpoint import no_progress_bars, step_folders, step_of
+from keel.trainer.integrity import TRAINER, Damage, check_model, find_damage, saved_record
 
-MOMENTS = ("best", "start", "warmstart")
+NAMED_CHECKPOINTS = ("best", "start", "warmstart")
 
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model with the configuration it belongs to; `weights` is a checkpoint or a warm start, None the named model.
+    """A model and its configuration; `weights` is a checkpoint or a warm start, None for the named model.
 
-    `has_tasks` says whether the configuration is someone's own, so that its tasks mean something.
+    `has_tasks` says whether the configuration names tasks, instead of only having the defaults.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ModelRef:
     has_tasks: bool = True
 
     def load(self) -> LoadedModel:
-        """The model, with the adapter where it has one."""
+        """Load the model, with its adapter if it has one."""
         if self.weights is not None:
             check_model(self.weights)
         with no_progress_bars():
@@ -44,14 +44,14 @@ def resolve_model(source: str, overrides: Sequence[str] = (), checkpoint: str | 
     """The model that `source` names: a run's folder (`RUN`, or `RUN@` with best, start, warmstart or a step), a
     checkpoint's folder, a YAML file, a model's name or folder, an adapter's folder, a .gguf file.
 
-    `checkpoint` says the same as the part after @; of a run the newest is taken unless one is named.
+    `checkpoint` means the same as the part after @; the default is a run's newest checkpoint.
     """
-    base, at, moment = source.rpartition("@")
+    base, at, which = source.rpartition("@")
     if at and is_run(Path(base).expanduser()):
         if checkpoint is not None:
             raise KeelError(f"{source} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
-        source, checkpoint = base, moment
-    elif at and (moment in MOMENTS or moment.isdigit()) and not Path(source).expanduser().exists():
+        source, checkpoint = base, which
+    elif at and (which in NAMED_CHECKPOINTS or which.isdigit()) and not Path(source).expanduser().exists():
         raise KeelError(f"no run at {base!r}: {source} needs the folder of a run, one with a config.yaml")
     path = Path(source).expanduser()
     if is_run(path):
@@ -69,28 +69,28 @@ def resolve_model(source: str, overrides: Sequence[str] = (), checkpoint: str | 
 
 
 def names_tasks(overrides: Sequence[str]) -> bool:
-    """Whether any of these settings says which tasks are meant."""
+    """Whether any of these overrides sets the tasks."""
     return any(item.startswith(("task.", "task=", "eval.tasks")) for item in overrides)
 
 
 def saved_steps(run: Path) -> list[Path]:
-    """The folders of a run's models, oldest first, damaged or not: checkpoints of training, and what `keel sft` leaves.
+    """The folders of a run's checkpoints, of training or `keel sft`, oldest first.
 
-    Damaged ones are among them: skipping one would silently give another model than the one asked for.
+    Damaged ones are included: skipping one would silently give another model than the requested one.
     """
-    return numbered(run / "checkpoints")
+    return step_folders(run / "checkpoints")
 
 
-def checkpoint_of(run: Path, moment: str | None = None) -> Path:
+def checkpoint_of(run: Path, which: str | None = None) -> Path:
     """The folder of a run's newest checkpoint, of its `best`, or of step N; one with a damaged model is refused."""
     saved = {step_of(path): path for path in saved_steps(run)}
     if not saved:
-        raise KeelError(f"{run} has no whole checkpoint yet: wait for one, or set checkpoint.every lower")
+        raise KeelError(f"{run} has no complete checkpoint yet: wait for one, or lower checkpoint.every")
     newest = saved[max(saved)]
-    if moment is None:
+    if which is None:
         return _undamaged(newest, run, saved)
     steps = ", ".join(map(str, saved))
-    if moment == "best":
+    if which == "best":
         record = saved_record(newest)
         if record is None and (newest / TRAINER).exists():
             _undamaged(newest, run, saved)
@@ -98,16 +98,18 @@ def checkpoint_of(run: Path, moment: str | None = None) -> Path:
         if not best or int(best["step"]) not in saved:
             raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {steps}")
         return _undamaged(saved[int(best["step"])], run, saved)
-    if not moment.isdigit():
-        raise KeelError(f"there is no checkpoint {moment!r} of {run}: it is a step ({steps}) or {', '.join(MOMENTS)}")
-    if int(moment) not in saved:
-        raise KeelError(f"{run} has no checkpoint of step {moment}: there are {steps}")
-    return _undamaged(saved[int(moment)], run, saved)
+    if not which.isdigit():
+        raise KeelError(
+            f"there is no checkpoint {which!r} of {run}: it is a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}"
+        )
+    if int(which) not in saved:
+        raise KeelError(f"{run} has no checkpoint of step {which}: there are {steps}")
+    return _undamaged(saved[int(which)], run, saved)
 
 
 def _undamaged(checkpoint: Path, run: Path, saved: Collection[int]) -> Path:
-    """The same folder, refused where its model is not the one that was saved; what only a resume needs may be gone."""
-    wrong = damages(checkpoint, model_only=True)
+    """The checkpoint, or an error if its model is damaged; files that only a resume needs may be missing."""
+    wrong = find_damage(checkpoint, model_only=True)
     if not wrong and not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         wrong = [Damage("config.json", "is missing")]
     if wrong:
@@ -121,9 +123,9 @@ def _undamaged(checkpoint: Path, run: Path, saved: Collection[int]) -> Path:
 
 def model_folder(source: str, checkpoint: str | None = None) -> Path:
     """The folder with a model's files: a run's checkpoint (newest, best, a step), or the folder itself."""
-    base, at, moment = source.rpartition("@")
+    base, at, which = source.rpartition("@")
     if at and checkpoint is None and is_run(Path(base).expanduser()):
-        source, checkpoint = base, moment
+        source, checkpoint = base, which
     path = Path(source).expanduser()
     if is_run(path):
         return checkpoint_of(path, checkpoint)
@@ -137,28 +139,28 @@ def model_folder(source: str, checkpoint: str | None = None) -> Path:
     return path
 
 
-def _of_run(run: Path, overrides: Sequence[str], moment: str | None) -> ModelRef:
+def _of_run(run: Path, overrides: Sequence[str], which: str | None) -> ModelRef:
     config = load_config(run / "config.yaml", overrides)
-    if moment not in ("start", "warmstart"):
-        folder = checkpoint_of(run, moment)
+    if which not in ("start", "warmstart"):
+        folder = checkpoint_of(run, which)
         return ModelRef(f"{run}@{step_of(folder)}", config, folder)
-    name, as_run = f"{run}@{moment}", load_config(run / "config.yaml")
-    supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # by keel sft, which had none itself
+    name, as_run = f"{run}@{which}", load_config(run / "config.yaml")
+    supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # keel sft has no warm start
     if as_run.warmstart is None or supervised:
-        if moment == "warmstart":
+        if which == "warmstart":
             raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
         return ModelRef(name, config)
     folder = warmstart_folder(run, as_run)
     complete = [path for path in folder.parent.glob("*") if is_complete(path)]
-    if not is_complete(folder) and len(complete) == 1:  # options that are newer than the run changed its digest
+    if not is_complete(folder) and len(complete) == 1:  # options added since the run change the digest
         folder = complete[0]
     if not is_complete(folder):
-        raise KeelError(f"the warm start of {run} is not there any more ({folder}): name another baseline")
+        raise KeelError(f"the warm start of {run} is missing ({folder}): name another baseline")
     return ModelRef(name, config, folder)
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The base model that the adapter in a folder names, None where it names none."""
+    """The base model that the adapter in a folder names, or None."""
     try:
         base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
@@ -167,7 +169,7 @@ def adapter_base(folder: Path) -> str | None:
 
 
 def _adapter(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """A configuration for an adapter that lies by itself, on the base that it names or that `model.name=` gives."""
+    """A configuration for an adapter outside a run, on the base that it names or that `model.name=` gives."""
     base = adapter_base(folder)
     if base is None and not any(item.startswith("model.name=") for item in overrides):
         raise KeelError(f"the adapter {folder} does not name its base model: add model.name=BASE")

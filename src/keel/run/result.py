@@ -1,6 +1,6 @@
-"""How a run ended, and what a person is told of it: the last lines of `keel train`.
+"""The outcome of a run, and the last lines that `keel train` prints.
 
-`EndHooks` are passed in by whoever starts a run, so that a run knows nothing of the lab.
+The caller passes `EndHooks`, so that this room does not import the lab.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.base.alive import LAUNCH_FLAGS, process_count
+from keel.base.watchdog import LAUNCH_FLAGS, process_count
 
 
 @dataclass(frozen=True)
-class EndedRun:
-    """How a run ended. `exit_status` is 0; 130/143 after Ctrl-C/SIGTERM, and the run can then be resumed; 1 when a
-    guard ended it, for the reason in `stopped`: its last checkpoint is then the last good one.
+class RunOutcome:
+    """The outcome of a run. `exit_status` is 0; 130 or 143 after Ctrl-C or SIGTERM (the run can be resumed); 1 if a
+    guard stopped it, for the reason in `stopped`: its last checkpoint is then the last good one.
 
-    `best` is the checkpoint with the best evaluation of the trained task, where one was kept.
+    `best` is the checkpoint with the best evaluation of the trained task, if it was kept.
     """
 
     summary: Mapping[str, Any]
@@ -36,8 +36,8 @@ class EndedRun:
         return self.directory / "report.html"
 
 
-def closing_line(result: EndedRun) -> str:
-    """One line for a person: accuracy and KL of a finished run, or what else became of it."""
+def result_line(result: RunOutcome) -> str:
+    """One line: accuracy and KL of a finished run, or why it ended early."""
     summary = result.summary
     if summary.get("dry_run"):
         metrics = summary["metrics"]
@@ -47,7 +47,7 @@ def closing_line(result: EndedRun) -> str:
             f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
         )
     if result.exit_status:
-        return f"stopped after step {result.steps}; go on with: {resume_command(result.directory)}"
+        return f"stopped after step {result.steps}; resume with: {resume_command(result.directory)}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
@@ -60,8 +60,8 @@ def closing_line(result: EndedRun) -> str:
     return f"{'; '.join(parts)}; report: {result.report}"
 
 
-def next_lines(result: EndedRun) -> list[str]:
-    """What to look at after a run that has a report, as commands that work where the reader stands."""
+def next_steps(result: RunOutcome) -> list[str]:
+    """Commands to run next, for a run with a report."""
     if result.exit_status > 1 or not result.report.is_file():
         return []
     keel, run = program(), result.directory
@@ -78,7 +78,7 @@ def next_lines(result: EndedRun) -> list[str]:
 
 
 def program() -> str:
-    """`keel`, or its path where the shell does not find it: `make train` runs it inside of .venv."""
+    """`keel`, or its path if it is not on PATH, as under `make train`."""
     installed = Path(sys.executable).with_name("keel")
     if shutil.which("keel") is not None or not installed.is_file():
         return "keel"
@@ -86,7 +86,7 @@ def program() -> str:
 
 
 def resume_command(directory: Path) -> str:
-    """What to type to go on with an interrupted run: as it was launched, or in as many processes of this machine."""
+    """The command that resumes an interrupted run, with the same launch flags or number of processes."""
     size = process_count()
     here = size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     flags = os.environ.get(LAUNCH_FLAGS, f"--nproc {size}" if here else "")
@@ -95,7 +95,7 @@ def resume_command(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class EndHooks:
-    """`findings` of a finished run's folder go into findings.json and summary.json; `report` then writes its page."""
+    """`findings` returns the findings for findings.json and summary.json; `report` then writes the report."""
 
     findings: Callable[[Path], list[dict[str, Any]]] | None = None
     report: Callable[[Path], None] | None = None

@@ -1,4 +1,4 @@
-"""`keel sft`: the warm start as a job of its own, with a run directory and an evaluation."""
+"""`keel sft`: supervised fine-tuning by the `warmstart` section, with a run directory and an evaluation."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from keel.run.build import build_policy, build_run, build_warmstart
 from keel.run.environment import environment, settings_of
 from keel.run.result import NO_HOOKS, EndHooks
 from keel.run.resume import write_config
-from keel.run.train import EndedRun, evaluator, open_loggers, open_run, write_report_of
-from keel.trainer.checkpoint import atomic_folder, save_manifest, save_weights, whole_state
+from keel.run.train import RunOutcome, evaluator, open_loggers, open_run, write_run_report
+from keel.trainer.checkpoint import atomic_folder, full_state_dict, save_manifest, save_weights
 from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
 
-def supervise(config: Config, at_end: EndHooks = NO_HOOKS) -> EndedRun:
-    """Behaviour cloning by the `warmstart` section; the model is in `checkpoints/step-N` of the run directory."""
+def run_sft(config: Config, at_end: EndHooks = NO_HOOKS) -> RunOutcome:
+    """Supervised fine-tuning by the `warmstart` section; saves the model in `checkpoints/step-N`."""
     if config.run.if_exists == "resume":
-        raise KeelError("keel sft cannot go on with a run: use run.if_exists=replace, or another run.name")
+        raise KeelError("keel sft cannot resume a run: use run.if_exists=replace, or another run.name")
     with (
         open_world(config.model.device, settings=settings_of(config)) as world,
         open_run(config, resume=False, world=world) as (directory, _),
     ):
-        return _supervise(config, directory, at_end, world)
+        return _run_sft(config, directory, at_end, world)
 
 
-def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> EndedRun:
+def _run_sft(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> RunOutcome:
     began = time.monotonic()
     write_config(directory, config)
     directory.write_json("env.json", environment())
@@ -45,7 +45,7 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
     loggers = open_loggers(config, directory, None, total_steps=steps, world=world)
     with ExitStack() as at_exit:
         at_exit.callback(loggers.close)
-        # no KL here: nothing is sampled to measure it on, so no reference is built
+        # SFT measures no KL, so no reference is built
         built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded, world=world)
         at_exit.callback(built.run.close)
         evaluate = evaluator(config, built)
@@ -76,16 +76,16 @@ def _supervise(config: Config, directory: RunDirectory, at_end: EndHooks, world:
         directory.write_json("findings.json", None)  # not judged
         directory.write_json("summary.json", summary)
         directory.sync()
-        if world.leads:
-            write_report_of(directory.path, loggers, at_end)
-    return EndedRun(summary, directory.path, steps)
+        if world.is_main:
+            write_run_report(directory.path, loggers, at_end)
+    return RunOutcome(summary, directory.path, steps)
 
 
 def _save(target: Path, config: Config, loaded: Any, world: World) -> Path:
-    weights = whole_state(loaded.model, wanted=world.leads)
-    if world.leads:
+    weights = full_state_dict(loaded.model, wanted=world.is_main)
+    if world.is_main:
         _write(target, config, loaded, weights)
-    world.wait()
+    world.barrier()
     return target
 
 

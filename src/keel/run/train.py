@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World, open_world
+from keel.base.world import SINGLE_PROCESS, World, open_world
 from keel.config import Config, load_config
 from keel.config.checks import advice
 from keel.envs import Task
@@ -36,24 +36,24 @@ from keel.run.build import (
 )
 from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
-from keel.run.layout import layout_of, spread
-from keel.run.result import NO_HOOKS, EndedRun, EndHooks, resume_command
+from keel.run.layout import build_layout, shard_run
+from keel.run.result import NO_HOOKS, EndHooks, RunOutcome, resume_command
 from keel.run.resume import (
     ResumeEvent,
     check_same_data,
     check_same_run,
     choose_checkpoint,
-    cut_lines,
     fingerprint,
     keep_schedule,
     may_change,
     schedule_change,
+    truncate_logs,
     write_config,
 )
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
 from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state
 from keel.trainer.guards import guard_findings
-from keel.trainer.integrity import damages
+from keel.trainer.integrity import find_damage
 from keel.trainer.loop import Callback, Interrupt, TrainingJob, interruptible, train_loop
 from keel.trainer.memory import OutOfMemory, Remedy
 from keel.trainer.optim import resolve_amp_dtype
@@ -75,11 +75,11 @@ def run_training(
     resume: bool = False,
     dry_run: bool = False,
     at_end: EndHooks = NO_HOOKS,
-) -> EndedRun:
-    """A run of a checked configuration, with the arguments of `keel.train`; `at_end` judges and reports it."""
-    task = task or build_named_task(config.task, config)  # bad data is found before anything is written or loaded
+) -> RunOutcome:
+    """Run a checked configuration; the arguments are those of `keel.train`. `at_end` computes findings and report."""
+    task = task or build_named_task(config.task, config)  # fail on bad data before anything is written or loaded
     if reward is None:
-        build_rewards(reward_entries(config), task)  # rewards that cannot judge this task are found now
+        build_rewards(reward_entries(config), task)  # fail on rewards that do not fit this task
         probe_rewards(reward_entries(config))
     settings = settings_of(config)
     if dry_run:
@@ -104,11 +104,11 @@ def _train(
     callbacks: Sequence[Callback],
     at_end: EndHooks,
     world: World,
-) -> EndedRun:
+) -> RunOutcome:
     began = time.monotonic()
-    begun = world.agree(_begin(config, directory, resumed, task) if world.leads else None)
-    assert begun is not None
-    config, checkpoint, events, decay_before = begun
+    resume_state = world.broadcast(_prepare_resume(config, directory, resumed, task) if world.is_main else None)
+    assert resume_state is not None
+    config, checkpoint, events, decay_before = resume_state
     step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
     write_config(directory, config)
     directory.write_json("env.json", environment())
@@ -118,7 +118,7 @@ def _train(
     try:
         for event in events:
             loggers.event(event.kind, step=max(step, 0), message=event.message)
-            if event.damaged is not None and world.leads:
+            if event.damaged is not None and world.is_main:
                 quarantine(event.damaged)
         loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
         built = build_run(config, loaded, task=task, reward=reward, world=world)
@@ -136,16 +136,15 @@ def _train(
             if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
                 loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
-        return _finish(config, built, job, state, interrupt, at_end)
+        return _build_result(config, built, job, state, interrupt, at_end)
     except OutOfMemory as error:
-        raise KeelError(f"{error}; {how_to_go_on(config, error.remedy)}") from None
+        raise KeelError(f"{error}; {resume_hint(config, error.remedy)}") from None
     finally:
         at_exit.close()
 
 
-class Begun(NamedTuple):
-    """How a run begins: its configuration, the checkpoint it goes on from, what is to be said of it, and the end that
-    the learning rate's decay had before."""
+class ResumeState(NamedTuple):
+    """The state to resume from: configuration, checkpoint, events to log, and the end of the learning rate's decay."""
 
     config: Config
     checkpoint: Path | None = None
@@ -153,11 +152,11 @@ class Begun(NamedTuple):
     decay_before: int | None = None
 
 
-def _begin(config: Config, directory: RunDirectory, resumed: bool, task: Task | None) -> Begun:
-    """Where the run directory stands, put in order to go on from there."""
+def _prepare_resume(config: Config, directory: RunDirectory, resumed: bool, task: Task | None) -> ResumeState:
+    """Check and clean up the run directory, and choose the checkpoint to resume from."""
     clean(directory.checkpoints)
     if not resumed:
-        return Begun(config)
+        return ResumeState(config)
     check_same_run(directory.path, config)
     finish_rollback(directory)
     checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path))
@@ -169,52 +168,52 @@ def _begin(config: Config, directory: RunDirectory, resumed: bool, task: Task | 
     step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
     passed_over = any(event.damaged is not None for event in events)
     state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
-    events += cut_lines(directory, step, keep_as=None if state is None else state.attempt)
-    return Begun(config, checkpoint, events, decay_before)
+    events += truncate_logs(directory, step, keep_as=None if state is None else state.attempt)
+    return ResumeState(config, checkpoint, events, decay_before)
 
 
-def _finish(
+def _build_result(
     config: Config, built: Built, job: TrainingJob, state: State, interrupt: Interrupt, at_end: EndHooks
-) -> EndedRun:
+) -> RunOutcome:
     directory = job.directory
-    if interrupt.anywhere(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
+    if interrupt.on_any_rank(built.run.world) and interrupt.signal and state.step < config.run.max_steps:
         name = signal.Signals(interrupt.signal).name
         saved = f"step {state.step}" if job.saved_at == state.step else "nothing yet"
         message = (
-            f"{name}: stopped after step {state.step}, saved {saved}; go on with: {resume_command(directory.path)}"
+            f"{name}: stopped after step {state.step}, saved {saved}; resume with: {resume_command(directory.path)}"
         )
         job.loggers.event("interrupted", step=state.step, message=message)
-        return EndedRun({}, directory.path, state.step, interrupt.status)
-    summary = built.run.world.agree(_conclude(built, job, state, at_end) if built.run.world.leads else {})
+        return RunOutcome({}, directory.path, state.step, interrupt.status)
+    summary = built.run.world.broadcast(_write_outputs(built, job, state, at_end) if built.run.world.is_main else {})
     best = None if state.best is None else directory.checkpoints / f"step-{int(state.best['step'])}"
     best_folder = best if best is not None and best.is_dir() else None
-    return EndedRun(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
+    return RunOutcome(summary, directory.path, state.step, int(job.stopped is not None), best_folder, job.stopped)
 
 
-def _conclude(built: Built, job: TrainingJob, state: State, at_end: EndHooks) -> dict[str, Any]:
-    """Findings, summary and report of a finished run."""
+def _write_outputs(built: Built, job: TrainingJob, state: State, at_end: EndHooks) -> dict[str, Any]:
+    """Write findings, summary and report of a finished run."""
     directory = job.directory
     directory.sync()
-    findings = findings_of(directory, job.loggers, at_end)
+    findings = collect_findings(directory, job.loggers, at_end)
     directory.write_json("findings.json", findings)
     summary = summarise(built.run.task.name, state, findings, reward_failures(directory.path), job.final_kl)
     directory.write_json("summary.json", summary)
     directory.sync()
-    write_report_of(directory.path, job.loggers, at_end)
+    write_run_report(directory.path, job.loggers, at_end)
     return summary
 
 
-def how_to_go_on(config: Config, remedy: Remedy) -> str:
-    """What to type after memory ran out: the run goes on if the option may change, and begins anew if not."""
+def resume_hint(config: Config, remedy: Remedy) -> str:
+    """What to do after memory ran out: resume if the option may change, else start a new run."""
     if may_change(remedy.option):
-        return f"go on with: {resume_command(Path(config.run.dir) / config.run.name)} {remedy.override}"
-    return "with that it is another run: give it another run.name"
+        return f"resume with: {resume_command(Path(config.run.dir) / config.run.name)} {remedy.override}"
+    return "this option cannot change on resume: start a new run with another run.name"
 
 
-def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]] | None:
-    """What the hook says of the finished run, and the guards' own findings; a hook that fails is logged.
+def collect_findings(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks) -> list[dict[str, Any]] | None:
+    """The findings of the hook and of the guards; a failing hook is logged.
 
-    None where nothing was judged and no guard found anything.
+    None if the run was not judged and no guard has a finding.
     """
     guards = guard_findings(directory.read_lines(EVENTS))
     if at_end.findings is None:
@@ -228,8 +227,8 @@ def findings_of(directory: RunDirectory, loggers: MultiLogger, at_end: EndHooks)
     return [*(finding for finding in guards if finding["code"] not in codes), *judged]
 
 
-def write_report_of(folder: Path, loggers: MultiLogger, at_end: EndHooks) -> None:
-    """A report that fails is logged and no more: the run itself is complete."""
+def write_run_report(folder: Path, loggers: MultiLogger, at_end: EndHooks) -> None:
+    """Write the report; an error is only logged, since the run itself is complete."""
     if at_end.report is None:
         return
     try:
@@ -261,9 +260,9 @@ def _job(
 def evaluator(
     config: Config, built: Built, judges: dict[str, Judge] | None = None
 ) -> Callable[[], list[dict[str, Any]]]:
-    """Evaluates the trained task and, as retention, `eval.tasks`: fixed held-out problems under fixed noise.
+    """A function that evaluates the trained task and, as retention, `eval.tasks` on fixed problems under fixed noise.
 
-    `judges` is filled with their judges, which know what failed.
+    `judges` is filled with the tasks' judges, which record failures.
     """
     run = built.run
     chosen = entries(config, configured_tasks(config, run.task), built.judge.parts)
@@ -284,52 +283,53 @@ def _policy(
     loggers: MultiLogger,
     task: Task | None,
     interrupt: Interrupt,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> LoadedModel:
-    """The checkpoint's weights, or the warm start's (made now if it is not there yet), or the named model's."""
+    """The policy: from the checkpoint, from the warm start (trained now if missing), or the named model."""
     if checkpoint is not None:
         return build_policy(config, checkpoint)
     if config.warmstart is None:
         return build_policy(config)
-    start = world.agree(warmstart_folder(folder, config))
-    complete, wrong = world.agree((is_complete(start), damages(start) if is_complete(start) else []))
+    start = world.broadcast(warmstart_folder(folder, config))
+    complete, wrong = world.broadcast((is_complete(start), find_damage(start) if is_complete(start) else []))
     if wrong:
-        message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is made again"
+        message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is trained again"
         loggers.event("checkpoint/damaged", step=0, message=message)
     elif complete:
-        loggers.event("warmstart", step=0, message="the warm start of this configuration is there: loaded")
+        loggers.event("warmstart", step=0, message="loaded the warm start of this configuration")
         return build_policy(config, start)
     loaded, began = build_policy(config), time.monotonic()
     steps = config.warmstart.steps
     every = max(1, steps // 5)
-    begin = f"{steps} supervised steps of {config.warmstart.batch_size} examples; what they end in is the reference"
+    begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the reference"
     loggers.event("warmstart", step=0, message=begin)
 
     def report(step: int, line: Mapping[str, float]) -> None:
-        if interrupt.signal is not None:  # there is nothing to save yet
+        if interrupt.signal is not None:  # nothing to save yet
             raise KeyboardInterrupt
         loss = f"loss {line['loss/total']:.3f}"
         if step % every == 0:
-            loggers.event("warmstart", step=0, message=f"supervised step {step}: {loss}")
+            loggers.event("warmstart", step=0, message=f"SFT step {step}: {loss}")
         loggers.progress("warm start", step, steps, loss)
 
-    layout, draws = layout_of(config, loaded, world), DrawCount()
-    if layout.spread:
-        spread(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+    layout, draws = build_layout(config, loaded, world), DrawCount()
+    if layout.sharded:
+        shard_run(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
     started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
-    done = "done" if started.taken is None else f"made before and taken from {started.taken}"
+    done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
     message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the reference"
     loggers.event("warmstart", step=0, message=message)
-    return build_policy(config, start) if layout.spread else loaded  # engine and reference are made of whole weights
+    # Engine and reference are built from unsharded weights.
+    return build_policy(config, start) if layout.sharded else loaded
 
 
 def _start_reference(config: Config, folder: Path) -> Reference | None:
-    """The reference as it was when the run began: of the warm start where there was one, or of the named model."""
+    """The run's initial reference: of its warm start, or of the named model."""
     start = None if config.warmstart is None else warmstart_folder(folder, config)
-    if start is not None and (not is_complete(start) or damages(start)):
+    if start is not None and (not is_complete(start) or find_damage(start)):
         return None
     return reference_of(config, build_policy(config, start))
 
@@ -340,10 +340,10 @@ def open_loggers(
     resumed_from: int | None,
     total_steps: int | None = None,
     *,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> MultiLogger:
-    """JSONL always, and what `log` asks for; of several processes the first logs."""
-    if not world.leads:
+    """The JSONL logger and those of `log`; only rank 0 logs."""
+    if not world.is_main:
         return MultiLogger(Logger())
     return build_loggers(
         config.log,
@@ -356,11 +356,11 @@ def open_loggers(
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[tuple[RunDirectory, bool]]:
-    """The run directory, new or gone on with, as `--resume` and `run.if_exists` say; the first process owns it."""
+def open_run(config: Config, *, resume: bool, world: World = SINGLE_PROCESS) -> Iterator[tuple[RunDirectory, bool]]:
+    """Create or resume the run directory, by `--resume` and `run.if_exists`; rank 0 owns it."""
     path = Path(config.run.dir) / config.run.name
-    resumed = world.agree(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
-    if not world.leads:
+    resumed = world.broadcast(resume or (config.run.if_exists == "resume" and (path / "config.yaml").exists()))
+    if not world.is_main:
         directory = RunDirectory.follow(path)
     elif resumed:
         directory = RunDirectory.resume(path)
@@ -370,26 +370,26 @@ def open_run(config: Config, *, resume: bool, world: World = ALONE) -> Iterator[
         yield directory, resumed
 
 
-def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> EndedRun:
-    """Build everything, take one step on one group, save and load nothing that stays."""
+def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | None, world: World) -> RunOutcome:
+    """Build everything and run one step on one group, in a temporary directory."""
     changes = {"rollout.prompts_per_step": 1, "optim.minibatches": 1, "eval.samples": 1}
     overrides = [f"{name}={value}" for name, value in changes.items()]
     if config.warmstart is not None:
         overrides.append("warmstart.steps=1")
     small = load_config(config, overrides)
-    folder = world.agree(Path(tempfile.mkdtemp(prefix="keel-dry-run-")) if world.leads else Path())
+    folder = world.broadcast(Path(tempfile.mkdtemp(prefix="keel-dry-run-")) if world.is_main else Path())
     try:
-        with RunDirectory.create(folder) if world.leads else RunDirectory.follow(folder) as directory:
-            loggers = MultiLogger(Logger())  # it leaves nothing behind
+        with RunDirectory.create(folder) if world.is_main else RunDirectory.follow(folder) as directory:
+            loggers = MultiLogger(Logger())  # writes no files
             loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
             with closing(built.run):
                 evaluator(small, built)
                 step = train_step(built.run, State(kl=built.run.controller.init()))
     finally:
-        if world.leads:
+        if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-    return EndedRun({"dry_run": True, "metrics": step.metrics}, folder, 1)
+    return RunOutcome({"dry_run": True, "metrics": step.metrics}, folder, 1)
 
 
-__all__ = ["EndedRun", "run_training"]
+__all__ = ["RunOutcome", "run_training"]

@@ -1,4 +1,4 @@
-"""The supervised start of a run, done once: its weights are kept under a digest of what made them."""
+"""The SFT warm start of a run; its weights are saved under a digest of its settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.config.text import absolute_paths
 from keel.models.loaded import LoadedModel
-from keel.run.build import Supervised
-from keel.run.warmstart_cache import Started, cached_sft
-from keel.trainer.checkpoint import atomic_folder, save_weights, whole_state
+from keel.run.build import SftInputs
+from keel.run.warmstart_cache import WarmstartResult, cached_sft
+from keel.trainer.checkpoint import atomic_folder, full_state_dict, save_weights
 from keel.trainer.integrity import WARMSTART, checksums, with_checksums
 from keel.trainer.sft import Report
 
@@ -21,10 +21,10 @@ FOLDER = "warmstart"
 
 
 def warmstart_folder(run: Path, config: Any) -> Path:
-    """Where the warm start of this configuration lies in the run's folder, or will lie: under all that makes it.
+    """The folder of this configuration's warm start in the run's folder, named by a digest of its settings.
 
-    It is scored by Keel's own pass whatever scorer the run has. Files that are named count by size and time of change:
-    a hash of a whole model would cost more than it saves.
+    The run's scorer does not affect it. Files enter the digest by size and modification time, since hashing a whole
+    model would be slow.
     """
     plain = absolute_paths(config.to_dict())
     plain["model"].pop("scorer")
@@ -40,32 +40,32 @@ def _as_list(path: Any) -> list[str]:
 
 
 def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
-    """(name, size, time of change) of a file or of every file of a folder; nothing for a name that is neither."""
+    """(name, size, modification time) of a file or of every file in a folder; empty for a name that is neither."""
     path = path.expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a warm start was finished there: the folder gets its name last."""
+    """Whether the folder holds a complete warm start; it is renamed last."""
     return (folder / WARMSTART).is_file()
 
 
 def warmstart(
     folder: Path,
     loaded: LoadedModel,
-    recipe: Callable[[LoadedModel], Supervised],
+    recipe: Callable[[LoadedModel], SftInputs],
     report: Report | None = None,
-    world: World = ALONE,
-) -> Started:
-    """Train the loaded model in place and keep its weights; returns how it ended."""
+    world: World = SINGLE_PROCESS,
+) -> WarmstartResult:
+    """Train the loaded model in place and save its weights; returns the last loss and the cache file."""
     start = recipe(loaded)
     started = cached_sft(loaded, start, report, world)
-    weights = whole_state(loaded.model, wanted=world.leads)
-    if world.leads:
+    weights = full_state_dict(loaded.model, wanted=world.is_main)
+    if world.is_main:
         with atomic_folder(folder) as temporary:
             save_weights(temporary, loaded.model, loaded.tokenizer, weights)
             record = with_checksums({"loss": started.loss, "steps": start.options.steps}, checksums(temporary))
             (temporary / WARMSTART).write_text(record, encoding="utf-8")
-    world.wait()
+    world.barrier()
     return started

@@ -1,1 +1,1 @@
-"""Training: the step, the loop around it, checkpoints, guards, the supervised start."""
+"""Training: the step, the loop around it, checkpoints, guards, the SFT warm start."""

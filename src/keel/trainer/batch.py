@@ -17,17 +17,17 @@ from torch.nn import functional
 
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
-from keel.kl.depth import occupied, positions
+from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
+from keel.models.fused_linear import cast_weights_once
 from keel.models.head import Head, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
-from keel.models.prefix_attention import attends_by_flash
-from keel.models.products import cast_once
+from keel.models.prefix_attention import uses_flash
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
-from keel.models.sharding import is_sharded, through
+from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.reference import shortest_context
 from keel.trainer.state import TrainingRun
 
@@ -48,14 +48,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The part of a batch that one update is made of: its rows, their width, and this process's microbatches of it.
+    """The part of a batch that one update uses: its rows, their width, and this process's microbatches.
 
-    `idle` are the passes that another process has more of, where weights are spread and all must pass together.
+    `dummy_passes` counts passes on dummy batches that match the collectives of processes with more microbatches (FSDP).
     """
 
     rows: slice
     width: int
-    idle: int
+    dummy_passes: int
     micros: tuple[Microbatch, ...]
 
 
@@ -63,13 +63,13 @@ class Minibatch:
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows, width and
-    idle passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
-    once there are any.
-    `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
-    `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
-    whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
-    `stretches` are those of the context that hold sampled tokens (`keel.kl.depth`).
+    Rows and groups cover all processes, `micros` are the passes of this process, `spans` the rows, width and dummy
+    passes of each minibatch. `actions` indexes the true entries of the action mask. `scores` are the policy's scores
+    with the rollout weights, None until they are computed.
+    `kl` `[B, T]` is the detached KL estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
+    log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
+    engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -83,8 +83,8 @@ class StepBatch:
     penalty: Tensor | None = None
     rejected: Tensor | None = None
     unreported: float = 0.0
-    known: frozenset[str] = frozenset()
-    stretches: tuple[int, ...] = ()
+    reported: frozenset[str] = frozenset()
+    depth_bins: tuple[int, ...] = ()
 
     @property
     def completions(self) -> list[Completion]:
@@ -95,18 +95,18 @@ class StepBatch:
         return self.rows.action_mask.shape[1]
 
     @property
-    def idle(self) -> int:
-        """Passes over the whole batch that another process has more of."""
-        return sum(idle for *_, idle in self.spans)
+    def dummy_passes(self) -> int:
+        """Dummy passes of this process over the whole batch."""
+        return sum(dummy_passes for *_, dummy_passes in self.spans)
 
     @property
-    def largest(self) -> int:
+    def largest_pass(self) -> int:
         """Tokens of this process's largest microbatch, padding included."""
         return max((micro.packed.input_ids.numel() for micro in self.micros), default=0)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest completion with its prompt: no pass is smaller than that."""
+    def longest_sequence(self) -> int:
+        """Tokens of the longest completion with its prompt: the lower limit of a pass."""
         return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups for c in g.completions)
 
     @property
@@ -131,19 +131,19 @@ class StepBatch:
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
-    """One row a group where the model can, the prompt once; microbatches by tokens, groups whole where they fit.
+    """Pack groups into microbatches: one row per group with its prompt once, if the model allows shared prompts.
 
-    Where flash kernels attend, which know no rows, a microbatch is one row without padding.
-    Each process packs its share of every minibatch. `stale` says that other weights may have sampled.
+    A microbatch is limited by tokens and keeps groups whole where they fit. With flash attention it is a single row
+    without padding. Each process packs its share of every minibatch. `stale`: older weights may have sampled.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
-        one_row = shared and attends_by_flash(body_of(run.policy.model))
+        one_row = shared and uses_flash(body_of(run.policy.model))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
-    for number, members in enumerate(_parts(groups, run.optim.minibatches)):
+    for number, members in enumerate(_minibatches(groups, run.optim.minibatches)):
         first = start
-        for rank, share in enumerate(_shares(members, run.world.size)):
+        for rank, share in enumerate(_rank_shares(members, run.world.size)):
             own = share if rank == run.world.rank else ()
             for part in split(own, budget, shared_prefix=shared, one_row=one_row, even=device.type == "cuda"):
                 packed = pack(
@@ -159,8 +159,8 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
             if rank != run.world.rank:
                 start += sum(len(group.completions) for group in share)
         passes = sum(micro.minibatch == number for micro in micros)
-        idle = max(run.world.gather(passes)) - passes if is_sharded(run.policy.model) else 0
-        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), idle))
+        dummy_passes = max(run.world.all_gather(passes)) - passes if is_sharded(run.policy.model) else 0
+        spans.append((slice(first, start), max(len(c.tokens) for c in completions[first:start]), dummy_passes))
     actions = right_pad((c.action for c in completions), False, dtype=torch.bool)
     index, (rewards, group) = MaskIndex.of(actions), rewards_of(groups)
     sample = right_pad((c.sample_logp for c in completions), 0.0, dtype=torch.float32)
@@ -170,8 +170,8 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     unknown = {"sample_logp": sample.isnan() & actions}
     if filtered is not None:
         unknown["filtered_logp"] = filtered.isnan() & actions
-    silent = torch.stack([unknown[name] for name in _weighed_by(run)]).any(0)
-    unreported = float(silent.sum() / actions.sum().clamp_min(1))
+    missing = torch.stack([unknown[name] for name in _required_logps(run)]).any(0)
+    unreported = float(missing.sum() / actions.sum().clamp_min(1))
     if stale and unreported:
         raise KeelError(
             f"rollout.max_staleness={run.rollout.max_staleness} needs the sampler's log-probabilities to weigh stale "
@@ -186,9 +186,9 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         group=to_device(group, device),
         stale=stale,
     )
-    known = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
+    reported = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
     prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
-    stretches = occupied(positions(prompts, actions.shape[1]), actions)
+    depth_bins = occupied_bins(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
     return StepBatch(
         tuple(groups),
@@ -197,13 +197,13 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         tuple(spans),
         on_device,
         unreported=unreported,
-        known=known,
-        stretches=stretches,
+        reported=reported,
+        depth_bins=depth_bins,
     )
 
 
-def _weighed_by(run: TrainingRun) -> set[str]:
-    """What the terms of the loss read of the sampler: filters belong to a token's weight, not to a sequence's."""
+def _required_logps(run: TrainingRun) -> set[str]:
+    """The sampler log-probabilities that the loss reads: filtered ones for token weights, unfiltered for sequences."""
     levels = {run.loss.mismatch.level}
     if run.kl.penalizes:
         levels.add(run.kl.level if run.kl.placement == "loss" else "token")
@@ -213,10 +213,10 @@ def _weighed_by(run: TrainingRun) -> set[str]:
 def split(
     groups: Sequence[Group], budget: int, *, shared_prefix: bool, even: bool, one_row: bool = False
 ) -> list[list[Group]]:
-    """`microbatches`; with `even` as many, of nearly one size where that splits no group more: less memory for free."""
+    """`microbatches`; `even` balances their sizes, without more parts or split groups, which lowers peak memory."""
     parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
     low, high = budget * (len(parts) - 1) // max(1, len(parts)), budget
-    for _ in range(3 if even and len(parts) > 1 else 0):  # an eighth of what is to be gained is left
+    for _ in range(3 if even and len(parts) > 1 else 0):  # bisection: an eighth of the possible gain remains
         middle = (low + high) // 2
         trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix, one_row=one_row)
         if len(trial) > len(parts) or sum(map(len, trial)) > sum(map(len, parts)):
@@ -227,21 +227,21 @@ def split(
 
 
 def rewards_of(groups: Sequence[Group]) -> tuple[Tensor, Tensor]:
-    """Each completion's reward, in fp64, and the number of its group, both `[B]` and in main memory."""
+    """Each completion's reward (fp64) and its group's index, both `[B]` on the CPU."""
     totals = [reward.total for group in groups for reward in group.rewards]
     numbers = [i for i, group in enumerate(groups) for _ in group.completions]
     return torch.tensor(totals, dtype=torch.float64), torch.tensor(numbers, dtype=torch.long)
 
 
-def _parts(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
-    """As many neighbouring parts as asked for, as equal as they can be; fewer where there are fewer groups."""
+def _minibatches(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Cut the groups into `count` consecutive parts of nearly equal size; at most one part per group."""
     count = min(count, len(groups))
     edges = [round(i * len(groups) / count) for i in range(count + 1)]
     return [groups[start:stop] for start, stop in pairwise(edges)]
 
 
-def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
-    """Neighbouring groups for each process, of about as many tokens as they can be; empty where there are too few."""
+def _rank_shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
+    """Consecutive groups for each process, balanced by tokens; a share may be empty."""
     tokens = [len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups]
     middles = [after - own / 2 for after, own in zip(accumulate(tokens), tokens, strict=True)]
     edges = [bisect(middles, sum(tokens) * i / count) for i in range(1, count)]
@@ -249,44 +249,44 @@ def _shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
 
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
-    """Rows as long as the longest group's: short groups share a row, and padding stays small."""
+    """The row length: that of the longest group. Short groups share a row, so padding stays small."""
     return min(max(map(row_length, groups)), budget)
 
 
 def stitch(parts: Iterable[Tensor], width: int) -> Tensor:
-    """Microbatches `[b, t]` back to one `[B, T]`, zero where a microbatch was narrower."""
+    """Concatenate microbatches `[b, t]` to `[B, T]`, padded with zeros on the right."""
     return torch.cat([functional.pad(part.detach(), (0, width - part.shape[1])) for part in parts])
 
 
 def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Tensor:
-    """The passes of all processes, one a microbatch, as one `[B, T]`."""
+    """One `[B, T]` tensor from the microbatches of all processes."""
     if run.world.size == 1:
         return stitch(parts, batch.width)
     whole = torch.zeros(batch.rows.action_mask.shape, device=run.policy.device)
     for micro, part in zip(batch.micros, parts, strict=True):
         whole[micro.rows, : part.shape[1]] = part.detach()
-    run.world.sum_([whole])
+    run.world.all_reduce_([whole])
     return whole
 
 
 def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
+    """Compute `ref_logp` of every token; for exact KL also keep the hidden states over all updates of the batch."""
     assert run.reference is not None
     logps, micros, temperature = [], [], run.rollout.temperature
     with run.reference.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
-        head = through(reference, _whole_head) if scorer is None else None
-        for micro in cast_once(batch.micros):
+        head = call_with_full_weights(reference, _whole_head) if scorer is None else None
+        for micro in cast_weights_once(batch.micros):
             if scorer is not None:
-                logps.append(through(reference, scorer, micro.packed, temperature=temperature).logp)
+                logps.append(call_with_full_weights(reference, scorer, micro.packed, temperature=temperature).logp)
                 micros.append(micro)
                 continue
             assert head is not None
-            hidden = through(reference, hidden_states, micro.packed)
+            hidden = call_with_full_weights(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
-        for _ in range(batch.idle):
-            through(reference, hidden_states, idle_pass(run))
+        for _ in range(batch.dummy_passes):
+            call_with_full_weights(reference, hidden_states, dummy_batch(run))
     ref_logp = assemble(batch, logps, run)
     return replace(
         batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
@@ -294,56 +294,56 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def _whole_head(reference: nn.Module) -> Head:
-    """The reference's head as it is now; of a sharded one a copy, which is whole outside of its passes too."""
+    """The reference's head; a copy if it is sharded, because FSDP gathers it only during a pass."""
     head = frozen_head(reference)
     return replace(head, module=copy.deepcopy(head.module)) if is_sharded(reference) else head
 
 
-def idle_pass(run: TrainingRun) -> PackedBatch:
-    """The least that a model can read: for a process that only keeps the others company."""
+def dummy_batch(run: TrainingRun) -> PackedBatch:
+    """A batch of one token, to match FSDP's collectives."""
     token = (run.policy.pad_id,)
-    group = Group(Problem("idle", ""), token, (Completion(token, (False,), (0.0,), (0.0,), "", "length"),))
+    group = Group(Problem("dummy", ""), token, (Completion(token, (False,), (0.0,), (0.0,), "", "length"),))
     return pack([group], run.policy.pad_id, shared_prefix=run.shared_prefix).to(run.policy.device)
 
 
-def idle_loss(run: TrainingRun) -> Tensor:
-    """A pass whose gradient is 0."""
+def dummy_loss(run: TrainingRun) -> Tensor:
+    """The loss of a dummy batch; its gradient is 0."""
     with run.autocast():
-        return 0.0 * through(run.policy.model, score_tokens, idle_pass(run)).logp.sum()
+        return 0.0 * call_with_full_weights(run.policy.model, score_tokens, dummy_batch(run)).logp.sum()
 
 
 def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """`old_logp` by a pass of its own, for what needs it before the first update."""
+    """Compute `old_logp` in a separate pass, for terms that need it before the first update."""
     with torch.no_grad():
-        passes = [score_micro(micro, batch, run) for micro in cast_once(batch.micros)]
-        for _ in range(batch.idle):
-            idle_loss(run)
-        return keep_scores(batch, passes, run)
+        passes = [score_micro(micro, batch, run) for micro in cast_weights_once(batch.micros)]
+        for _ in range(batch.dummy_passes):
+            dummy_loss(run)
+        return store_old_scores(batch, passes, run)
 
 
-def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
-    """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
+def store_old_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
+    """Store the scores under the rollout weights and set `old_logp` from them."""
     own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
-    names = sorted(set().union(*run.world.gather(own)))
+    names = sorted(set().union(*run.world.all_gather(own)))
     scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
     return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
 
 
 def detached(scores: FullScores) -> FullScores:
-    """The same numbers without the graph behind them, to be looked at after the update."""
+    """The scores without their autograd graph, for metrics after the update."""
     tensors = {f.name: getattr(scores, f.name) for f in fields(scores)}
     plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in tensors.items()}
     return FullScores(**plain)
 
 
 def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
-    """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
+    """The policy's scores of one microbatch: log-probability, entropy, and exact KL if `ref_hidden` is set."""
     exact = micro.ref_hidden is not None
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)
-            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
-        return through(
+            return call_with_full_weights(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+        return call_with_full_weights(
             run.policy.model,
             score_tokens,
             micro.packed,

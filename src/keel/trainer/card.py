@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what it is, how it was made, how far it moved, what it can do, how to load it."""
+"""The model card of a checkpoint: training settings, measured KL, evaluation, and code to load it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keel
-from keel.base.redact import hide
+from keel.base.redact import redact_text
 from keel.models.adapters import is_lora
 from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
@@ -69,11 +69,11 @@ def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
         evaluation=_evaluation(state),
         code=_adapter_code(base) if lora else MODEL_CODE,
     )
-    return hide(card)
+    return redact_text(card)
 
 
 def _reference(run: TrainingRun) -> str:
-    """Its kind, and the teacher's name where it is one."""
+    """The reference's kind, with the teacher's name if it is a teacher."""
     if run.reference is None:
         return "none"
     teacher = getattr(run.reference, "teacher", None)
@@ -81,7 +81,7 @@ def _reference(run: TrainingRun) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name is one that others can look up: owner/name, and no folder here."""
+    """Whether a model's name has the form owner/name and is no local folder."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name).expanduser().exists()
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints: everything a run needs to go on exactly, written so that a kill at any moment loses no earlier one.
+"""Checkpoints: all state for an exact resume, written atomically.
 
 `checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
-holds the rest. It is written beside it, brought to the disk, and renamed: a folder called `step-N` is complete.
-Its record, `trainer/state.json`, has the sha256 of every file: one that has changed since is named (`integrity.py`).
+holds the rest. It is written to a temporary folder, synced to disk and renamed: a folder called `step-N` is complete.
+`trainer/state.json` records the sha256 of every file, so a changed file is reported by name (`integrity.py`).
 """
 
 from __future__ import annotations
@@ -28,51 +28,60 @@ from keel.base.files import write_atomic
 from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
-from keel.models.sharding import is_sharded, put, whole
+from keel.models.sharding import copy_into, full_tensor, is_sharded
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.trainer.card import model_card
-from keel.trainer.integrity import MANIFEST, TRAINER, Damage, checksum, checksums, damages, saved_sums, with_checksums
+from keel.trainer.integrity import (
+    MANIFEST,
+    TRAINER,
+    Damage,
+    checksum,
+    checksums,
+    find_damage,
+    saved_checksums,
+    with_checksums,
+)
 from keel.trainer.integrity import STATE as RECORD
-from keel.trainer.moments import load_optimizer, saved_optimizer
+from keel.trainer.moments import load_optimizer, optimizer_state
 from keel.trainer.pending import load_pending, save_pending
 from keel.trainer.state import State, TrainingRun
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
-MOMENTS = "optimizer"  # a folder of torch.distributed.checkpoint, where moments are spread over processes
+MOMENTS = "optimizer"  # a folder of torch.distributed.checkpoint, if moments are sharded
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
-    """Write `step-N` completely or not at all; what fails (a full disk) is one line, and earlier checkpoints stay.
+    """Write `step-N` atomically. A failure (such as a full disk) raises a KeelError; earlier checkpoints stay.
 
-    All processes take part: weights that are spread over them are gathered, and the first writes what is whole.
+    All processes must call this: sharded weights are gathered, and rank 0 writes them.
     """
     target, world, model = folder / f"step-{state.step}", run.world, run.policy.model
     temporary = folder / f"{_TEMPORARY}step-{state.step}"
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / TRAINER).mkdir(parents=True)
-    world.wait()
-    weights = whole_state(model, wanted=world.leads)
-    with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
-        optimizer = saved_optimizer(run.optimizer, model, temporary / TRAINER / MOMENTS)
+    world.barrier()
+    weights = full_state_dict(model, wanted=world.is_main)
+    with _saving(target, temporary, (OSError,)):  # other errors here come from a process that ended
+        optimizer = optimizer_state(run.optimizer, model, temporary / TRAINER / MOMENTS)
     reference = None if run.reference is None else _reference_state(run.reference)
-    if world.leads:
+    if world.is_main:
         with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
             save_pending(temporary / TRAINER, run, state)
             _save_trainer(temporary / TRAINER, state, optimizer, reference, newest(folder))
             _flush(temporary)
-            if target.exists():  # a rollback came past this step again
+            if target.exists():  # after a rollback a step is saved again
                 shutil.rmtree(target)
             temporary.rename(target)
             _flush_folder(folder)
-    world.wait()
+    world.barrier()
     return target
 
 
@@ -80,7 +89,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
 def _saving(
     target: Path, temporary: Path, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError)
 ) -> Iterator[None]:
-    """What stops a save is one line, and leaves nothing of it behind; torch reports a failed write as RuntimeError."""
+    """Turn a failed save into a KeelError and remove its files; torch reports a failed write as RuntimeError."""
     try:
         yield
     except kinds as error:
@@ -91,23 +100,23 @@ def _saving(
         ) from error
 
 
-def whole_state(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] | None:
-    """The weights of a model that is spread over processes, in main memory where they are wanted; None of any other.
+def full_state_dict(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] | None:
+    """The gathered weights of a sharded model on the CPU, of processes with `wanted`; None for other models.
 
-    Adapters are whole everywhere, and all that is saved of a model that has some.
+    Adapters are never sharded and are all that is saved of a LoRA model.
     """
     if not is_sharded(model) or is_lora(model):
         return None
     tensors = {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
-    gathered = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())
     return {name: tensor.cpu() for name, tensor in gathered if wanted}
 
 
 def save_weights(folder: Path, model: Any, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
-    """In the ordinary format: a transformers folder, or the trained adapter alone in peft's.
+    """Save in transformers' format, or the trained adapter alone in peft's.
 
-    The config keeps the model's own dropout values, which are off in the model that runs. `weights` are those of a
-    model that does not have them whole.
+    The config keeps the model's own dropout values, although training switches dropout off. `weights` are the gathered
+    weights of a sharded model.
     """
     inner = unwrap(model)
     chosen: dict[str, Any] = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
@@ -116,14 +125,14 @@ def save_weights(folder: Path, model: Any, tokenizer: Any, weights: Mapping[str,
     try:
         with no_progress_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
-    except SafetensorError as error:  # a full disk has a type of its own there
+    except SafetensorError as error:  # safetensors raises its own type for a full disk
         raise OSError(str(error)) from error
     tokenizer.save_pretrained(str(folder))
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """No progress bars of transformers: they would tear the live display."""
+    """Disable transformers' progress bars, which would break the live display."""
     from transformers.utils import logging as hf_logging
 
     enabled = hf_logging.is_progress_bar_enabled()
@@ -137,7 +146,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` once all is written; a failed write is one line and leaves nothing behind."""
+    """A temporary folder that is renamed to `target` at the end; a failed write raises a KeelError."""
     temporary = target.parent / f"{_TEMPORARY}{target.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -151,7 +160,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def save_manifest(folder: Path) -> None:
-    """The checksums of a folder that has no record of its own."""
+    """Write the checksums of a folder that has no other record."""
     (folder / MANIFEST).write_text(with_checksums({"keel": keel.__version__}, checksums(folder)), encoding="utf-8")
 
 
@@ -178,7 +187,7 @@ def _save_trainer(
 
 
 def _reference_state(reference: Reference) -> dict[str, Any]:
-    """A reference's state; a user's own, which may hold anything, lies below the three entries that are read here."""
+    """A reference's state; the state of a user's reference, which may have any form, is stored under `own`."""
     state = reference.state_dict()
     if {"kind", "fingerprint", "moves"} <= state.keys():
         return state
@@ -186,14 +195,14 @@ def _reference_state(reference: Reference) -> dict[str, Any]:
 
 
 def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Path | None) -> None:
-    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
+    """Save the reference; if it has not moved since the last checkpoint, hard-link that checkpoint's file.
 
-    A file that is not as it was saved is not linked: its new checksum would make the damage good.
+    A damaged file is not linked: its new checksum would hide the damage.
     """
     if previous is not None and (before := read_record(previous)) is not None:
         same = (before.get("reference") or {}).get("fingerprint") == reference_state["fingerprint"]
         old = previous / TRAINER / REFERENCE
-        saved = saved_sums(previous).get(f"{TRAINER}/{REFERENCE}")
+        saved = saved_checksums(previous).get(f"{TRAINER}/{REFERENCE}")
         if same and saved is not None and old.is_file() and checksum(old) == saved:
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
             if moved is not None and moved == reference_state["moves"]:
@@ -206,7 +215,7 @@ def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Pa
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> State:
-    """Everything but the weights, which the model was built from; a reference that does not match is refused."""
+    """Restore everything but the weights, which the model was built from; a reference that differs raises an error."""
     if run.queue is not None:
         run.queue.clear()
     record = _record_of(folder)
@@ -214,13 +223,15 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     load_optimizer(run.optimizer, run.policy.model, _load(trainer / OPTIMIZER), trainer / MOMENTS)
     if (run.reference is None) != (record["reference"] is None):
         saved = "has a reference" if record["reference"] else "has no reference"
-        raise KeelError(f"the checkpoint {folder} {saved} and this configuration wants it otherwise: keep kl as it was")
+        raise KeelError(
+            f"the checkpoint {folder} {saved}, unlike this configuration: use the kl options of the saved run"
+        )
     if run.reference is not None:
         reference_state = _load(trainer / REFERENCE)
         if reference_state["fingerprint"] != record["reference"]["fingerprint"]:
             raise KeelError(
                 f"the reference in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
-                f"says {record['reference']['fingerprint'][:12]}: the file was exchanged; use the one that was saved"
+                f"says {record['reference']['fingerprint'][:12]}: the file was replaced; put the saved one back"
             )
         run.reference.load_state_dict(reference_state.get("own", reference_state))
     set_rng_state(_load(trainer / RNG))
@@ -233,10 +244,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
 
 
 def restore_weights(folder: Path, model: Any) -> None:
-    """The checkpoint's weights into a model that is in use, in place: optimizer, engine and reference keep theirs.
+    """Load the checkpoint's weights into a model in place; optimizer, engine and reference keep their tensors.
 
-    The full model is read into main memory first, by its own class, so that names and tied weights come out as they
-    were saved.
+    The full model is first loaded on the CPU by its own class, so that names and tied weights match the saved ones.
     """
     inner = unwrap(model)
     if is_lora(inner):
@@ -251,7 +261,7 @@ def restore_weights(folder: Path, model: Any) -> None:
         if is_sharded(model):
             saved_weights = fresh.state_dict()
             for name, tensor in inner.state_dict().items():
-                put(tensor, saved_weights[name])
+                copy_into(tensor, saved_weights[name])
         else:
             inner.load_state_dict(fresh.state_dict())
     except (RuntimeError, KeyError) as error:
@@ -262,13 +272,13 @@ def restore_weights(folder: Path, model: Any) -> None:
 
 
 def rewrite_state(folder: Path, state: State) -> None:
-    """Replace the state of a checkpoint, atomically, and leave the rest as it is."""
+    """Replace the state of a checkpoint atomically."""
     record = {**_record_of(folder), "state": state.to_dict()}
-    write_atomic(folder / RECORD, with_checksums(record, saved_sums(folder)))
+    write_atomic(folder / RECORD, with_checksums(record, saved_checksums(folder)))
 
 
 def replace_reference(folder: Path, reference: Reference) -> None:
-    """Write a checkpoint's reference anew, as a file of its own, if it is the one that the checkpoint names."""
+    """Rewrite a checkpoint's reference as a separate file, if its fingerprint matches the checkpoint's record."""
     name, reference_state = f"{TRAINER}/{REFERENCE}", _reference_state(reference)
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     if (record["reference"] or {}).get("fingerprint") != reference_state["fingerprint"]:
@@ -276,15 +286,15 @@ def replace_reference(folder: Path, reference: Reference) -> None:
     fresh = folder / TRAINER / f".{REFERENCE}.new"
     torch.save(dict(reference_state), fresh)
     record["files"][name] = fresh.stat().st_size
-    text = with_checksums(record, {**saved_sums(folder), name: checksum(fresh)})
-    fresh.replace(folder / name)  # a kill here leaves a damaged checkpoint, which is what it was
+    text = with_checksums(record, {**saved_checksums(folder), name: checksum(fresh)})
+    fresh.replace(folder / name)  # after a kill here the checkpoint is still damaged, as before
     write_atomic(folder / RECORD, text)
 
 
 def _record_of(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     if record is None:
-        wrong = next(iter(damages(folder, record=RECORD)), "it cannot be read")
+        wrong = next(iter(find_damage(folder, record=RECORD)), "it cannot be read")
         raise KeelError(f"the checkpoint {folder} is damaged: {wrong}; put the file back, or move the checkpoint away")
     return record
 
@@ -292,7 +302,7 @@ def _record_of(folder: Path) -> dict[str, Any]:
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its own types differ by what is wrong
+    except Exception as error:  # torch raises many types
         raise KeelError(
             f"{path} cannot be read ({type(error).__name__}): put the file back, or move its checkpoint away"
         ) from error
@@ -305,12 +315,12 @@ def saved_state(folder: Path) -> State | None:
 
 
 def last_good(folder: Path, confirmed: int) -> Path | None:
-    """The newest checkpoint whose step was fine, and whose weights the step after it found fine; or the start."""
+    """The newest checkpoint whose step had no violation, confirmed by the next step; or the start."""
     return next(iter(good_checkpoints(folder, confirmed)), None)
 
 
 def good_checkpoints(folder: Path, confirmed: int) -> Iterator[Path]:
-    """`last_good`, and those before it that are good too."""
+    """Good checkpoints, newest first."""
     for path in reversed(checkpoints(folder)):
         state = saved_state(path)
         if state is not None and (state.step == 0 or (state.good and state.step <= confirmed)):
@@ -318,53 +328,53 @@ def good_checkpoints(folder: Path, confirmed: int) -> Iterator[Path]:
 
 
 def newest_intact(
-    folder: Path, mend: Callable[[Path, list[Damage]], bool] | None = None
+    folder: Path, repair: Callable[[Path, list[Damage]], bool] | None = None
 ) -> tuple[Path | None, list[tuple[Path, Damage]]]:
-    """The newest checkpoint with every file as it was saved, and the damaged ones after it with their first damage.
+    """The newest checkpoint without damage, and the damaged ones after it with their first damage.
 
-    `mend` may repair a damaged one, and returns whether it did.
+    `repair` tries to repair a damaged checkpoint and returns whether it did.
     """
     damaged: list[tuple[Path, Damage]] = []
-    for path in reversed(numbered(folder)):
-        wrong = damages(path, record=RECORD)
-        if not wrong or (mend is not None and mend(path, wrong)):
+    for path in reversed(step_folders(folder)):
+        wrong = find_damage(path, record=RECORD)
+        if not wrong or (repair is not None and repair(path, wrong)):
             return path, damaged
         damaged.append((path, wrong[0]))
     return None, damaged
 
 
 def quarantine(path: Path) -> Path:
-    """Move a damaged checkpoint out of the run's way, for inspection."""
+    """Rename a damaged checkpoint, to keep it for inspection."""
     return path.rename(quarantine_path(path))
 
 
 def quarantine_path(path: Path) -> Path:
-    """Where `quarantine` will put it: `damaged-step-N`, with a number where an earlier one has that name."""
+    """The path that `quarantine` uses: `damaged-step-N`, with a number if it exists already."""
     names = (f"damaged-{path.name}{'' if number == 1 else f'-{number}'}" for number in count(1))
     return next(candidate for name in names if not (candidate := path.with_name(name)).exists())
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Remove the checkpoints past `step`, damaged ones too."""
-    for path in numbered(folder):
+    for path in step_folders(folder):
         if step_of(path) > step:
             _remove(path)
 
 
 def _remove(path: Path) -> None:
     doomed = path.parent / f"{_TEMPORARY}old-{path.name}"
-    path.rename(doomed)  # half a removal is no longer called step-N
+    path.rename(doomed)  # an interrupted removal must not look like a checkpoint
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def numbered(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
     """The folders called `step-N`, oldest first, damaged or not."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Intact checkpoints, oldest first; temporary folders and damaged ones are skipped."""
-    return [path for path in numbered(folder) if read_record(path) is not None]
+    return [path for path in step_folders(folder) if read_record(path) is not None]
 
 
 def newest(folder: Path) -> Path | None:
@@ -380,20 +390,20 @@ def step_of(path: Path) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """`trainer/state.json` if the checkpoint looks intact: every file there, at its size. `damages` reads them all."""
+    """`trainer/state.json` if every file has its recorded size, else None; `find_damage` also checks contents."""
     try:
         record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
         intact = all((path / name).stat().st_size == size for name, size in record["files"].items())
         intact = intact and isinstance(record["state"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it may hold any JSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may hold any JSON
         return None
     return record if intact else None
 
 
 def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
-    """Remove leftovers of a kill while saving and, with `keep`, all but the last `keep` checkpoints and `also`.
+    """Remove temporary folders of interrupted saves; with `keep`, all but the last `keep` checkpoints and `also`.
 
-    Only intact checkpoints count, so the last of them is never removed.
+    Only intact checkpoints count, so the last one is never removed.
     """
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -408,7 +418,7 @@ def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None]
 
 
 def rng_state() -> dict[str, Any]:
-    """Random streams of torch, CUDA and Python: the noise of sampling does not depend on them, dropout does."""
+    """The random states of torch, CUDA and Python. Dropout depends on them; sampling noise does not."""
     version, internal, following = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -418,7 +428,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` gave."""
+    """Restore the result of `rng_state`."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -427,7 +437,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Every file and folder to the disk itself, before the rename makes them a checkpoint."""
+    """fsync every file and folder, before the rename makes them a checkpoint."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb+") as file:

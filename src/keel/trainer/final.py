@@ -1,4 +1,4 @@
-"""The policy that a run ends with, measured: no later step looks at what the last update has done."""
+"""Measure the final policy: no later step sees the effect of the last update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 from keel.base.metrics import values
-from keel.models.sharding import own_part
+from keel.models.sharding import local_tensor
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
@@ -17,12 +17,12 @@ from keel.trainer.state import State, TrainingRun, step_seed
 
 
 def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
-    """KL of the policy as it is, on the rollouts that the next step would begin with: the numbers it would report.
+    """Measure the current policy's KL on the rollouts of the next step.
 
-    `state` and the random states stay as they are, so a run that goes on later meets the same rollouts and is the run
-    that never ended. Without a reference only the weights are looked at.
+    `state` and the random states are unchanged, so a run that is extended later samples the same rollouts. Without a
+    reference only the weights are checked for NaN and infinity.
     """
-    finite = bool(torch.stack([own_part(p).isfinite().all() for p in run.optimizer.parameters]).all())
+    finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
     if run.world.any(not finite):
         return {"logp/policy_mean": math.nan}
     if run.reference is None:

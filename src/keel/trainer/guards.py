@@ -1,6 +1,6 @@
-"""What the loop watches: non-finite numbers, gradient spikes, a broken KL budget, rewards that say nothing.
+"""Guards: non-finite numbers, gradient spikes, an exceeded KL budget, rewards without signal.
 
-Everything here is arithmetic on a step's numbers; `rollback.py` does what they ask for.
+Everything here is arithmetic on a step's numbers; `rollback.py` carries out the actions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.state import State
 
-WINDOW, ENOUGH = 50, 10  # gradient norms that the running median looks back on, and those it needs to say anything
+NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and the minimum for a limit
 P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
 
 
 @dataclass(frozen=True)
 class GuardViolation:
-    """What a guard has found: the finding's code, one line of evidence, and the configured action."""
+    """A guard's result: the finding's code, one line of evidence, and the configured action."""
 
     code: str
     message: str
@@ -34,19 +34,19 @@ class GuardViolation:
 
 
 def budget_metric(metrics: Mapping[str, float], unit: str) -> str | None:
-    """The KL that the budget is about: a sequence's, or a token's (exact where it is computed); None if unmeasured."""
+    """The budget's metric: KL per sequence, or per token (exact if computed, else k3); None if not measured."""
     names = ["kl/policy_ref/sequence"] if unit == "per_sequence" else ["kl/policy_ref/exact", "kl/policy_ref/k3"]
     return next((name for name in names if f"{name}/mean" in metrics), None)
 
 
 def may_roll_back(options: GuardOptions, budget: KLBudget | None) -> bool:
-    """Whether the start is worth a checkpoint, because there may be nothing else to go back to."""
+    """Whether a guard may roll back, so that the start needs a checkpoint."""
     broken = budget is not None and budget.action == "rollback"
     return options.max_rollbacks > 0 and (broken or options.on_nans == "rollback")
 
 
 def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | None:
-    """One line that says how the budget T is broken: mean above T, p95 above 2T, or not a number; None if it is not."""
+    """Describe how the budget T is exceeded: mean above T, p95 above 2T, or NaN; None if it is kept."""
     name = None if budget is None else budget_metric(metrics, budget.unit)
     if budget is None or name is None:
         return None
@@ -62,7 +62,7 @@ def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | 
 def find_violation(
     state: State, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
 ) -> GuardViolation | None:
-    """The gravest violation of a finished step, or None; one that only warns does not hide another."""
+    """The most severe violation of a finished step, or None; warnings rank last."""
     violations = []
     if state.consecutive_skips >= options.max_consecutive_nans:
         spikes = state.spike_skips == state.consecutive_skips
@@ -78,7 +78,7 @@ def find_violation(
 def final_violation(
     step: int, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
 ) -> GuardViolation | None:
-    """The same about the policy that the last update has left, from the numbers of `measure_final`."""
+    """The violation of the final policy, from the metrics of `measure_final`, or None."""
     if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
         message = f"the policy is not finite after the last update, that of step {step}"
         return GuardViolation("optim/non-finite", message, options.on_nans)
@@ -89,8 +89,8 @@ def final_violation(
 
 
 def spike_limit(norms: Sequence[float], limits: GuardLimits) -> float | None:
-    """`grad_spike` × the median of the last norms; None until there are enough of them."""
-    return limits.grad_spike * statistics.median(norms) if len(norms) >= ENOUGH else None
+    """`grad_spike` × the median of the last norms; None below `MIN_NORMS` norms."""
+    return limits.grad_spike * statistics.median(norms) if len(norms) >= MIN_NORMS else None
 
 
 def update_guard_state(
@@ -102,14 +102,16 @@ def update_guard_state(
     applied_norms: Sequence[float],
     baseline: str,
 ) -> State:
-    """The guards' state after a step: running norms, stretches without signal, and how far back all was well."""
+    """Update the guards' state after a step: recent norms, steps without signal, and the last confirmed step."""
     totals = {reward.total for group in batch.groups for reward in group.rewards}
     rewards, group = rewards_of(batch.groups)  # the advantages are on the device
     silent = not bool(centred(rewards.float(), group, baseline).any())
-    return judged_state(state, metrics, budget, applied_norms=applied_norms, constant=len(totals) == 1, silent=silent)
+    return next_guard_state(
+        state, metrics, budget, applied_norms=applied_norms, constant=len(totals) == 1, silent=silent
+    )
 
 
-def judged_state(
+def next_guard_state(
     state: State,
     metrics: Mapping[str, float],
     budget: KLBudget | None,
@@ -118,10 +120,10 @@ def judged_state(
     constant: bool,
     silent: bool,
 ) -> State:
-    """The same, given whether all rewards of the step were one number, and whether no group's rewards differed.
+    """Update the guards' state. `constant`: all rewards of the step were equal; `silent`: no group's rewards differed.
 
-    Only norms of updates that were made count: spikes that were skipped must not become the usual. The
-    numbers of step N are those of the weights after N − 1 updates, so a fine step N vouches for `step-{N−1}`.
+    Only norms of applied updates count, so that skipped spikes do not raise the median. The metrics of step N describe
+    the weights after N − 1 updates, so a good step N confirms `step-{N−1}`.
     """
     broken = over_budget(metrics, budget) is not None
     measured = budget is None or budget_metric(metrics, budget.unit) is not None
@@ -129,7 +131,7 @@ def judged_state(
     fine = metrics["guard/skipped"] == 0.0 and within
     return replace(
         state,
-        norms=(*state.norms, *applied_norms)[-WINDOW:],
+        norms=(*state.norms, *applied_norms)[-NORM_WINDOW:],
         over_budget=broken if measured else state.over_budget,
         confirmed=state.step - 1 if fine else state.confirmed,
         constant_rewards=state.constant_rewards + 1 if constant else 0,
@@ -138,7 +140,7 @@ def judged_state(
 
 
 def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str]]:
-    """(kind, message) of a stretch of steps without signal, once it is long enough to be reported."""
+    """(kind, message) when the steps without signal reach `guards.constant_steps`."""
     limit = options.constant_steps
     if not limit:
         return []
@@ -152,7 +154,7 @@ def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str
 def sampler_events(
     metrics: Mapping[str, float], mismatch: MismatchOptions, limits: GuardLimits
 ) -> dict[str, dict[str, str]]:
-    """Kind → fields of the events on what was sampled otherwise than it is trained: by how much, and what holds it."""
+    """Events, by kind, about the mismatch between sampler and policy."""
     unreported, ess = metrics.get("mismatch/unreported_fraction", 0.0), metrics.get("mismatch/ess", 1.0)
     gap, cut = metrics.get("kl/sampler_policy/k3/mean", 0.0), 1.0 - metrics.get("rollout/kept_mass/mean", 1.0)
     events = {}
@@ -163,17 +165,16 @@ def sampler_events(
         )
     if gap > limits.sampler_kl_warning and mismatch.kind == "none":
         events["sampler/uncorrected"] = (
-            f"KL(sampler‖policy) is {gap:.3g} nats per token and loss.mismatch.kind is none: nothing weighs the samples"
+            f"KL(sampler‖policy) is {gap:.3g} nats per token and loss.mismatch.kind is none: nothing corrects it"
         )
     if ess < limits.mismatch_ess:
         events["sampler/ess"] = (
-            f"the weights of the samples leave {100 * ess:.3g} % of them effective (mismatch/ess): the sampler is too "
-            "far from the policy"
+            f"the effective sample size is {100 * ess:.3g} % (mismatch/ess): the sampler is too far from the policy"
         )
     if cut > limits.filtered_mass:
         events["sampler/filter"] = (
-            f"filters cut off {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean): means are biased "
-            "by up to that share of their largest value"
+            f"filters remove {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean): means are biased by up "
+            "to that share of their largest value"
         )
     return {kind: {"message": message} for kind, message in events.items()}
 
@@ -181,7 +182,7 @@ def sampler_events(
 def tool_error_event(
     metrics: Mapping[str, float], completions: Sequence[Completion], limits: GuardLimits
 ) -> dict[str, str] | None:
-    """The fields of an event where most tool calls of a step failed: how many, and the first error."""
+    """The fields of an event if most tool calls of a step failed: their share and the first error."""
     share = metrics.get("tool/error_fraction", 0.0)
     if share <= limits.tool_errors:
         return None
@@ -193,7 +194,7 @@ def tool_error_event(
 
 
 def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
-    """What was not finite first, in the order of the computation; `gradient` is the parameter whose gradient was."""
+    """The first quantity that is not finite, in the order of the computation; `gradient` names the parameter."""
     before: tuple[tuple[str, Tensor | None], ...] = (
         ("reward", rows.rewards),
         ("advantage", rows.advantages),
@@ -213,7 +214,7 @@ def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | N
 
 
 def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | None) -> dict[str, Any]:
-    """A batch whose update was skipped, for whoever wants to know why: a record a completion, and all metrics."""
+    """A skipped batch, for inspection: one record per completion, and all metrics."""
     rows, completions = batch.rows, []
     row = 0
     for group in batch.groups:
@@ -247,7 +248,7 @@ def _row(values: Tensor | None, row: int, length: int) -> Any:
 
 
 def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The guards' findings on a finished run, from its events: why it was stopped, and its rollbacks."""
+    """The guards' findings of a finished run, from its events: its stop and its rollbacks."""
     stops = [event for event in events if event.get("kind") == "stop"]
     rollbacks = [event for event in events if event.get("kind") == "rollback"]
     findings = []
@@ -261,43 +262,42 @@ def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(event: Mapping[str, Any]) -> str:
-    """What an event says, or that it says nothing: files are edited, and cut by kills."""
+    """An event's message, or a placeholder: files may be edited or truncated."""
     return str(event.get("message") or f"{event.get('kind')} at step {event.get('step', '?')}, without a message")
 
 
 def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last event that says where the run went: a stop that was resumed from is no longer how it ended."""
+    """The last stop, rollback or resume; a resumed run no longer counts as stopped."""
     return next((event for event in reversed(events) if event.get("kind") in ("stop", "rollback", "resume")), None)
 
 
 _WHY = {
     "optim/spike": (
-        "Gradient norms far above their running median, step after step, were skipped: the gradient has another size "
-        "than before, or a few completions rule every update.",
+        "Several steps in a row had gradient norms far above the running median and were skipped: the scale of the "
+        "gradient has changed, or a few completions dominate every update.",
         "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
-        "the new size is meant.",
+        "the new scale is intended.",
     ),
     "optim/non-finite": (
-        "The loss or its gradient was not finite, step after step: numbers too large for their type, or a loss that "
-        "divides by what can be 0.",
-        "Look at skipped/step-N.json for what was not finite first; lower optim.learning_rate, or set "
+        "Several steps in a row had a non-finite loss or gradient: overflow in the dtype, or a loss that divides by 0.",
+        "skipped/step-N.json names the first non-finite quantity; lower optim.learning_rate, or set "
         "model.dtype=float32.",
     ),
     "kl/at-start": (
-        "Policy and reference have equal weights before the first update, and their passes give different numbers.",
-        "Run keel doctor on the run's config.yaml, which tells the causes apart; guards.on_step0_kl=warn trains on.",
+        "Policy and reference have equal weights before the first update, but their passes give different results.",
+        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
     ),
     "sampler/mismatch": (
-        "Before the first update the sampler's log-probabilities are not those of the policy's training pass.",
-        "Run keel doctor on the run's config.yaml, which tells the causes apart; guards.on_step0_kl=warn trains on.",
+        "Before the first update the sampler's log-probabilities differ from the policy's training pass.",
+        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
     ),
     "kl/over-budget": (
-        "The policy left its reference faster than the KL term pulled it back.",
-        "Raise kl.beta or lower optim.learning_rate; if the distance is wanted, raise kl.budget.max and resume.",
+        "The KL grew faster than the KL penalty limits it.",
+        "Raise kl.beta or lower optim.learning_rate; if a larger KL is intended, raise kl.budget.max and resume.",
     ),
     "guard/rolled-back": (
-        "A guard found the run in trouble and took it back to the last good checkpoint with a lower learning rate.",
-        "The run went on; to avoid the detour, start with the lower optim.learning_rate or a larger kl.beta.",
+        "A guard rolled the run back to the last good checkpoint and lowered the learning rate.",
+        "The run continued. To avoid the rollback, start with the lower optim.learning_rate or a larger kl.beta.",
     ),
 }
 

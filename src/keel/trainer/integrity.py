@@ -1,7 +1,7 @@
-"""Whether a saved folder is as it was saved: a sha256 of every file, and of the record that lists them.
+"""Detect damage in a saved folder, by a sha256 of every file and of the record that lists them.
 
-The record is the file that was written last: `trainer/state.json` of a checkpoint, `warmstart.json` of a warm start,
-`checksums.json` of what `keel sft` leaves. Being one file, it can be exchanged atomically and stays true to itself.
+The record is written last: `trainer/state.json` of a checkpoint, `warmstart.json` of a warm start, `checksums.json` of
+a model of `keel sft`. It is a single file, so it can be replaced atomically together with its own checksum.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ STATE = f"{TRAINER}/state.json"
 WARMSTART, MANIFEST = "warmstart.json", "checksums.json"
 _RECORDS = (STATE, WARMSTART, MANIFEST)
 _CHECKSUMS, _RECORD_CHECKSUM = "checksums", "sha256"
-# What transformers, peft or a resume would read if it lay beside the saved files: weights, settings, templates, code.
+# Suffixes of files that transformers, peft or a resume would load: weights, settings, templates, code.
 _LOADED = (".bin", ".safetensors", ".json", ".pt", ".pth", ".jinja", ".model", ".py")
 _TEMPLATES = "additional_chat_templates"
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file that was saved is not there
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the saved file is missing
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file of a saved folder that is not what was saved, and what is wrong with it."""
+    """A damaged file of a saved folder, and what is wrong with it."""
 
     file: str
     why: str
@@ -38,18 +38,18 @@ class Damage:
 
 
 def checksum(path: Path) -> str:
-    """The sha256 of a file, read piece by piece, as `sha256sum` prints it."""
+    """The sha256 of a file in hex, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Of every file that lies in a folder now."""
+    """The checksums of all files in a folder."""
     return {str(p.relative_to(folder)): checksum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def with_checksums(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
-    """The text of a record with the checksums of its folder's files and, last, its own."""
+    """A record as JSON with the checksums of its folder's files and its own."""
     plain = json.loads(json.dumps({**record, _CHECKSUMS: dict(sums)}))
     plain.pop(_RECORD_CHECKSUM, None)
     return json.dumps({**plain, _RECORD_CHECKSUM: _digest(plain)}, indent=1)
@@ -60,23 +60,23 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def saved_sums(folder: Path) -> dict[str, str]:
-    """The checksums in a folder's record; none where it is not there, or damaged itself."""
+def saved_checksums(folder: Path) -> dict[str, str]:
+    """The checksums in a folder's record; empty if the record is missing or damaged."""
     return dict((saved_record(folder) or {}).get(_CHECKSUMS, {}))
 
 
 def saved_record(folder: Path) -> dict[str, Any] | None:
-    """A folder's record, whatever became of the files that it lists; None where it is not there, or damaged itself."""
+    """A folder's record without checking the files that it lists; None if it is missing or damaged."""
     name = _record_name(folder)
     record = None if name is None else _read_json(folder / name)
     return None if not isinstance(record, dict) or _wrong_record(record) is not None else record
 
 
-def damages(folder: Path, *, record: str | None = None, model_only: bool = False) -> list[Damage]:
-    """Every file of a saved folder that is missing, not as it was saved, or was never saved and would be loaded.
+def find_damage(folder: Path, *, record: str | None = None, model_only: bool = False) -> list[Damage]:
+    """List the missing and changed files of a saved folder, and unexpected ones that would be loaded.
 
-    With `model_only` not those of trainer/. A file that is there and cannot be read (a server that does not answer, a
-    permission) is no damage but an error: it may be whole. Nothing is known of a folder without a record.
+    `model_only` skips trainer/. An existing file that cannot be read (a network share, a permission) raises an error
+    and does not count as damaged: it may be intact. A folder without a record cannot be checked.
     """
     name = record or _record_name(folder)
     if name is None:
@@ -96,13 +96,11 @@ def damages(folder: Path, *, record: str | None = None, model_only: bool = False
 
 
 def check_model(folder: Path) -> None:
-    """Refuse a folder whose model is not the one that was saved there; one that Keel did not write is left alone."""
+    """Raise an error if the model in a folder that Keel wrote is damaged."""
     if not folder.is_dir() or (_record_name(folder) is None and not any((folder / TRAINER).glob("*.pt"))):
         return
-    if wrong := damages(folder, model_only=True):
-        raise KeelError(
-            f"{folder} is damaged: {wrong[0]}; put the file back, or name another checkpoint or model in its place"
-        )
+    if wrong := find_damage(folder, model_only=True):
+        raise KeelError(f"{folder} is damaged: {wrong[0]}; put the file back, or name another checkpoint or model")
 
 
 def _record_name(folder: Path) -> str | None:
@@ -110,7 +108,7 @@ def _record_name(folder: Path) -> str | None:
 
 
 def _read_json(path: Path) -> Any:
-    """What a JSON file holds; None where it is not there, or holds none."""
+    """The contents of a JSON file; None if it is missing or invalid."""
     try:
         return json.loads(path.read_bytes())
     except (*_GONE, ValueError):  # ValueError: neither text nor JSON
@@ -121,21 +119,21 @@ def _read_json(path: Path) -> Any:
 
 def _cannot_read(path: Path, error: OSError) -> KeelError:
     return KeelError(
-        f"{path} cannot be read now ({error.strerror or error}), which need not mean that it is damaged: try again, "
-        "or move its folder away to go on without it"
+        f"{path} cannot be read now ({error.strerror or error}); it may be intact: try again, or move its folder away "
+        "to continue without it"
     )
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with a record, None where nothing is."""
+    """What is wrong with a record, or None."""
     fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_RECORD_CHECKSUM) == _digest(record)
-    return None if fine else "is not as it was saved (its own sha256 differs)"
+    return None if fine else "has changed since it was saved (its own sha256 differs)"
 
 
 def _difference(path: Path, saved: str) -> str | None:
-    """How a file differs from what was saved with that sha256."""
+    """What is wrong with a file that was saved with this sha256, or None."""
     try:
-        return None if checksum(path) == saved else "is not as it was saved (its sha256 differs)"
+        return None if checksum(path) == saved else "has changed since it was saved (its sha256 differs)"
     except _GONE:
         return "is missing"
     except OSError as error:
@@ -143,7 +141,7 @@ def _difference(path: Path, saved: str) -> str | None:
 
 
 def _not_saved(folder: Path, saved: Collection[str], model_only: bool) -> list[Damage]:
-    """Files that came later and would be loaded, beside those that were saved; folders of one's own are left alone."""
+    """Files that were added later and would be loaded; folders that Keel did not write are ignored."""
     folders = {Path(file).parent for file in saved} | {Path(), Path(_TEMPLATES)}
     folders -= {Path(TRAINER)} if model_only else set()
     unexpected = []

@@ -1,4 +1,4 @@
-"""The loop around the step: cadence of evaluation, checkpoints and logs, and a clean end whatever ends it."""
+"""The training loop: when to evaluate, checkpoint and log, and how a run ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from keel.base.alive import process_count
 from keel.base.errors import KeelError
 from keel.base.types import Problem
+from keel.base.watchdog import process_count
 from keel.base.world import World
 from keel.eval.options import EvalOptions
 from keel.loggers import MultiLogger, RunDirectory
@@ -40,24 +40,24 @@ from keel.trainer.memory import OutOfMemory, evaluation_memory, free_frames
 from keel.trainer.options import CheckpointOptions, GuardOptions
 from keel.trainer.records import rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
-from keel.trainer.sample import settle
-from keel.trainer.start import StartMismatch, differences_at_start
+from keel.trainer.sample import wait_for_sampler
 from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
+from keel.trainer.step0 import Step0Mismatch, step0_differences
 
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
-MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
-ECHO_S = 3.0  # in which all processes have had the same signal
-ROLLOUT_GROUPS = 2  # groups of a step that rollouts.jsonl shows
+MAX_SKIPPED_FILES = 20  # largest number of skipped batches kept for inspection
+DUPLICATE_SIGNAL_S = 3.0  # a second signal within this time is a copy, which torchrun sends to every process
+ROLLOUT_GROUPS = 2  # groups per step in rollouts.jsonl
 
 
 @dataclass
 class TrainingJob:
-    """A run with everything around it. `evaluate` returns one record a task, the trained one first.
+    """A run with its directory, loggers and cadence. `evaluate` returns one record per task, the trained one first.
 
-    `final_kl` is the KL of the policy that the run ended with; `ongoing` are the kinds of events that the last step had
-    and that are logged once a stretch.
+    `final_kl` is the KL of the final policy. `active_alarms` are the kinds of events of the last step; an alarm is
+    logged when it begins, not at every step.
     """
 
     run: TrainingRun
@@ -75,30 +75,30 @@ class TrainingJob:
     saved_at: int | None = None
     stopped: str | None = None
     final_kl: Mapping[str, float] | None = None
-    ongoing: frozenset[str] = frozenset()
+    active_alarms: frozenset[str] = frozenset()
 
 
 class Interrupt:
-    """Remembers a signal until the step is done; a second one ends the program at once.
+    """Stores a signal until the step is done; a second one ends the program at once.
 
-    What comes within `echo_s` of the first is the same signal, which torchrun has passed on once more.
+    A signal within `duplicate_s` of the first is ignored: torchrun passes the same signal on.
     """
 
-    def __init__(self, echo_s: float = 0.0) -> None:
+    def __init__(self, duplicate_s: float = 0.0) -> None:
         self.signal: int | None = None
-        self.echo_s, self.since = echo_s, 0.0
+        self.duplicate_s, self.received_at = duplicate_s, 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self.since = number, time.monotonic()
-        elif time.monotonic() - self.since >= self.echo_s:
+            self.signal, self.received_at = number, time.monotonic()
+        elif time.monotonic() - self.received_at >= self.duplicate_s:
             raise KeyboardInterrupt
 
-    def anywhere(self, world: World) -> bool:
-        """Whether any process has had a signal; from then on all of them have."""
-        first = next((number for number in world.gather(self.signal) if number is not None), None)
-        if first is not None and self.signal is None:  # an own one may have come while the others were asked
-            self.signal, self.since = first, time.monotonic()
+    def on_any_rank(self, world: World) -> bool:
+        """Whether any process received a signal; the signal is then stored on all processes."""
+        first = next((number for number in world.all_gather(self.signal) if number is not None), None)
+        if first is not None and self.signal is None:  # this process may have received one during the gather
+            self.signal, self.received_at = first, time.monotonic()
         return first is not None
 
     @property
@@ -109,8 +109,8 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Ctrl-C and SIGTERM wait for the step in flight; outside the main thread signals are left as they are."""
-    interrupt = Interrupt(ECHO_S if process_count() > 1 else 0.0)
+    """Defer Ctrl-C and SIGTERM to the end of the step; no effect outside the main thread."""
+    interrupt = Interrupt(DUPLICATE_SIGNAL_S if process_count() > 1 else 0.0)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
@@ -123,7 +123,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
-    """From `state` to the last step, to a guard's stop, or to a signal; a failed evaluation is saved before."""
+    """Train from `state` to the last step, a guard's stop, or a signal. Save before a failed evaluation raises."""
     guards, budget, world = job.run.guards, job.run.kl.budget, job.run.world
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
@@ -132,55 +132,55 @@ def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
         _track(job, state)
         if may_roll_back(guards, budget):
             save(job, state)
-    elif state.step >= job.max_steps:  # a finished run, gone on with: its summary says the same again
+    elif state.step >= job.max_steps:  # a finished run was resumed: reproduce its summary
         _measure_final(job, state)
-    if _owes_evaluation(job, state):
-        state = _evaluate_and_save(job, state, last=state.step >= job.max_steps, owed=True)
-    while state.step < job.max_steps and not interrupt.anywhere(world):
-        torch.manual_seed(step_seed(job.run.seed, state) + world.rank)  # for dropout: sampling has noise of its own
+    if _missed_evaluation(job, state):
+        state = _evaluate_and_save(job, state, last=state.step >= job.max_steps, missed=True)
+    while state.step < job.max_steps and not interrupt.on_any_rank(world):
+        torch.manual_seed(step_seed(job.run.seed, state) + world.rank)  # for dropout; sampling has its own noise
         try:
             step = _step(job, state)
-        except StartMismatch as mismatch:
-            _log_start(job, state, mismatch.violations)
+        except Step0Mismatch as mismatch:
+            _log_violations(job, state, mismatch.violations)
             return _stop(job, state, mismatch.violations[0])
         if state.step == 0 and guards.on_step0_kl == "warn":
-            _log_start(job, step.state, differences_at_start(step.metrics, job.run))
+            _log_violations(job, step.state, step0_differences(step.metrics, job.run))
         earlier, state = state, replace(step.state, wall_s=before + time.monotonic() - began)
         _log(job, step, earlier, state)
-        stop = world.agree([callback(state, step.metrics) for callback in job.callbacks] if world.leads else [])
+        stop = world.broadcast([callback(state, step.metrics) for callback in job.callbacks] if world.is_main else [])
         last = state.step == job.max_steps or any(stop)
         violation = find_violation(state, step.metrics, guards, budget)
         if violation is not None and _is_new(violation, earlier, state, guards):
             job.loggers.event(violation.code, step=state.step, message=violation.message)
         if last and (
             violation is None or violation.action == "warn"
-        ):  # what the last update did, no later step will see
+        ):  # no later step sees the effect of the last update
             violation = final_violation(state.step, _measure_final(job, state), guards, budget)
             if violation is not None and not state.over_budget:
                 job.loggers.event(violation.code, step=state.step, message=violation.message)
         if violation is not None and violation.action != "warn":
             if violation.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):
-                went_back = roll_back(job.directory, job.loggers, job.run, state, violation)
-                if went_back is not None:
-                    state = _at_checkpoint(job, went_back)
+                restored = roll_back(job.directory, job.loggers, job.run, state, violation)
+                if restored is not None:
+                    state = _at_checkpoint(job, restored)
                     continue
             return _stop(job, state, violation)
         state = _evaluate_and_save(job, state, last=last)
         if any(stop):
             break
-    if interrupt.anywhere(world) and job.saved_at != state.step and state.step > 0:
+    if interrupt.on_any_rank(world) and job.saved_at != state.step and state.step > 0:
         save(job, state)
-    _log_engine(job, state, world.gather(job.run.engine.events()))
+    _log_engine(job, state, world.all_gather(job.run.engine.events()))
     return state
 
 
-def _log_start(job: TrainingJob, state: State, violations: Sequence[GuardViolation]) -> None:
+def _log_violations(job: TrainingJob, state: State, violations: Sequence[GuardViolation]) -> None:
     for violation in violations:
         job.loggers.event(violation.code, step=state.step, message=violation.message)
 
 
 def _step(job: TrainingJob, state: State) -> Step:
-    """One step; where it runs out of memory before its first update, the state before it is saved: no step is lost."""
+    """Run one step; if memory runs out before its first update, save the state before the step."""
     try:
         return train_step(job.run, state)
     except OutOfMemory as error:
@@ -188,20 +188,20 @@ def _step(job: TrainingJob, state: State) -> Step:
         free_frames(error)
         if not job.run.optimizer.stepped and job.saved_at != state.step:
             try:
-                _save_alone(job, state)
-            except KeelError as failed:  # memory is what is to be said
+                _save_if_single_process(job, state)
+            except KeelError as failed:  # the memory error below matters more
                 job.loggers.event("checkpoint/failed", step=state.step, message=str(failed))
         raise
 
 
-def _owes_evaluation(job: TrainingJob, state: State) -> bool:
+def _missed_evaluation(job: TrainingJob, state: State) -> bool:
     """Whether a checkpoint was saved because the evaluation after its step failed."""
     due = state.step >= job.max_steps or _due(state.step, job.eval.every)
     return state.step > 0 and due and state.evaluated_at != state.step
 
 
-def _evaluate_and_save(job: TrainingJob, state: State, *, last: bool, owed: bool = False) -> State:
-    """What is due after a step; whatever stops an evaluation must not cost the steps before it."""
+def _evaluate_and_save(job: TrainingJob, state: State, *, last: bool, missed: bool = False) -> State:
+    """Evaluate and save if due; if the evaluation fails, save first, so that no step is lost."""
     try:
         if last or _due(state.step, job.eval.every):
             state = _evaluate(job, state)
@@ -210,66 +210,66 @@ def _evaluate_and_save(job: TrainingJob, state: State, *, last: bool, owed: bool
     except Exception as error:
         if isinstance(error, OutOfMemory):
             free_frames(error)
-        _save_alone(job, state)
+        _save_if_single_process(job, state)
         raise
     better = job.checkpoint.best and state.best is not None and state.best["step"] == state.step
-    if last or owed or better or _due(state.step, job.checkpoint.every):
+    if last or missed or better or _due(state.step, job.checkpoint.every):
         save(job, state)
     return state
 
 
 def _at_checkpoint(job: TrainingJob, state: State) -> State:
-    """The job after the run was taken back to a checkpoint."""
+    """Update the job after a rollback to a checkpoint."""
     job.saved_at = state.step
     return state
 
 
 def _is_new(violation: GuardViolation, before: State, state: State, guards: GuardOptions) -> bool:
-    """Whether it has just begun: it is logged once a stretch; a run of skips with another action is logged by that."""
+    """Whether a violation has just begun and must be logged; actions other than `warn` log themselves."""
     if violation.code == "kl/over-budget":
         return not before.over_budget
     return violation.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
 
 
 def _measure_final(job: TrainingJob, state: State) -> Mapping[str, float]:
-    """The final policy's numbers, for the guards, the summary and the doctor."""
-    settle(job.run, state)
+    """Measure the final policy, for the guards, the summary and the doctor."""
+    wait_for_sampler(job.run, state)
     measured = measure_final(job.run, state)
-    job.failures()  # of rewards that are not used
+    job.failures()  # drop failures of rewards that are not used
     job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
     name = budget_metric(measured, "per_token")
     if name is not None:
         value = measured[f"{name}/mean"]
-        message = f"the policy of step {state.step} is {value:.4g} nats per token from its reference ({name})"
+        message = f"KL(policy‖reference) of the policy of step {state.step} is {value:.4g} nats per token ({name})"
         job.loggers.event("kl/final", step=state.step, message=message, metrics=dict(job.final_kl))
     return measured
 
 
 def _stop(job: TrainingJob, state: State, violation: GuardViolation) -> State:
-    """A clean end at the last good checkpoint (or, where there is none, where the run stands), evaluated there."""
+    """Stop at the last good checkpoint, or at the current state if there is none, and evaluate there."""
     wall = state.wall_s
-    went_back = stop_at_last_good(job.directory, job.loggers, job.run, state, violation)
+    restored = stop_at_last_good(job.directory, job.loggers, job.run, state, violation)
     job.stopped = violation.message
-    state = replace(state if went_back is None else _at_checkpoint(job, went_back), wall_s=wall)
+    state = replace(state if restored is None else _at_checkpoint(job, restored), wall_s=wall)
     if state.evaluated_at != state.step:
         state = _evaluate(job, state)
         _track(job, state)
     _measure_final(job, state)
     checkpoint = job.directory.checkpoints / f"step-{state.step}"
-    if went_back is None:
+    if restored is None:
         save(job, state)
-    elif job.run.world.leads:
+    elif job.run.world.is_main:
         job.directory.sync()
         rewrite_state(checkpoint, state)
-    _log_engine(job, state, job.run.world.gather(job.run.engine.events()))
+    _log_engine(job, state, job.run.world.all_gather(job.run.engine.events()))
     return state
 
 
 def save(job: TrainingJob, state: State) -> None:
-    """Lines to the disk first, then the checkpoint, then the ones that are no longer wanted."""
+    """Flush logs, write the checkpoint, then remove old checkpoints."""
     job.directory.sync()
     saved = save_checkpoint(job.directory.checkpoints, job.run, state, about=job.about)
-    if job.run.world.leads:
+    if job.run.world.is_main:
         best = int(state.best["step"]) if state.best and job.checkpoint.best else None
         finished = state.step >= job.max_steps
         good = None if finished else last_good(job.directory.checkpoints, state.confirmed)
@@ -278,8 +278,8 @@ def save(job: TrainingJob, state: State) -> None:
     job.loggers.event("checkpoint", step=state.step, path=str(saved.relative_to(job.directory.path)))
 
 
-def _save_alone(job: TrainingJob, state: State) -> None:
-    """Save after an error, which of several processes may have only this one: they go on from the last checkpoint."""
+def _save_if_single_process(job: TrainingJob, state: State) -> None:
+    """Save after an error, unless there are several processes: the error may concern only this one."""
     if job.run.world.size == 1:
         save(job, state)
 
@@ -289,9 +289,9 @@ def _due(step: int, every: int) -> bool:
 
 
 def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
-    """A complete line a step, skipped or not; a few rollouts; what went wrong in the rewards."""
-    engine_events = job.run.world.gather(job.run.engine.events())
-    if not job.run.world.leads:
+    """Log a step: all metrics (also of a skipped step), a few rollouts, alarms and failed rewards."""
+    engine_events = job.run.world.all_gather(job.run.engine.events())
+    if not job.run.world.is_main:
         job.failures()
         return
     job.loggers.step(state.step, step.metrics)
@@ -303,29 +303,29 @@ def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
         message = f"the gradient norm {norm:.4g} is {norm / max(median, 1e-300):.3g} × the running median {median:.4g}"
         job.loggers.event("guard/spike", step=state.step, message=message)
     if step.metrics["guard/skipped"] > 0:
-        _keep_skipped(job, step, state)
+        _log_skipped(job, step, state)
     for kind, message in no_signal_events(state, job.run.guards) if job.run.loss.policy_weight else ():
         job.loggers.event(kind, step=state.step, message=message)
     alarms = sampler_events(step.metrics, job.run.loss.mismatch, job.run.limits)
     tool_errors = tool_error_event(step.metrics, step.batch.completions, job.run.limits)
     alarms |= {} if tool_errors is None else {"tool/errors": tool_errors}
-    for kind in sorted(alarms.keys() - job.ongoing):
+    for kind in sorted(alarms.keys() - job.active_alarms):
         job.loggers.event(kind, step=state.step, **alarms[kind])
-    job.ongoing = frozenset(alarms)
+    job.active_alarms = frozenset(alarms)
     for failure in job.failures():
         job.loggers.event("reward/failed", step=state.step, message=str(failure), function=failure.function)
     _log_engine(job, state, engine_events)
 
 
 def _log_engine(job: TrainingJob, state: State, events: Sequence[Sequence[tuple[str, str]]]) -> None:
-    """What has happened to the samplers, by rank."""
+    """Log the engines' events with their rank."""
     for rank, of_rank in enumerate(events):
         for kind, message in of_rank:
             job.loggers.event(kind, step=state.step, message=f"rank {rank}: {message}" if rank else message)
 
 
-def _keep_skipped(job: TrainingJob, step: Step, state: State) -> None:
-    """Log why and what was not finite first, and save the batch; of a long stretch only the first ones."""
+def _log_skipped(job: TrainingJob, step: Step, state: State) -> None:
+    """Log why an update was skipped, and save the batch, up to `MAX_SKIPPED_FILES`."""
     spike = step.metrics["guard/nonfinite"] == 0.0
     first = None if spike else first_nonfinite(step.batch.rows, step.metrics, job.run.optimizer.nonfinite)
     reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"
@@ -338,14 +338,14 @@ def _keep_skipped(job: TrainingJob, step: Step, state: State) -> None:
     folder = job.directory.path / SKIPPED
     if (job.directory.path / name).exists() or len(list(folder.glob("*.json"))) < MAX_SKIPPED_FILES:
         record = {"step": state.step, **skipped_record(step.batch, step.metrics, first)}
-        job.directory.write_json(name, record, raw=True)  # its texts belong to its tokens
+        job.directory.write_json(name, record, raw=True)  # no redaction: texts must match the tokens
         fields["batch"] = name
     job.loggers.event("guard/skipped", step=state.step, **fields)
 
 
 def _evaluate(job: TrainingJob, state: State) -> State:
-    """Evaluate all tasks, write the lines, and remember the best of the trained one."""
-    settle(job.run, state)
+    """Evaluate all tasks, log the records, and update the best evaluation of the trained task."""
+    wait_for_sampler(job.run, state)
     with evaluation_memory(job.run, job.eval, state.step):
         records = job.evaluate()
     for record in records:
@@ -362,7 +362,7 @@ def _evaluate(job: TrainingJob, state: State) -> State:
 
 def _track(job: TrainingJob, state: State) -> None:
     if job.tracked:
-        settle(job.run, state)
+        wait_for_sampler(job.run, state)
         with evaluation_memory(job.run, job.eval, state.step):
             records = tracked_records(job.run, job.tracked, step=state.step)
         job.loggers.rollouts(state.step, records)

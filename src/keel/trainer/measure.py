@@ -1,4 +1,4 @@
-"""What a step reports: KL of every pair, rewards, lengths, times. Measured, never assumed."""
+"""The metrics of a step: KL of every pair, rewards, lengths, times."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
-    """Seconds by phase. What `score` has only begun, the update waits for: on a GPU events tell the two apart.
+    """Seconds by phase. On a GPU `score` returns before its kernels end, so CUDA events separate it from `update`.
 
-    The phases are the main thread's: with a `queue` its `rollout` is the wait for rollouts that a thread samples.
+    Phases are those of the main thread: with a `queue`, `rollout` is the wait for the sampling thread.
     """
 
     def __init__(self, device: torch.device, queue: RolloutQueue | None = None) -> None:
@@ -72,7 +72,7 @@ class Clock:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The largest memory so far: of the accelerator where there is one, otherwise of the process."""
+    """Peak memory in GiB: of the GPU if there is one, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -80,7 +80,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
-    """What only the device knows of a step, still there, once all microbatches of an iteration have passed."""
+    """Metrics of a step that are computed on the device, after all microbatches of an iteration."""
     assert batch.rejected is not None
     penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean()
     shaped = {
@@ -97,7 +97,7 @@ def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) ->
 
 
 def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
-    """The rollout's policy against reference and sampler, from the first update's own pass: no extra compute."""
+    """KL of the rollout's policy against reference and sampler, from the scores of the first update's pass."""
     rows, scores, mean = batch.rows, batch.scores, batch.actions.mean
     mask, logp = rows.action_mask, rows.old_logp
     assert scores is not None
@@ -110,26 +110,31 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
         metrics |= kl_statistics(
             logp, rows.ref_logp, mask, where, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
         )
-        if rows.stale and rows.filtered_logp is None and rows.sample_logp is not None and "sample_logp" in batch.known:
+        if (
+            rows.stale
+            and rows.filtered_logp is None
+            and rows.sample_logp is not None
+            and "sample_logp" in batch.reported
+        ):
             metrics |= prefix_gap(logp, rows.ref_logp, rows.sample_logp, mask, where, clamp=clamp)
         metrics["logp/ref_mean"] = mean(rows.ref_logp)
         if scores.ref_policy_kl is not None:
             metrics["kl/ref_policy/exact/mean"] = mean(scores.ref_policy_kl)
-    if rows.sample_logp is not None and "sample_logp" in batch.known:
+    if rows.sample_logp is not None and "sample_logp" in batch.reported:
         d = log_ratio(rows.sample_logp, logp, mask).d
         metrics["kl/sampler_policy/k1/mean"] = mean(-d)
         metrics["kl/sampler_policy/k3/mean"] = mean(k3(d))
         metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0  # 0 outside the mask
         prompts = [len(group.prompt_tokens) for group in batch.groups for _ in group.completions]
         places = to_device(positions(prompts, mask.shape[1]), mask.device)
-        metrics |= depth_metrics(k3(d), mask, places, batch.stretches)
+        metrics |= depth_metrics(k3(d), mask, places, batch.depth_bins)
     return {name: Last(number) for name, number in metrics.items()}
 
 
 def sample_weights(batch: StepBatch) -> Tensor | None:
-    """w = π_old/μ `[B, T]` of what is measured on samples that the old policy did not draw; None where it did.
+    """Importance weights w = π_old/μ `[B, T]` for off-policy samples; None if the old policy drew the samples.
 
-    Without the limits of `loss.mismatch`, which would bias a mean: its standard error shows what that costs.
+    The limits of `loss.mismatch` are not applied, since they would bias the mean.
     """
     rows = batch.rows
     assert rows.old_logp is not None
@@ -138,9 +143,9 @@ def sample_weights(batch: StepBatch) -> Tensor | None:
 
 
 def measure_filters(batch: StepBatch) -> dict[str, Metric]:
-    """The share of the sampler's probability that filters left, at the states that were visited, where it is known."""
+    """The probability that top-p, top-k and min-p keep at the visited states, if the engine reports it."""
     rows = batch.rows
-    if rows.filtered_logp is None or not {"sample_logp", "filtered_logp"} <= batch.known:
+    if rows.filtered_logp is None or not {"sample_logp", "filtered_logp"} <= batch.reported:
         return {}
     assert rows.sample_logp is not None
     mass = batch.actions.select(mismatch_ratio(rows.sample_logp, rows.filtered_logp, rows.action_mask)).double()
@@ -150,7 +155,7 @@ def measure_filters(batch: StepBatch) -> dict[str, Metric]:
 
 
 def measure_old(batch: StepBatch, last: Tensor) -> dict[str, Metric]:
-    """How far the updates of this batch went from the policy that it began with: k3 of that against the last passes."""
+    """k3 between the policy before this batch's updates and the last pass."""
     rows, weights = batch.rows, sample_weights(batch)
     assert rows.old_logp is not None
     values = k3(log_ratio(rows.old_logp, last, rows.action_mask).d)
@@ -158,7 +163,7 @@ def measure_old(batch: StepBatch, last: Tensor) -> dict[str, Metric]:
 
 
 def token_kl(batch: StepBatch) -> Tensor | None:
-    """log π − log p of every token `[B, T]`: what a reader wants to see coloured; None where it was not measured."""
+    """log π − log p of every token `[B, T]`, for reports; None if not measured."""
     rows = batch.rows
     if rows.ref_logp is None or rows.old_logp is None:
         return None
@@ -166,7 +171,7 @@ def token_kl(batch: StepBatch) -> Tensor | None:
 
 
 def describe_groups(batch: StepBatch) -> dict[str, float]:
-    """Rewards, lengths and readability of a step's rollouts."""
+    """Metrics of a step's rewards, lengths and parsing."""
     rewards = [reward for group in batch.groups for reward in group.rewards]
     totals, group = rewards_of(batch.groups)
     _, std, _ = group_statistics(totals, group)
@@ -190,26 +195,26 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
 
 
 def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:
-    """How many updates of the policy lie between the weights that sampled and those that learn, which are `version`."""
+    """Policy updates between the weights that sampled and those being trained (`version`)."""
     ages = [0 if c.policy_version is None else version - c.policy_version for c in completions]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def task_totals(task: Task) -> dict[str, float]:
-    """What a task has counted since this process began."""
-    return {f"task/{name}": float(total) for name, total in task.totals().items()}
+    """A task's counters since this process began."""
+    return {f"task/{name}": float(total) for name, total in task.counters().items()}
 
 
-def counted(task: Task, before: Mapping[str, float], world: World) -> dict[str, float]:
-    """What the task has counted since `before`, in all processes."""
+def task_counts(task: Task, before: Mapping[str, float], world: World) -> dict[str, float]:
+    """The increase of the task's counters since `before`, summed over processes."""
     counts = {name: Sum(total - before.get(name, 0.0)) for name, total in task_totals(task).items()}
     return values(world.reduce(counts))
 
 
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
-    """What episodes of several turns counted: each figure's mean over episodes, errors as a share of the calls.
+    """Counters of multi-turn episodes: means over episodes, and tool errors as a share of tool calls.
 
-    `turn/unfinished_fraction` is the share of episodes that `rollout.max_turns` ended. Nothing for single turns.
+    `turn/unfinished_fraction` is the share of episodes that `rollout.max_turns` ended. Empty for single turns.
     """
     names = sorted({name for completion in completions for name in completion.counts})
     if not names:

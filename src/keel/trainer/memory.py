@@ -1,4 +1,4 @@
-"""Memory: how large a pass may be, and where it runs out one line that names the phase and the option to lower."""
+"""Memory: how large a pass may be, and out-of-memory errors that name the phase and the option to change."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from keel.eval.options import EvalOptions
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.head import body_of, causal_lm
 from keel.models.loaded import LoadedModel
-from keel.models.memory import SMALLEST_PASS, count_pass_bytes, fitting_tokens, free_bytes
+from keel.models.memory import SMALLEST_PASS, fitting_tokens, free_bytes, measure_pass_bytes
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch
 from keel.trainer.optim import Optimizer
 from keel.trainer.state import TrainingRun
 
-# Libraries behind torch, and torch on a CPU, have no exception of their own for it.
+# torch on a CPU, and libraries that torch calls, report it as a plain RuntimeError.
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class Remedy(NamedTuple):
-    """An option that asks for less memory, what it is now, and what to try."""
+    """An option that would reduce memory: its current value and a smaller one."""
 
     option: str
     now: str
@@ -38,7 +38,7 @@ class Remedy(NamedTuple):
 
 
 class OutOfMemory(KeelError):
-    """Memory ran out in a phase; `remedy` says what would need less."""
+    """Memory ran out in a phase; `remedy` is an option that reduces memory."""
 
     def __init__(self, phase: str, cause: str, remedy: Remedy) -> None:
         super().__init__(f"out of memory in {phase} ({cause}): {remedy.option} is {remedy.now}, try {remedy.override}")
@@ -46,7 +46,7 @@ class OutOfMemory(KeelError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or main memory, has no room for a tensor."""
+    """Whether an error means that a GPU or the CPU is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
@@ -54,18 +54,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_guard(phase: str, remedy: Callable[[], Remedy]) -> Iterator[None]:
-    """Turn what is raised where memory runs out into `OutOfMemory`; the phase is said as in "in the update"."""
+    """Convert out-of-memory errors to `OutOfMemory`; the message reads "out of memory in PHASE"."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        cause = ". ".join(first_line(error).split(". ")[:2]).rstrip(".")  # past that torch explains its allocator
+        cause = ". ".join(first_line(error).split(". ")[:2]).rstrip(".")  # the rest is advice about the allocator
         raise OutOfMemory(phase, cause, remedy()) from None
 
 
 def free_frames(error: BaseException) -> None:
-    """Let go of the tensors that the frames of an error and of its cause hold, so that there is room to save."""
+    """Release the tensors held by the frames of an error and its cause, to free memory for a checkpoint."""
     for raised in (error, error.__context__):
         if raised is not None:
             traceback.clear_frames(raised.__traceback__)
@@ -73,43 +73,45 @@ def free_frames(error: BaseException) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_fit(
+def max_pass_tokens(
     loaded: LoadedModel,
     optimizer: Optimizer,
     autocast: Callable[[], AbstractContextManager[Any]],
     *,
     shared_prefix: bool,
-    kept_tokens: int = 0,
+    cached_tokens: int = 0,
 ) -> int | None:
-    """Tokens of the largest pass that a GPU's free memory holds, counted on the model itself before training begins.
+    """Tokens of the largest pass that fits in the GPU's free memory, measured on the model before training begins.
 
-    None on a CPU, and for a model of which it cannot be counted: then the option alone decides. `kept_tokens` are those
-    whose hidden states a step keeps beside its passes.
+    None on a CPU and for models that cannot be measured: then the option alone decides. `cached_tokens` is the number
+    of tokens whose hidden states are kept during a step.
     """
     if loaded.device.type != "cuda" or getattr(body_of(loaded.model), "_compiled_call_impl", None):
         return None
     try:
-        passes = count_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
-    except Exception as error:  # whatever a foreign model raises here, a step may still work
+        passes = measure_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
+    except Exception as error:  # a user's model may raise anything here and still train
         return SMALLEST_PASS if is_out_of_memory(error) else None
     vocabulary, width = causal_lm(loaded.model).get_output_embeddings().weight.shape
     chunk = LOGIT_BYTES * vocabulary * default_chunk(vocabulary, loaded.device)
-    kept = kept_tokens * width * loaded.dtype.itemsize
+    kept = cached_tokens * width * loaded.dtype.itemsize
     return fitting_tokens(free_bytes(loaded.device), passes, optimizer.moment_bytes + chunk + kept)
 
 
 class StepMemory:
-    """The phases of a step, each guarded with what it can do with less of."""
+    """Memory guards for the phases of a step, each with its own remedy."""
 
     def __init__(self, run: TrainingRun, step: int) -> None:
         self._run, self._step = run, step
 
     def __call__(self, phase: str, batch: StepBatch | None = None) -> AbstractContextManager[None]:
         run = self._run
-        largest = run.microbatch_tokens if batch is None else batch.largest
-        passes = partial(self._passes, largest, run.rollout.max_completion_length if batch is None else batch.longest)
+        largest = run.microbatch_tokens if batch is None else batch.largest_pass
+        passes = partial(
+            self._passes, largest, run.rollout.max_completion_length if batch is None else batch.longest_sequence
+        )
         remedies: dict[str, Callable[[], Remedy]] = {"rollout": self._sampling, "score": passes, "update": passes}
-        return memory_guard(f"the {phase} of step {self._step + 1}", remedies.get(phase, self._held))
+        return memory_guard(f"the {phase} of step {self._step + 1}", remedies.get(phase, self._persistent))
 
     def _sampling(self) -> Remedy:
         rollout = self._run.rollout
@@ -124,39 +126,39 @@ class StepMemory:
             return Remedy("optim.offload", "false", "true")
         return _shorter(run.rollout)
 
-    def _held(self) -> Remedy:
-        """What is there from step to step: weights, moments, copies."""
+    def _persistent(self) -> Remedy:
+        """A remedy for memory that is held across steps: weights, moments, copies."""
         if self._run.policy.lora is None:
             return Remedy("model.lora", "null", "{r: 16}")
         return Remedy("model.quantization", "null", "4bit")
 
 
 def evaluation_memory(run: TrainingRun, options: EvalOptions, step: int) -> AbstractContextManager[None]:
-    """The same for an evaluation, which samples more completions or fewer than a step."""
+    """A memory guard for an evaluation."""
     rows = options.samples * max(options.k)
     return memory_guard(f"the evaluation at step {step}", lambda: fewer_rows(run.rollout, rows))
 
 
 def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int) -> Remedy | None:
-    """Half the largest pass while that holds the longest completion, then recomputed activations, then None."""
+    """Halve the largest pass while it holds the longest sequence; then gradient checkpointing; then None."""
     smaller = min(tokens, largest) // 2
     if smaller >= longest:
-        return Remedy("optim.microbatch_tokens", f"{tokens}{_here(largest, tokens)}", str(smaller))
+        return Remedy("optim.microbatch_tokens", f"{tokens}{_actual(largest, tokens)}", str(smaller))
     if not getattr(body_of(policy.model), "is_gradient_checkpointing", False):
         return Remedy("model.gradient_checkpointing", "false", "true")
     return None
 
 
 def fewer_rows(rollout: RolloutOptions, rows: int) -> Remedy:
-    """Half as many completions sampled at a time; of one alone, half as long a one."""
+    """Halve the completions sampled at a time; with only one, halve its length."""
     at_a_time = min(rollout.max_batch or rows, rows)
     if at_a_time == 1:
         return _shorter(rollout)
     now = "null" if rollout.max_batch is None else str(rollout.max_batch)
-    return Remedy("rollout.max_batch", f"{now}{_here(at_a_time, rollout.max_batch)}", str(at_a_time // 2))
+    return Remedy("rollout.max_batch", f"{now}{_actual(at_a_time, rollout.max_batch)}", str(at_a_time // 2))
 
 
-def _here(reached: int, allowed: int | None) -> str:
+def _actual(reached: int, allowed: int | None) -> str:
     return "" if reached == allowed else f" ({reached} here)"
 
 

@@ -1,5 +1,6 @@
-"""The optimizer's state as a checkpoint keeps it: in one file, or, where weights are spread over processes, as each
-process holds it, by torch.distributed.checkpoint. Either is read again on any number of processes.
+"""The optimizer's state in a checkpoint: one file, or torch.distributed.checkpoint for sharded weights.
+
+Both can be loaded on any number of processes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from keel.models.sharding import is_sharded
 from keel.trainer.optim import Optimizer
 
 
-def saved_optimizer(optimizer: Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """What to write into one file; moments that are spread over processes are written to `folder`, by all of them."""
+def optimizer_state(optimizer: Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """The state to write into one file; all processes write sharded moments to `folder`."""
     state = optimizer.state_dict()
-    spread = is_sharded(model) and any(isinstance(p, DTensor) for p in optimizer.parameters)
-    if not spread or not optimizer.inner.state:  # before its first update torch would make it one, to have a state
+    sharded = is_sharded(model) and any(isinstance(p, DTensor) for p in optimizer.parameters)
+    if not sharded or not optimizer.inner.state:  # before the first update torch would create a state here
         return state
     moments = {"optimizer": get_optimizer_state_dict(model, optimizer.inner)}
     try:
@@ -36,9 +37,9 @@ def saved_optimizer(optimizer: Optimizer, model: nn.Module, folder: Path) -> dic
 
 
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], folder: Path) -> None:
-    """Take over what `saved_optimizer` gave, laid out as the weights are now."""
+    """Load the result of `optimizer_state`, sharded as the weights are now."""
     if saved["inner"] is not None:
-        optimizer.load_state_dict({**saved, "inner": _laid_out(optimizer, saved["inner"])})
+        optimizer.load_state_dict({**saved, "inner": _distributed_state(optimizer, saved["inner"])})
         return
     state = {"optimizer": get_optimizer_state_dict(model, optimizer.inner)}
     with _quiet():
@@ -47,8 +48,8 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
     optimizer.load_state_dict({**saved, "inner": optimizer.inner.state_dict()})
 
 
-def _laid_out(optimizer: Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole moments, each spread as its parameter is."""
+def _distributed_state(optimizer: Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard unsharded moments as their parameters are."""
     parameters = [p for group in optimizer.inner.param_groups for p in group["params"]]
 
     def like(parameter: Tensor, value: Any) -> Any:
@@ -65,7 +66,7 @@ def _laid_out(optimizer: Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _quiet(warnings.catch_warnings):
-    """torch's checkpoints warn of their own insides."""
+    """Ignore warnings about torch's internals."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()

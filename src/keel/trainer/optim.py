@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.models.dtypes import DTYPES, check_bfloat16
-from keel.models.sharding import own_part, whole
+from keel.models.sharding import full_tensor, local_tensor
 from keel.trainer.options import OptimOptions, warmup_within
 
 Schedule = Callable[[int], float]
@@ -40,11 +40,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear"
 
 
 def build_schedule(options: OptimOptions, total_steps: int = 1, *, updates_per_step: int = 1) -> Schedule:
-    """Update number to a factor of the learning rate: a linear warm-up, then the named course down to `final_ratio`.
+    """A factor of the learning rate by update number: a linear warm-up, then the named schedule to `final_ratio`.
 
-    The first update moves too, and the last of the warm-up has the full rate; a warm-up that would outlast the decay is
-    cut to end a step before it. Steps are steps of the run: with
-    several updates a batch the course is as long as it would be with one.
+    The first update has a rate above 0, the last of the warm-up the full rate. A warm-up longer than the decay is
+    cut to end one step before it. The schedule counts the run's steps, so several updates per batch do not shorten it.
     """
     course, warmup_steps = SCHEDULES[options.schedule], warmup_within(options, total_steps)
     total_steps = options.decay_steps or total_steps
@@ -81,7 +80,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, 
 
 
 def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The type of the mixed-precision passes, None where the weights' own is used."""
+    """The dtype of mixed-precision passes; None if passes use the dtype of the weights."""
     name = options.precision
     if name == "auto" or DTYPES[name] == weights:
         return None
@@ -92,11 +91,10 @@ def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype, device: torch
 
 
 class Optimizer:
-    """A torch optimizer with its schedule and its guard. One call of `step` is one update, or none.
+    """A torch optimizer with a schedule and a guard against non-finite gradients. `step` makes one update, or skips it.
 
-    A non-finite loss or gradient norm skips optimizer and schedule together: clipping does not sanitise gradients,
-    and one NaN in the moments is there for good. `offload` parks the moments in main memory between
-    updates.
+    A non-finite loss or gradient norm skips optimizer and schedule: clipping does not remove NaN, and a NaN in the
+    moments never leaves them. `offload` keeps the moments on the CPU between updates.
     """
 
     def __init__(
@@ -106,12 +104,12 @@ class Optimizer:
         schedule: Schedule | None = None,
         *,
         amp_dtype: torch.dtype | None = None,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(self._names)
         if not self.parameters:
-            raise KeelError("the model has no parameter to train: every one is frozen")
+            raise KeelError("the model has no trainable parameters: all are frozen")
         self.options, self.world = options, world
         self.device = self.parameters[0].device
         self.learning_rate, self.schedule = options.learning_rate, schedule or build_schedule(options)
@@ -124,27 +122,27 @@ class Optimizer:
         self.reset()
 
     def begin(self) -> None:
-        """A new step: forget what its guards remember of the last one's updates."""
-        self.applied_norms: list[float] = []  # gradient norms of the updates that were made
-        self.spiked = 0.0  # the largest norm that was a spike
+        """Begin a step: reset what the guards record about its updates."""
+        self.applied_norms: list[float] = []  # gradient norms of applied updates
+        self.spiked = 0.0  # the largest norm above the spike limit
         self.nonfinite: str | None = None
-        self.stepped = False  # whether weights, moments or loss scale may be other than at the step's start
+        self.stepped = False  # whether weights, moments or loss scale may have changed in this step
 
     def reset(self) -> None:
-        """Forget the moments, as after a hard reset of the reference (ProRL)."""
-        options, groups = self.options, _decayed(self.parameters, self.options.weight_decay)
+        """Reset the moments, as after a hard reset of the reference (ProRL)."""
+        options, groups = self.options, _parameter_groups(self.parameters, self.options.weight_decay)
         make = OPTIMIZERS[options.optimizer]
         self.inner = make(groups, self.device, lr=options.learning_rate, betas=options.betas, eps=options.eps)
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of the moments beside a pass; they are allocated by the first update."""
+        """Bytes of the moments on the device during a pass; the first update allocates them."""
         sizes = (p.numel() * (1 if self.options.optimizer == "adamw8bit" else p.itemsize) for p in self.parameters)
         return 0 if self.options.offload else 2 * sum(sizes)
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; `factor` is what rollbacks have left of it."""
+        """The learning rate of the next update; rollbacks reduce `factor`."""
         return self.learning_rate * self.schedule(self.updates) * self.factor
 
     def backward(self, loss: Tensor) -> None:
@@ -154,12 +152,11 @@ class Optimizer:
     def step(
         self, info: Metrics | None = None, *, spike: float | None = None, skip_spike: bool = False
     ) -> dict[str, Metric]:
-        """One guarded update from the gradients that have been added up since the last one.
+        """One guarded update from the accumulated gradients; returns `info` and the update's metrics as Python numbers.
 
-        `info` is what is known of them, `loss/total` too; it comes back in Python's numbers beside the update's own.
-        The guard decides on the host: here, once an update, it waits for the device. A norm above `spike` is marked,
-        and with `skip_spike` skipped like one that is not finite. `nonfinite` is the first parameter whose gradient
-        was not.
+        `info` holds the metrics of the accumulated passes, including `loss/total`. The guard decides on the host, so
+        this waits for the device once per update. A norm above `spike` is recorded; with `skip_spike` the update is
+        skipped. `nonfinite` is set to the first parameter with a non-finite gradient.
         """
         self.stepped = True
         lr, max_norm = self.lr, self.options.max_grad_norm
@@ -172,7 +169,7 @@ class Optimizer:
             self.scaler.unscale_(self.inner)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients)
-        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(whole(total), 1.0)})
+        numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(full_tensor(total), 1.0)})
         norm = numbers["grad/norm"].value
         finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
         is_spike = finite and spike is not None and norm > spike
@@ -203,21 +200,21 @@ class Optimizer:
         }
 
     def _sum_gradients(self) -> None:
-        """Gradients of all processes together; a parameter that none of them has used stays without one."""
+        """Sum gradients over processes; a parameter that no process used keeps no gradient."""
         if self.world.size == 1:
             return
         replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
         used = torch.tensor([float(p.grad is not None) for p in replicated], device=self.device)
-        self.world.sum_([used])
+        self.world.all_reduce_([used])
         chosen = [p for p, count in zip(replicated, used.tolist(), strict=True) if count]
         for parameter in chosen:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self.world.sum_(p.grad for p in chosen if p.grad is not None)
+        self.world.all_reduce_(p.grad for p in chosen if p.grad is not None)
 
     def _first_nonfinite(self) -> str | None:
-        bad = (p for p in self.parameters if p.grad is not None and not bool(own_part(p.grad).isfinite().all()))
+        bad = (p for p in self.parameters if p.grad is not None and not bool(local_tensor(p.grad).isfinite().all()))
         parameter = next(bad, None)
-        names = self.world.gather(None if parameter is None else self._names[parameter])
+        names = self.world.all_gather(None if parameter is None else self._names[parameter])
         return next((name for name in names if name is not None), None)
 
     def _move_state(self, device: torch.device) -> None:
@@ -240,12 +237,12 @@ class Optimizer:
 
 
 def _count_writes(parameters: Iterable[nn.Parameter]) -> None:
-    """Let torch count the update as a write: its fused optimizers do not, and what is kept of weights goes by that."""
+    """Increment the version counters of the weights: fused optimizers do not, and caches of weights depend on them."""
     torch.autograd.graph.increment_version([p for p in parameters if not isinstance(p, DTensor)])
 
 
-def _decayed(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay is for matrices: norms and biases are left alone."""
+def _parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay applies to matrices, not to norms and biases."""
     matrices = [p for p in parameters if p.dim() >= 2]
     others = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -9,124 +9,142 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Above0, Count, Flag, Float, NotNegative, Options, Positive, ReadWith, Share
+from keel.base.options import (
+    Flag,
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    RequiresOption,
+)
 from keel.envs.options import TaskOptions
 
 
 class OptimOptions(Options):
-    """The optimizer and how a batch is cut."""
+    """The optimizer and how a batch is split."""
 
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
         description="AdamW, fused where the device allows it, or with 8-bit moments (needs bitsandbytes).",
     )
-    learning_rate: Above0 = Field(default=1.0e-6, description="Peak step size.")
+    learning_rate: PositiveFloat = Field(default=1.0e-6, description="Peak step size.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course of the learning rate after its warm-up."
+        default="constant", description="Schedule of the learning rate after its warm-up."
     )
-    warmup_steps: Count = Field(default=0, description="Steps over which the learning rate rises from 0.")
-    decay_steps: Annotated[Positive | None, ReadWith("schedule", ("linear", "cosine"))] = Field(
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises from 0.")
+    decay_steps: Annotated[PositiveInt | None, RequiresOption("schedule", ("linear", "cosine"))] = Field(
         default=None,
-        description="Step at which the decay ends; null is the run.max_steps that the run was begun with.",
+        description="Step at which the decay ends; null is the run.max_steps that the run started with.",
     )
-    final_ratio: Share = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
-    betas: tuple[Share, Share] = Field(
+    final_ratio: Fraction = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
+    betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999), description="Decay rates of AdamW's two moments, per update."
     )
-    eps: Above0 = Field(default=1e-8, description="Added to AdamW's denominator.")
-    weight_decay: NotNegative = Field(default=0.0, description="Decoupled weight decay, per unit of learning rate.")
-    max_grad_norm: Above0 | None = Field(
+    eps: PositiveFloat = Field(default=1e-8, description="Added to AdamW's denominator.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay, per unit of learning rate."
+    )
+    max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
-    minibatches: Positive = Field(default=1, description="Parts into which a step's groups are cut, one update each.")
-    microbatch_tokens: Positive = Field(
+    minibatches: PositiveInt = Field(
+        default=1, description="Parts into which a step's groups are split, one update each."
+    )
+    microbatch_tokens: PositiveInt = Field(
         default=8192,
-        description="Tokens a pass holds at most, fewer where a GPU's free memory is short; gradients are accumulated.",
+        description="Largest number of tokens in a pass, fewer if a GPU lacks memory; gradients are accumulated.",
     )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the mixed-precision passes; auto is the weights' own type."
+        default="auto", description="Dtype of mixed-precision passes; auto is the dtype of the weights."
     )
-    offload: Flag = Field(default=False, description="Keep the optimizer's state in the CPU's memory between updates.")
+    offload: Flag = Field(default=False, description="Keep the optimizer's state in CPU memory between updates.")
 
 
 def check_optim(optim: OptimOptions) -> None:
-    """Refuse moments that never forget."""
+    """Refuse betas of 1 and above."""
     if any(beta >= 1 for beta in optim.betas):
         raise KeelError(f"optim.betas is {list(optim.betas)}: both must be below 1")
 
 
 def warmup_within(optim: OptimOptions, total_steps: int) -> int:
-    """The steps of the warm-up: before a decay at most all but its last, so that the rate reaches its peak."""
+    """The steps of the warm-up: before a decay at most all but its last step, so that the rate reaches its peak."""
     if optim.schedule == "constant":
         return optim.warmup_steps
     return min(optim.warmup_steps, (optim.decay_steps or total_steps) - 1)
 
 
 class ParallelOptions(Options):
-    """How the weights of a run on several devices are laid out; `keel train --nproc N` starts one."""
+    """How weights are sharded over several devices; `keel train --nproc N` starts such a run."""
 
     sharding: Literal["auto", "none", "full", "hybrid"] = Field(
         default="auto",
-        description="Weights whole on every device (none), spread over all of them (full), or over shard_size of them "
-        "and repeated (hybrid); auto is none where training fits one device.",
+        description="Weights replicated on every device (none), sharded over all of them (full), or over shard_size of "
+        "them and replicated (hybrid); auto is none where training fits one device.",
     )
-    shard_size: Annotated[Positive | None, ReadWith("sharding", ("hybrid",))] = Field(
-        default=None, description="Devices that hold one copy of the weights under hybrid; null is those of a machine."
+    shard_size: Annotated[PositiveInt | None, RequiresOption("sharding", ("hybrid",))] = Field(
+        default=None,
+        description="Devices that hold one copy of the weights under hybrid; null is the devices of a machine.",
     )
-    offload: Annotated[Flag, ReadWith("sharding", ("auto", "full", "hybrid"))] = Field(
-        default=False, description="Keep sharded weights, gradients and moments in the CPU's memory between passes."
+    offload: Annotated[Flag, RequiresOption("sharding", ("auto", "full", "hybrid"))] = Field(
+        default=False, description="Keep sharded weights, gradients and moments in CPU memory between passes."
     )
 
 
 class RayOptions(Options):
     """What `keel train --on ray` places on the cluster."""
 
-    trainers: Positive = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
-    samplers: Count = Field(
+    trainers: PositiveInt = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
+    samplers: NonNegativeInt = Field(
         default=1, description="vLLM servers that sample for them; 0: rollout.engine samples as it does without Ray."
     )
-    trainer_cpus: Above0 = Field(default=1.0, description="CPUs of a trainer process, and so its threads.")
-    sampler_cpus: Above0 = Field(default=1.0, description="CPUs of a sampler, and so its threads.")
-    max_restarts: Count = Field(default=3, description="How often a lost sampler is started again.")
+    trainer_cpus: PositiveFloat = Field(
+        default=1.0, description="CPUs of a trainer process, which set its number of threads."
+    )
+    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a sampler, which set its number of threads.")
+    max_restarts: NonNegativeInt = Field(default=3, description="How often a lost sampler is restarted.")
     sampler_python: str | None = Field(
-        default=None, description="Interpreter with Keel and vLLM that starts the samplers; null: that of Ray's nodes."
+        default=None,
+        description="Interpreter with Keel and vLLM that starts the samplers; null is that of Ray's nodes.",
     )
 
 
 class GuardOptions(Options):
     """What the loop does when numbers go wrong."""
 
-    max_consecutive_nans: Positive = Field(
-        default=5, description="Steps in a row with a skipped update that call for on_nans."
+    max_consecutive_nans: PositiveInt = Field(
+        default=5, description="Consecutive steps with a skipped update before on_nans applies."
     )
     on_nans: Literal["rollback", "stop", "warn"] = Field(
         default="rollback",
-        description="Back to the last good checkpoint after them, a clean stop there, or an event and no more.",
+        description="Then: roll back to the last good checkpoint, stop there, or only log an event.",
     )
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="Factor of the learning rate after each rollback; they multiply."
+        default=0.5, description="Factor on the learning rate after each rollback; factors multiply."
     )
-    max_rollbacks: Count = Field(
+    max_rollbacks: NonNegativeInt = Field(
         default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
     )
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
         default=10.0, description="A gradient norm above this many running medians is a spike."
     )
-    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Say so, or also skip that update.")
+    on_spike: Literal["warn", "skip"] = Field(default="warn", description="Log the spike, or also skip that update.")
     on_step0_kl: Literal["stop", "warn"] = Field(
         default="stop",
         description="Stop or warn if policy, reference and sampler disagree before the first update.",
     )
-    constant_steps: Count = Field(
-        default=10, description="Steps in a row with one and the same reward before it is said; 0 is never."
+    constant_steps: NonNegativeInt = Field(
+        default=10, description="Consecutive steps with one constant reward before an event is logged; 0 is never."
     )
 
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """The limits that a run acts on or warns at; `doctor.thresholds` sets those of the same name.
+    """The limits of the guards; `doctor.thresholds` sets those of the same name.
 
-    Units, sources and reasons stand in the table of thresholds (docs/doctor.md).
+    Units, sources and reasons are in the table of thresholds (docs/doctor.md).
     """
 
     kl_at_start: float = 1e-3
@@ -140,7 +158,7 @@ class GuardLimits:
 
     @classmethod
     def of(cls, guards: GuardOptions, thresholds: Mapping[str, Any]) -> GuardLimits:
-        """The limits of a run: `guards.grad_spike`, and what `doctor.thresholds` says."""
+        """The limits of a run: `guards.grad_spike`, and `doctor.thresholds`."""
         given = {field.name: float(thresholds[field.name]) for field in fields(cls) if field.name in thresholds}
         return cls(**{"grad_spike": guards.grad_spike, **given})
 
@@ -148,39 +166,40 @@ class GuardLimits:
 class CheckpointOptions(Options):
     """Checkpoints, from which a run resumes exactly."""
 
-    every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
-    keep: Positive = Field(default=3, description="Checkpoints kept, the last good one always among them.")
+    every: PositiveInt = Field(default=50, description="Steps between checkpoints; the last step always has one.")
+    keep: PositiveInt = Field(default=3, description="Checkpoints kept; the last good one is always kept.")
     best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
 
 
 class WarmstartOptions(Options):
-    """A supervised start (behaviour cloning of gold answers); its result is the reference."""
+    """An SFT warm start on gold answers; its result is the reference."""
 
     task: tuple[TaskOptions | str, ...] = Field(
         default=(),
-        description="Tasks whose gold answers are learned, names or {name, …}; empty means the run's own task.",
+        description="Tasks whose gold answers are learned, names or {name, …}; empty is the run's own task.",
     )
     path: str | None = Field(
-        default=None, description="JSONL of prompt and completion to learn from in place of tasks."
+        default=None, description="JSONL file of prompt and completion to learn from, instead of tasks."
     )
-    steps: Positive = Field(default=200, description="Supervised updates.")
-    batch_size: Positive = Field(default=64, description="Examples an update.")
-    learning_rate: Above0 = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
+    steps: PositiveInt = Field(default=200, description="SFT updates.")
+    batch_size: PositiveInt = Field(default=64, description="Examples per update.")
+    learning_rate: PositiveFloat = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="Course of the learning rate over the warm start's steps."
+        default="cosine", description="Schedule of the learning rate over the warm start's steps."
     )
-    warmup_steps: Count = Field(default=10, description="Steps over which the learning rate rises from 0.")
-    weight_decay: NotNegative = Field(
+    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises from 0.")
+    weight_decay: NonNegativeFloat = Field(
         default=0.0, description="Decoupled weight decay of AdamW, per unit of learning rate."
     )
-    max_grad_norm: Above0 | None = Field(
+    max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null for no limit."
     )
-    entropy_coef: NotNegative = Field(
-        default=0.0, description="Reward for entropy while imitating: above 0 the start stays unsure, so groups differ."
+    entropy_coef: NonNegativeFloat = Field(
+        default=0.0,
+        description="Weight of an entropy bonus; above 0 the policy keeps more entropy, so that groups differ.",
     )
 
     @property
     def optim(self) -> OptimOptions:
-        """The optimizer of the warm start: the options that both sections have, and the defaults of `optim`."""
+        """The warm start's optimizer: the options that both sections share, and the defaults of `optim`."""
         return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

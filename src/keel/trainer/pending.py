@@ -1,6 +1,6 @@
-"""StepRollouts that were sampled ahead, in a checkpoint: so that a resumed run learns from the same ones.
+"""Save rollouts that were sampled ahead in a checkpoint, so that a resumed run trains on the same ones.
 
-Problems are not saved, since they may hold what JSON cannot: the task draws them again.
+Problems are not saved, since JSON may not hold them: the task samples them again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward, RewardFailure
-from keel.rollout.collect import with_cut_noted
+from keel.rollout.collect import with_prompt_tokens_cut
 from keel.trainer.overlap import StepRollouts
-from keel.trainer.sample import draw
+from keel.trainer.sample import draw_problems
 from keel.trainer.state import State, TrainingRun
 
 PENDING = "pending.json"
 
 
 def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
-    """`pending.json` with the rollouts that the run at `state` has ahead of it; no file where nothing is sampled so."""
+    """Write `pending.json` with the rollouts after `state`; no file without a queue."""
     if run.queue is None:
         return
     steps = [{"step": step, **_record(rollouts)} for step, rollouts in run.queue.ready(state.step).items()]
@@ -31,7 +31,7 @@ def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
 
 
 def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, StepRollouts]:
-    """The saved rollouts by step; none of another attempt, which a rollback gave up, or of another max_staleness."""
+    """The saved rollouts by step; empty if the attempt (after a rollback) or max_staleness has changed."""
     path = folder / PENDING
     if run.queue is None or not path.exists():
         return {}
@@ -58,17 +58,17 @@ def _record(rollouts: StepRollouts) -> dict[str, Any]:
 
 def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> StepRollouts:
     groups = [_group(group) for group in record["groups"]]
-    rounds = [draw(run, attempt, record["step"], *drawn) for drawn in enumerate(record["draws"])]
+    rounds = [draw_problems(run, attempt, record["step"], *drawn) for drawn in enumerate(record["draws"])]
     problems = {problem.key: problem for drawn in rounds for problem in drawn}
     missing = next((group.problem.key for group in groups if group.problem.key not in problems), None)
     if missing is not None:
         raise KeelError(
             f"the checkpoint's rollouts of step {record['step'] + 1} are of problem {missing!r}, which the task no "
-            "longer draws: put the task back as it was, or resume with rollout.max_staleness=0"
+            "longer draws: restore the task, or resume with rollout.max_staleness=0"
         )
     cuts = [group["cut"] for group in record["groups"]]
     groups = [
-        replace(group, problem=with_cut_noted(problems[group.problem.key], cut))
+        replace(group, problem=with_prompt_tokens_cut(problems[group.problem.key], cut))
         for group, cut in zip(groups, cuts, strict=True)
     ]
     failures = tuple(RewardFailure(**failure) for failure in record["failures"])

@@ -23,11 +23,11 @@ logger = logging.getLogger("keel")
 def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
     """The first `groups` groups, one record a completion.
 
-    `prompt` is what the model was given: system message, template and special tokens in, and without the
-    `prompt_tokens_cut` tokens that left truncation took; `messages` is what the task asked.
+    `prompt` is the model's input with system message, template and special tokens, without the `prompt_tokens_cut`
+    tokens removed by left truncation; `messages` are the task's.
 
-    `tokens`, `action` and `kl` belong together: a token's text, whether the policy sampled it (tool output and later
-    user turns are not), and log π − log p there; `kl` is null where it was not measured.
+    `tokens`, `action` and `kl` are parallel: a token's text, whether the policy sampled it (tool output and later user
+    turns are false), and log π − log p; `kl` is null if not measured.
     """
     shown, kl, shaped = batch.groups[:groups], token_kl(batch), shaped_advantages(batch.rows)
     rows = sum(len(group.completions) for group in shown)
@@ -63,9 +63,9 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """Each token's text as it reads behind the one before it.
+    """Each token's text in the context of the token before it.
 
-    A token alone loses the space before it with tokenizers of words and of SentencePiece.
+    Word-level and SentencePiece tokenizers drop the leading space of a token decoded alone.
     """
     alone = {token: tokenizer.decode([token]) for token in set(tokens)}
     texts = [alone[token] for token in tokens[:1]]
@@ -76,7 +76,7 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
-    """The same held-out problems at the start and at the end, under the same noise, so that both can be compared."""
+    """Records of fixed held-out problems under fixed noise, to compare the start with the end of a run."""
     groups = run.collect(problems, attempt=0, step=-1)
     batch = pack_step([_first(group, 2) for group in groups], run)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int)
 
 
 def _picture(task: Task, problem: Problem, text: str) -> str | None:
-    """The task's picture of an answer, or None where it cannot draw it: no reason to stop a run."""
+    """The task's picture of an answer, or None; an error is only logged."""
     try:
         return task.picture(problem, text)
     except Exception as error:
@@ -106,7 +106,7 @@ def _first(group: Group, count: int) -> Group:
 
 
 def shaped_advantages(rows: Batch) -> torch.Tensor | None:
-    """One number a completion `[B]`: its reward's advantage, with what a KL in the reward adds to it."""
+    """Advantages `[B]` including those of a KL penalty in the reward."""
     if rows.advantages is None or rows.kl_advantages is None:
         return rows.advantages
     return rows.advantages + rows.kl_advantages

@@ -1,8 +1,8 @@
-"""Back to the last good checkpoint, so that a kill at any moment of it changes nothing.
+"""Roll back to the last good checkpoint; safe against a kill at any time.
 
-`rollback.json` in the run directory is the decision. While it is there, every part of it may be done again: the event,
-the abandoned lines set aside, the later checkpoints removed, the state of the checkpoint rewritten (next attempt,
-lower learning rate). It is removed last; a resume that finds it does the rest first.
+`rollback.json` in the run directory records the decision. Every part of it can be repeated: log the event, set the
+abandoned lines aside, remove later checkpoints, rewrite the checkpoint's state (next attempt, lower learning rate). The
+file is removed last; a resume that finds it finishes the rollback first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from keel.trainer.checkpoint import (
     step_of,
 )
 from keel.trainer.guards import GuardViolation
-from keel.trainer.integrity import damages
+from keel.trainer.integrity import find_damage
 from keel.trainer.state import State, TrainingRun
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """A decision: from which step to which checkpoint, what is given up, and how the run goes on (`kind` stop: not)."""
+    """A decision to go back from a step to a checkpoint, and the state to continue with; `kind` is rollback or stop."""
 
     kind: str
     from_step: int
@@ -49,9 +49,9 @@ class Rollback:
 def roll_back(
     directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
-    """Take the run back and return where it stands; None where there is no checkpoint to go back to.
+    """Roll the run back and return its state; None if there is no good checkpoint.
 
-    The attempt moves on, so that problems and noise differ, and the learning rate is multiplied by its factor.
+    The retry uses new problems and new noise, and multiplies the learning rate by `guards.recovery_lr_factor`.
     """
     attempt, factor = state.attempt + 1, state.lr_factor * run.guards.recovery_lr_factor
     changes = {"attempt": attempt, "rollbacks": state.rollbacks + 1, "lr_factor": factor}
@@ -62,13 +62,13 @@ def roll_back(
 def stop_at_last_good(
     directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
-    """The same for a run that ends there: nothing else changes, so that it can be resumed under other limits."""
+    """Stop the run at the last good checkpoint. Attempt and learning rate stay, so other limits can resume it."""
     tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
     changes = {"attempt": state.attempt, "rollbacks": state.rollbacks, "lr_factor": state.lr_factor}
     outcome = f"the run stops{tried}"
     back = _go_back(directory, loggers, run, state, violation, "stop", outcome, **changes)
     if back is None:
-        message = f"{violation.message}: {outcome}, without a good checkpoint to go back to"
+        message = f"{violation.message}: {outcome}, there is no good checkpoint to go back to"
         loggers.event("stop", step=state.step, code=violation.code, message=message)
     return back
 
@@ -84,12 +84,12 @@ def _go_back(
     **changes: Any,
 ) -> State | None:
     world = run.world
-    target = world.agree(_intact_target(directory, loggers, state) if world.leads else None)
+    target = world.broadcast(_intact_target(directory, loggers, state) if world.is_main else None)
     if target is None:
         return None
-    if world.leads:
+    if world.is_main:
         _decide(directory, loggers, state, violation, target, kind, outcome, **changes)
-    world.wait()
+    world.barrier()
     restore_weights(target, run.policy.model)
     return load_checkpoint(target, run)
 
@@ -109,7 +109,7 @@ def _decide(
         kind=kind,
         from_step=state.step,
         to=step,
-        abandoned=directory.free_attempt(state.attempt),
+        abandoned=directory.unused_attempt(state.attempt),
         code=violation.code,
         message=f"{violation.message}: back to checkpoint step-{step}, {outcome}",
         time=round(time.time(), 3),
@@ -122,18 +122,18 @@ def _decide(
 
 
 def _intact_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:
-    """The last good checkpoint whose files are as they were saved; skipped ones are logged."""
+    """The last good checkpoint without damage; damaged ones are logged."""
     for path in good_checkpoints(directory.checkpoints, state.confirmed):
-        wrong = damages(path, record=RECORD)
+        wrong = find_damage(path, record=RECORD)
         if not wrong:
             return path
-        message = f"the checkpoint {path.name} is damaged: {wrong[0]}; it is passed over for one before it"
+        message = f"the checkpoint {path.name} is damaged: {wrong[0]}; an earlier one is used"
         loggers.event("checkpoint/damaged", step=state.step, message=message, file=wrong[0].file)
     return None
 
 
 def finish_rollback(directory: RunDirectory) -> bool:
-    """Do what a killed rollback has left undone; whether there was one."""
+    """Finish an interrupted rollback; returns whether there was one."""
     data = directory.read_json(ROLLBACK)
     if data is None:
         return False
@@ -141,7 +141,9 @@ def finish_rollback(directory: RunDirectory) -> bool:
         plan = Rollback(**data)
     except TypeError as error:
         path = directory.path / ROLLBACK
-        raise KeelError(f"{path} does not hold a rollback ({error}): remove it to resume without that") from error
+        raise KeelError(
+            f"{path} does not hold a rollback ({error}): remove it to resume without the rollback"
+        ) from error
     events = directory.read_lines(EVENTS)
     if not any(event.get("kind") == plan.kind and event.get("time") == plan.time for event in events):
         _announce(MultiLogger(JsonlLogger(directory)), plan)
@@ -161,7 +163,7 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
     state = saved_state(checkpoint)
     if state is not None:
         if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
-            state = replace(state, best=None)  # removed since, when a later one was better
+            state = replace(state, best=None)  # the checkpoint was removed when a later one was better
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
         rewrite_state(
             checkpoint, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to)

@@ -1,4 +1,4 @@
-"""Behaviour cloning: raise the probability of given completions. The warm start of a run, and `keel sft`."""
+"""Supervised fine-tuning (SFT): the warm start of a run, and `keel sft`."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from keel.base.errors import KeelError
 from keel.base.files import json_lines
 from keel.base.metrics import Metrics, Sum, merge, values
 from keel.base.types import Completion, Group, Problem
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
-from keel.envs.base import played
-from keel.envs.problems import stream
+from keel.envs.base import play_turns
+from keel.envs.problems import seeded_rng
 from keel.kl import masked_mean
 from keel.models.control_tokens import ControlTokens, control_token_refused
+from keel.models.fused_linear import cast_weights_once
 from keel.models.head import body_of
 from keel.models.loaded import LoadedModel
 from keel.models.logprobs import score_tokens
 from keel.models.pack import microbatches, pack
-from keel.models.prefix_attention import attends_by_flash
-from keel.models.products import cast_once
-from keel.models.sharding import is_sharded, through
-from keel.trainer.memory import Remedy, measure_fit, memory_guard, smaller_passes
+from keel.models.prefix_attention import uses_flash
+from keel.models.sharding import call_with_full_weights, is_sharded
+from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
 Encode = Callable[[Problem], tuple[int, ...]]
-Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # what stands between two turns, as tokens
+Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # the tokens between two turns
 Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
 Report = Callable[[int, Mapping[str, float]], None]
 
-OTHER_DRAWS = 7_919_000_003  # added to the seed, so that a warm start draws other problems than training
-MOST_LEFT_OUT = 500  # problems in a row that are no demonstrations: then there are taken to be none
+WARMSTART_SEED_OFFSET = 7_919_000_003  # so that the warm start draws other problems than training
+MAX_CONSECUTIVE_SKIPS = 500  # consecutive problems without a demonstration before an error
 
 
 @dataclass
 class DrawCount:
-    """How many problems a warm start has drawn so far, and how many of them were left out; a step counts once."""
+    """Problems that a warm start has drawn and skipped so far, by step."""
 
-    steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # drawn and left out in each
+    steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # (drawn, skipped) of each step
 
     @property
     def drawn(self) -> int:
         return sum(drawn for drawn, _ in self.steps.values())
 
     @property
-    def left_out(self) -> int:
-        return sum(left_out for _, left_out in self.steps.values())
+    def skipped(self) -> int:
+        return sum(skipped for _, skipped in self.steps.values())
 
     @property
     def notes(self) -> list[str]:
-        """What to tell the user at the end, if anything."""
-        if not self.left_out:
+        """Notes for the user."""
+        if not self.skipped:
             return []
-        counts = f"{self.left_out} of {self.drawn} problems that were drawn are"
+        counts = f"{self.skipped} of {self.drawn} problems that were drawn are"
         return [f"warm start: {counts} no demonstrations by their task and were left out, others took their place"]
 
 
@@ -72,26 +72,26 @@ def sft(
     options: WarmstartOptions,
     optim: OptimOptions,
     report: Report | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> float:
     """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
 
-    The mean is over all completion tokens of the batch, counted before its microbatches, so that any split gives the
-    same update. Prompts are read and never learned. Of `optim` only what cuts and casts a pass is read. Each process of
-    `world` learns from its share of the batch.
+    The mean is over all completion tokens of the batch, so the split into microbatches does not change the update.
+    Prompts are not trained on. Of `optim` only `microbatch_tokens` and `precision` are read. Each process of `world`
+    trains on its share of the batch.
     """
     schedule = build_schedule(options.optim, options.steps)
     amp_dtype = resolve_amp_dtype(optim, loaded.dtype, loaded.device)
     optimizer = Optimizer(loaded.model, options.optim, schedule, amp_dtype=amp_dtype, world=world)
-    autocast, structured = partial(_autocast, loaded, amp_dtype), masked_by_structure(loaded)
-    spreading = is_sharded(loaded.model)
-    fitting = None if spreading else measure_fit(loaded, optimizer, autocast, shared_prefix=structured)
+    autocast, structured = partial(_autocast, loaded, amp_dtype), uses_structured_mask(loaded)
+    sharded = is_sharded(loaded.model)
+    fitting = None if sharded else max_pass_tokens(loaded, optimizer, autocast, shared_prefix=structured)
     if fitting is not None and fitting < optim.microbatch_tokens:
         optim = optim.model_copy(update={"microbatch_tokens": fitting})
     loss = 0.0
     for step in range(options.steps):
         groups = examples(step)
-        with memory_guard(f"step {step + 1} of the supervised start", partial(_remedy, loaded, groups, optim)):
+        with memory_guard(f"step {step + 1} of the SFT warm start", partial(_remedy, loaded, groups, optim)):
             line = sft_step(loaded, groups, optimizer, options, optim)
         loss = line["loss/total"]
         if report is not None:
@@ -108,24 +108,24 @@ def sft_step(
 ) -> dict[str, float]:
     """One update on one batch of examples; returns its metrics."""
     _check_lengths(groups, loaded.context_length)
-    tokens, amp_dtype = _learned(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
-    shared = masked_by_structure(loaded)
+    tokens, amp_dtype = _trained_tokens(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
+    shared = uses_structured_mask(loaded)
     with _autocast(loaded, amp_dtype):
-        one_row = shared and attends_by_flash(body_of(loaded.model))
+        one_row = shared and uses_flash(body_of(loaded.model))
     context, longest_row = loaded.context_length, sys.maxsize if one_row else None
     info: Metrics = {"loss/total": Sum(0.0)}
     world = optimizer.world
-    parts = microbatches(world.share(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
-    passes = max(world.gather(len(parts))) if is_sharded(loaded.model) else len(parts)
-    idle = [groups[:1]] * (passes - len(parts))  # sharded weights need all processes to pass together
-    for number, part in enumerate(cast_once([*parts, *idle])):
+    parts = microbatches(world.shard(groups), optim.microbatch_tokens, shared_prefix=shared, one_row=one_row)
+    passes = max(world.all_gather(len(parts))) if is_sharded(loaded.model) else len(parts)
+    idle = [groups[:1]] * (passes - len(parts))  # dummy batches match FSDP's collectives
+    for number, part in enumerate(cast_weights_once([*parts, *idle])):
         packed = pack(part, loaded.pad_id, shared_prefix=shared, max_row_tokens=longest_row, context_length=context).to(
             loaded.device
         )
         with _autocast(loaded, amp_dtype):
-            scores = through(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
+            scores = call_with_full_weights(loaded.model, score_tokens, packed, entropy=options.entropy_coef > 0)
         gain = scores.logp if scores.entropy is None else scores.logp + options.entropy_coef * scores.entropy
-        weight = _learned(part) / max(tokens, 1) if number < len(parts) else 0.0
+        weight = _trained_tokens(part) / max(tokens, 1) if number < len(parts) else 0.0
         loss = -masked_mean(gain, packed.action_mask) * weight
         optimizer.backward(loss)
         info = merge(info, {"loss/total": Sum(loss.detach().double())})
@@ -143,18 +143,18 @@ def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -
     return remedy or Remedy("model.lora", "null", "{r: 16}")
 
 
-def masked_by_structure(loaded: LoadedModel) -> bool:
-    """Whether examples, a row each, get Keel's mask in place of transformers', which waits on a GPU to see padding."""
+def uses_structured_mask(loaded: LoadedModel) -> bool:
+    """Whether to use Keel's mask instead of transformers', which waits for the GPU to detect padding."""
     return loaded.shared_prefix and loaded.device.type == "cuda"
 
 
-def _learned(groups: Sequence[Group]) -> int:
-    """Tokens that a loss is taken of."""
+def _trained_tokens(groups: Sequence[Group]) -> int:
+    """Tokens in the loss."""
     return sum(sum(completion.action) for group in groups for completion in group.completions)
 
 
 def _check_lengths(groups: Sequence[Group], context: int | None) -> None:
-    """Refuse an example that the model cannot read as a whole: it is given, so that no limit on sampling helps."""
+    """Refuse an example that is longer than the model's context."""
     for group in groups:
         prompt, length = len(group.prompt_tokens), max(len(c.tokens) for c in group.completions)
         if context is None or prompt + length <= context:
@@ -172,10 +172,10 @@ _controls = lru_cache(maxsize=2)(ControlTokens)
 
 
 def _turn_tokens(text: str, tokenizer: Any, key: str, allow_control_tokens: bool) -> tuple[int, ...]:
-    """A turn of the model as tokens, closed by the end-of-sequence token.
+    """Encode a turn of the model and append the end-of-sequence token.
 
-    A text from data with control tokens in it would teach the model to write the turns of others. Think and tool-call
-    marks, such as `<think>`, are the model's own.
+    Control tokens in the text are refused: they would teach the model to write other roles' turns. Think and tool-call
+    tokens, such as `<think>`, are allowed.
     """
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not allow_control_tokens and (forged := _controls(tokenizer).forged(ids, text, by_model=True)) is not None:
@@ -183,10 +183,10 @@ def _turn_tokens(text: str, tokenizer: Any, key: str, allow_control_tokens: bool
     return (*ids, int(tokenizer.eos_token_id))
 
 
-def as_example(
+def make_example(
     prompt: Sequence[int], completion: str, tokenizer: Any, key: str = "", *, allow_control_tokens: bool = False
 ) -> Group:
-    """A prompt's tokens and the text to learn, with the end-of-sequence token that closes it."""
+    """An SFT example: prompt tokens, and the completion with the end-of-sequence token."""
     ids = _turn_tokens(completion, tokenizer, key, allow_control_tokens)
     zeros = (0.0,) * len(ids)
     learned = Completion(ids, (True,) * len(ids), zeros, zeros, completion, "eos")
@@ -204,18 +204,18 @@ def gold_examples(
     draws: DrawCount | None = None,
     allow_control_tokens: bool = False,
 ) -> Examples:
-    """Batches of a task's training problems with their gold answers; never a problem that is held out.
+    """Batches of a task's training problems with their gold answers; held-out problems are excluded.
 
-    A task of several turns shows whole episodes: what the environment says between them is read and never learned,
-    rendered by `reply`. `draws` counts the problems that are no demonstrations.
+    A multi-turn task gives whole episodes: the environment's replies, rendered by `reply`, are context and not trained
+    on. `draws` counts the problems without a demonstration.
     """
     counted = draws or DrawCount()
-    several, allowed = task.several_turns and reply is not None, {"allow_control_tokens": allow_control_tokens}
+    several, allowed = task.multi_turn and reply is not None, {"allow_control_tokens": allow_control_tokens}
 
     def example(problem: Problem) -> Group:
         if several:
             return episode_example(task, problem, encode(problem), tokenizer, reply, **allowed)
-        return as_example(encode(problem), task.gold(problem), tokenizer, problem.key, **allowed)
+        return make_example(encode(problem), task.gold(problem), tokenizer, problem.key, **allowed)
 
     def batch(step: int) -> list[Group]:
         return [example(problem) for problem in _demonstrations(task, batch_size, seed, step, counted)]
@@ -224,24 +224,24 @@ def gold_examples(
 
 
 def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: DrawCount) -> list[Problem]:
-    """The step's training problems; each that is no demonstration is replaced out of further draws of the step."""
-    first = task.sample(batch_size, seed=seed + OTHER_DRAWS, step=step)
-    further = (task.sample(batch_size, seed=seed + number * OTHER_DRAWS, step=step) for number in count(2))
-    pool, chosen, left_out, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0, 0
+    """The step's training problems; problems without a demonstration are replaced by further draws."""
+    first = task.sample(batch_size, seed=seed + WARMSTART_SEED_OFFSET, step=step)
+    further = (task.sample(batch_size, seed=seed + number * WARMSTART_SEED_OFFSET, step=step) for number in count(2))
+    pool, chosen, skipped, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0, 0
     while len(chosen) < len(first):
         problem = next(pool)
-        if task.demonstrates(problem):
+        if task.usable_for_sft(problem):
             chosen.append(problem)
             in_a_row = 0
             continue
-        left_out += 1
+        skipped += 1
         in_a_row += 1
-        if in_a_row == MOST_LEFT_OUT:
+        if in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise KeelError(
                 f"task {task.name!r}: none of {in_a_row} problems drawn for the warm start is a demonstration: change "
                 "its parameters (multihop: a higher top_n), or give examples with warmstart.path"
             )
-    draws.steps[step] = (len(chosen) + left_out, left_out)
+    draws.steps[step] = (len(chosen) + skipped, skipped)
     return chosen
 
 
@@ -254,9 +254,9 @@ def episode_example(
     *,
     allow_control_tokens: bool = False,
 ) -> Group:
-    """A gold episode to learn: the model's turns, each closed by the end-of-sequence token, with the replies between.
+    """An SFT example of a gold episode: the model's turns, each with the end-of-sequence token, and replies between.
 
-    The tokens are those of a rollout in which the model says exactly this.
+    The tokens equal those of a rollout with these turns.
     """
     turns = task.gold_turns(problem)
     ids: list[int] = []
@@ -277,8 +277,8 @@ def episode_example(
 
 
 def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
-    """What the environment says after each turn but the last."""
-    with played(task, problem, turns[:-1]) as (_, replies):
+    """The environment's reply to each turn but the last."""
+    with play_turns(task, problem, turns[:-1]) as (_, replies):
         if None in replies:
             raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {len(replies)}")
     return replies
@@ -287,10 +287,10 @@ def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
 def file_examples(
     path: str, encode: Encode, tokenizer: Any, *, batch_size: int, seed: int, allow_control_tokens: bool = False
 ) -> Examples:
-    """Batches of a JSONL file's `prompt` (text or messages) and `completion`, in an order of their own each epoch."""
+    """Batches of a JSONL file's `prompt` (text or messages) and `completion`, reshuffled each epoch."""
     file = Path(path).expanduser()
     groups = [
-        as_example(
+        make_example(
             encode(Problem(key, record["prompt"])),
             record["completion"],
             tokenizer,
@@ -310,10 +310,10 @@ def file_examples(
     return batch
 
 
-@lru_cache(maxsize=2)  # a batch may lie across two epochs
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def _order(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
-    stream("sft", seed, epoch).shuffle(order)
+    seeded_rng("sft", seed, epoch).shuffle(order)
     return tuple(order)
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of (`TrainingRun`, built once) and what moves from step to step (`State`, plain data)."""
+"""The parts of a run (`TrainingRun`, built once) and its state between steps (`State`, plain data)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Group
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
 from keel.envs.options import RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
@@ -31,8 +31,8 @@ Collect = Callable[..., list[Group]]  # `Collector.collect(problems, attempt=…
 
 @dataclass
 class TrainingRun:
-    """Everything that a step works with. `reference` is None where no KL is wanted, `scorer` for Keel's own pass,
-    `queue` where nothing is sampled ahead.
+    """The parts that a step uses. `reference` is None without KL, `scorer` for Keel's own pass, `queue` without
+    sampling ahead.
     """
 
     policy: LoadedModel
@@ -54,20 +54,20 @@ class TrainingRun:
     shared_prefix: bool = True
     amp_dtype: torch.dtype | None = None
     scorer: Scorer | None = None
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     queue: RolloutQueue | None = None
-    fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
+    fitting_tokens: int | None = None  # of the largest pass that fits in free memory, if known
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens that a pass holds at most: as the option says, or fewer where memory is short."""
+        """The largest number of tokens in a pass: the option, or fewer if memory is short."""
         return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
 
     def close(self) -> None:
-        """End what runs beside the steps: the thread that samples ahead, and what the engine has started."""
+        """Close the sampling thread and the engine."""
         if self.queue is None or self.queue.close():
             self.engine.close()
-        else:  # a thread that still samples must not be cut off inside of torch, nor lose its engine
+        else:  # the thread still samples: close the engine after it at exit
             atexit.register(self._close_late, self.queue)
 
     def _close_late(self, queue: RolloutQueue) -> None:
@@ -75,7 +75,7 @@ class TrainingRun:
         self.engine.close()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Mixed precision for the body of a model; scores are fp32 either way."""
+        """Mixed precision for the model's body; scores are always fp32."""
         if self.amp_dtype is None:
             return nullcontext()
         return torch.autocast(self.policy.device.type, dtype=self.amp_dtype)
@@ -83,7 +83,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Which of a step's updates were not made: any, all, and whether spikes alone were the reason."""
+    """Whether any or all updates of a step were skipped, and whether only spikes were the reason."""
 
     any: bool = False
     all: bool = False
@@ -91,19 +91,18 @@ class Skipped:
 
     @classmethod
     def of(cls, metrics: Mapping[str, float]) -> Skipped:
-        """From the shares in a step's metrics: of several updates one that is not finite makes a bad step."""
+        """From a step's metrics; one non-finite update among several makes the step non-finite."""
         share = metrics["guard/skipped"]
         return cls(share > 0.0, share >= 1.0, share > 0.0 and metrics["guard/nonfinite"] == 0.0)
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands, after `step` finished steps. All of it is plain data and goes into the checkpoint.
+    """The state of a run after `step` finished steps: plain data, saved in checkpoints.
 
-    `consecutive_skips` are the last steps that skipped an update, `spike_skips` those of them that were spikes alone;
-    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what rollbacks
-    have left of the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
-    problems, of a task that has one.
+    `consecutive_skips` counts the last steps with a skipped update, `spike_skips` those skipped for spikes only;
+    `confirmed` is the last step whose weights the following step found good; `lr_factor` is the factor of all rollbacks
+    on the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the task's data.
     """
 
     kl: KLState
@@ -130,7 +129,7 @@ class State:
 
     @property
     def good(self) -> bool:
-        """Whether every update of the last step was made; a broken budget is answered before anything is saved."""
+        """Whether the last step skipped no update; an exceeded budget is handled before saving."""
         return self.consecutive_skips == 0
 
     @property
@@ -164,5 +163,5 @@ class State:
 
 
 def step_seed(seed: int, state: State) -> int:
-    """A seed for one step, the same however the run got there."""
+    """The seed of a step; it depends on run seed, attempt and step only."""
     return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63

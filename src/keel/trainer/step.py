@@ -1,4 +1,4 @@
-"""One step of GRPO with a KL term, as a straight line. Everything else in this room is cadence."""
+"""One step of GRPO with a KL term."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from keel.losses import (
     with_policy_mask,
     zero_variance,
 )
+from keel.models.fused_linear import cast_weights_once
 from keel.models.logprobs import FullScores
-from keel.models.products import cast_once
 from keel.models.segments import to_device
 from keel.trainer.batch import (
     StepBatch,
     detached,
-    idle_loss,
-    keep_scores,
+    dummy_loss,
     pack_step,
     score_micro,
     score_policy,
     score_reference,
+    store_old_scores,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
 from keel.trainer.memory import StepMemory
-from keel.trainer.sample import begin_next, next_rollouts, sync_engine
-from keel.trainer.start import check_start
+from keel.trainer.sample import next_rollouts, sample_ahead, sync_engine
 from keel.trainer.state import Skipped, State, TrainingRun
+from keel.trainer.step0 import check_step0
 
 
 class Step(NamedTuple):
-    """What a step leaves behind: the next state, all metrics of the contract, and the batch for whoever looks at it."""
+    """The result of a step: the next state, all metrics, and the batch."""
 
     state: State
     metrics: dict[str, float]
@@ -53,14 +53,14 @@ class Step(NamedTuple):
 
 
 def train_step(run: TrainingRun, state: State) -> Step:
-    """Sample, collect, pack, score, shape, update, measure, steer: one update of the policy (or `num_iterations`)."""
+    """Sample, pack, score, compute advantages, update the policy, measure, update β and reference."""
     # fmt: off
     clock, memory = Clock(run.policy.device, run.queue), StepMemory(run, state.step)
     run.optimizer.begin()
     with clock("rollout"), memory("rollout"):
         rollouts = next_rollouts(run, state)                            # groups with rewards and sample_logp
     with clock("sync"), memory("sync"):
-        begin_next(run, state)                                          # rollout.max_staleness: the sampler goes on
+        sample_ahead(run, state)                                        # rollout.max_staleness: sample later steps
     with clock("score"), memory("score"):
         stale = run.rollout.max_staleness > 0
         batch = pack_step(rollouts.groups, run, stale=stale)            # one row a group, the prompt once
@@ -78,7 +78,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
             for minibatch in minibatches:
                 counts = global_denominators(batch.view(minibatch), run.rollout.max_completion_length)
                 info: Metrics = {}
-                for micro in cast_once(minibatch.micros):               # this process's share
+                for micro in cast_weights_once(minibatch.micros):               # this process's share
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
@@ -87,17 +87,17 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
                     passes.append(detached(scores))
-                for _ in range(minibatch.idle):                         # others pass on: sharded weights need all
-                    run.optimizer.backward(idle_loss(run))
-                batch = batch if batch.scores else keep_scores(batch, passes, run)
-                check_start(batch, run, state)                          # guards.on_step0_kl: before any update
+                for _ in range(minibatch.dummy_passes):                 # match FSDP's collectives
+                    run.optimizer.backward(dummy_loss(run))
+                batch = batch if batch.scores else store_old_scores(batch, passes, run)
+                check_step0(batch, run, state)                          # guards.on_step0_kl: before any update
                 if minibatch is minibatches[-1]:
-                    info = {**info, **measure(batch, passes, run)}      # on the device still: nobody waits
-                with memory("optimizer"):                               # guarded: here the host waits
+                    info = {**info, **measure(batch, passes, run)}      # stays on the device: no synchronisation
+                with memory("optimizer"):                               # guarded: the host waits for the device
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
     line = {**values(metrics), **describe_groups(batch), **rollouts.counts, "kl/beta": state.beta}
     line |= describe_staleness(batch.completions, state.policy_version)
-    line = run.world.agree(line)                                        # one mind: what follows is decided from it
+    line = run.world.broadcast(line)                                        # broadcast, so that all ranks branch alike
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)
@@ -108,16 +108,16 @@ def train_step(run: TrainingRun, state: State) -> Step:
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"), memory("sync"):
         move_reference(run, state, line)
-        sync_engine(run, state)                                         # where it does not sample ahead
+        sync_engine(run, state)                                         # unless the queue samples ahead
     line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens)}
     return Step(state, line, batch)
     # fmt: on
 
 
 def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
-    """`ref_logp` where β or the measurement asks for it; `old_logp` where something needs it before the first update.
+    """Compute `ref_logp` if β or a measurement needs it, and `old_logp` if needed before the first update.
 
-    On the first update `old_logp` is the detached logp of the update's own pass, and costs none of its own.
+    Otherwise `old_logp` is the detached logp of the first update's own pass, without an extra pass.
     """
     kl = run.kl
     needs_reference = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
@@ -130,7 +130,7 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 
 
 def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
-    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
+    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: exact or estimated."""
     rows, kl = batch.rows, run.kl
     if over_vocabulary(kl.estimator):
         assert batch.scores is not None
@@ -141,8 +141,8 @@ def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
 
 
 def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """Completions that leave the policy term and stay under the KL penalty, wherever that enters: too far from the
-    reference, or cut off. With `loss.dynamic_sampling` the groups without signal leave it too.
+    """Exclude completions from the policy term, not from the KL penalty: those above `kl.collect_max`, truncated ones
+    (`loss.mask_truncated_completions`), and groups without signal (`loss.dynamic_sampling`).
     """
     rows = batch.rows
     assert rows.group is not None
@@ -162,16 +162,16 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, run: TrainingRun, beta: float) -> StepBatch:
-    """Placement in the reward: what the KL takes from each one."""
+    """For placement in the reward: the KL penalty of each completion."""
     if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
-    """Rewards, and the KL penalty on them, against their group; both divided by their sum's deviation.
+    """Advantages of rewards and of the KL penalty: centred per group, both divided by the deviation of their sum.
 
-    The reward's warm-up scales the rewards' part after any such division, never the penalty's.
+    The reward's warm-up scales the reward's advantages after the division, not the penalty's.
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
@@ -187,12 +187,12 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:
-    """Sums over microbatches become means over updates, so that several updates do not add up their losses."""
+    """Turn sums over microbatches into means over updates."""
     return {name: Mean(metric.total, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
 
 
 def move_reference(run: TrainingRun, state: State, metrics: dict[str, float]) -> None:
-    """Let the reference move if it is its time, and the optimizer forget if the reference asks for that."""
+    """Update the reference if due, and reset the optimizer if the reference asks for it."""
     if run.reference is None:
         return
     kl = metrics.get("kl/policy_ref/k3/mean")

@@ -1,4 +1,4 @@
-"""summary.json: the run in one object."""
+"""summary.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def summarise(
     reward_failures: Mapping[str, int] | None = None,
     kl: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy and held-out reward before and after, what other skills retained, the final policy's KL.
+    """Accuracy and held-out reward before and after, retention on other tasks, and the final policy's KL.
 
-    `kl` are its metrics; without them the last step's, which are those of the weights before its update. Accuracy is
-    null where problems have no answers, `findings` where nothing was judged. `reward_failures` counts, by reward, the
-    calls that gave none.
+    `kl` are the final policy's metrics; by default those of the last step, which describe the weights before its
+    update. Accuracy is null for problems without answers, `findings` if the run was not judged. `reward_failures`
+    counts failed calls by reward.
     """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
@@ -49,13 +49,13 @@ def summarise(
 
 
 def reward_failures(folder: Path) -> dict[str, int]:
-    """Failed calls by reward as the run's events tell them, which hold over interruptions too."""
+    """Failed calls by reward, from the run's events, which survive interruptions."""
     failed = [event for event in read_records(folder / EVENTS) if event.get("kind") == "reward/failed"]
     return dict(Counter(str(event["function"]) for event in failed if "function" in event))
 
 
 def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The trained task's record: by its split, because a retention task may have the same name."""
+    """The trained task's record, found by split, because a retention task may have the same name."""
     return next((record for record in records if record.get("split") == "trained"), {})
 
 
@@ -64,7 +64,7 @@ def _retention(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 
 
 def final_kl(measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """`{"k1": {"mean", "se"}, …}` of a measurement; what was not measured is left out."""
+    """`{"k1": {"mean", "se"}, …}` of a measurement; missing metrics are left out."""
     figures: dict[str, dict[str, float]] = {}
     for name in ("k1", "k2", "k3", "exact", "sequence"):
         statistics = {part: measured.get(f"kl/policy_ref/{name}/{part}") for part in ("mean", "se")}

@@ -1,8 +1,8 @@
-"""Proofs by exact enumeration, and the audit of a user's own KL formula."""
+"""Proofs by exact enumeration, and audits of a user's own KL formula."""
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.verify.audit import audit
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from keel.verify.formula import load_callable, parse_formula
     from keel.verify.sections import SECTIONS, run
 else:
-    __getattr__ = public_names(__name__, "check audit formula sections")
+    __getattr__ = lazy_attributes(__name__, "check audit formula sections")
 
 __all__ = ["SECTIONS", "Check", "audit", "load_callable", "parse_formula", "run"]

@@ -1,4 +1,4 @@
-"""The audit of a user's own KL formula: what its value is, what its gradient does, where it breaks, what to use."""
+"""The audit of a user's own KL formula: its value, gradient and overflow, and advice."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ KNOWN: dict[str, Formula] = {
 def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | None = None) -> dict[str, Any]:
     """Value, gradients and overflow of one formula, as plain data (the `--json` of `keel verify --formula`).
 
-    A name is given only where value or gradient equals that quantity, factor 1, on every one of several random
-    distributions. `bias` and `std` are relative to the nearer of the two KLs, worst case over the distributions. A
-    callable that computes in fp32 or less is judged to that precision.
+    A value or gradient is named only if it equals that quantity, with factor 1, on all of several random distributions.
+    `bias` and `std` are relative to the closer of the two KLs, worst case over the distributions. A callable that
+    computes in fp32 or less is compared at that precision.
     """
     bandits = random_bandits() if bandits is None else bandits
     equal, precision = EQUAL, "float64"
@@ -86,7 +86,7 @@ def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | No
 
 
 def _check_usable(formula: Formula, text: str, bandits: list[Bandit]) -> None:
-    """No NaN on ordinary log-probabilities, and one token at a time."""
+    """Refuse a formula that gives NaN on ordinary log-probabilities or mixes tokens."""
     for bandit in bandits:
         for sampling in (ON, OFF):
             logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(sampling)
@@ -106,12 +106,12 @@ def _check_usable(formula: Formula, text: str, bandits: list[Bandit]) -> None:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no infinity: what overflowed even in fp64 is None."""
+    """None for a non-finite number, because JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
 def _size(number: float) -> float:
-    """For comparing: NaN is as far off as can be."""
+    """Absolute value for comparisons; NaN counts as infinity."""
     return math.inf if math.isnan(number) else abs(number)
 
 
@@ -136,7 +136,7 @@ def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, A
 
 
 def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
-    """No value below zero on the distributions nor on a grid of log-ratios up to 30 nats."""
+    """Whether no value is negative, on the distributions and on a grid of log-ratios up to 30 nats."""
     if any(moments(formula, bandit)[2] < -1e-12 for bandit in bandits):
         return False
     gap = torch.linspace(-30, 30, 601, dtype=torch.float64).unsqueeze(-1)
@@ -149,7 +149,7 @@ def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
 
 
 def _judged(gradients: list[Tensor], targets: list[dict[str, Tensor]], equal: float) -> dict[str, Any]:
-    """Which divergence's gradient the formula's own are, one a distribution."""
+    """The divergence whose gradient equals the formula's on every distribution."""
     errors: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     sizes, cosines = [], []
     for measured, exact in zip(gradients, targets, strict=True):
@@ -187,7 +187,7 @@ def _known_as(formula: Formula, bandits: list[Bandit], equal: float) -> str | No
 
 
 def overflows_at(formula: Formula) -> float | None:
-    """The smallest |log-ratio| in nats at which the formula is not finite in fp32; None if there is none to 10⁴.
+    """The smallest |log-ratio| in nats at which the formula is not finite in fp32; None up to 10⁴.
 
     The policy is moved away from the reference in both directions, and then from the sampler.
     """
@@ -202,7 +202,7 @@ def overflows_at(formula: Formula) -> float | None:
     return round(min(overflows), 2) if overflows else None
 
 
-# (gap, zero) -> logp, ref, old with that much between two of them
+# (gap, zero) -> logp, ref, old, two of which differ by the gap
 Shift = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -226,18 +226,18 @@ def _first_overflow(formula: Formula, grid: Tensor, shift: Shift) -> float | Non
 
 
 def _advice(report: dict[str, Any]) -> str:
-    """What to use instead, or where this formula belongs, in a few sentences."""
+    """Advice on where to use the formula, or on an alternative."""
     value, loss, reward = report["value"], report["in_loss"]["gradient"], report["in_reward"]["gradient"]
     off_loss = report["off_policy"]["in_loss"]["gradient"]
     parts = []
     if loss == POLICY_REF:
-        parts.append("In the loss it is sound: its expected gradient is ∇KL(policy‖ref).")
+        parts.append("In the loss it is correct: its expected gradient is ∇KL(policy‖ref).")
         if off_loss != POLICY_REF:
-            parts.append("With several updates a batch, weigh it: detach(exp(logp-old))*(logp-ref)**2/2 stays right.")
+            parts.append("Off-policy (several updates a batch) use detach(exp(logp-old))*(logp-ref)**2/2.")
     elif loss == REF_POLICY:
         parts.append(
-            "In the loss it pulls along ∇KL(ref‖policy), the forward KL; for ∇KL(policy‖ref) use (logp-ref)**2/2, "
-            "or exp(logp-old)*(exp(ref-logp)-1-(ref-logp)) which is right off-policy too."
+            "In the loss its gradient is ∇KL(ref‖policy), the forward KL; for ∇KL(policy‖ref) use (logp-ref)**2/2, "
+            "or exp(logp-old)*(exp(ref-logp)-1-(ref-logp)) which is correct off-policy too."
         )
     elif loss == "zero":
         parts.append("In the loss it regularises nothing: its expected gradient is zero; use (logp-ref)**2/2 there.")
@@ -246,15 +246,15 @@ def _advice(report: dict[str, Any]) -> str:
         away = " and can point away from it" if cosine is not None and cosine < 0 else ""
         parts.append(f"In the loss its gradient is no KL's{away}; use (logp-ref)**2/2 there.")
     if reward == POLICY_REF:
-        parts.append("In the reward (detached) it is right.")
+        parts.append("In the reward (detached) it is correct.")
     else:
         parts.append("In the reward use logp - ref (detached).")
     if value["estimates"] == POLICY_REF:
-        parts.append("As a number to report it is an unbiased KL(policy‖ref).")
+        parts.append("As a metric it is an unbiased estimate of KL(policy‖ref).")
     elif value["estimates"] == REF_POLICY:
-        parts.append("As a number it is an unbiased KL(ref‖policy), the other direction.")
+        parts.append("As a metric it is an unbiased estimate of KL(ref‖policy), the other direction.")
     else:
-        parts.append("As a number it is no KL; report exp(ref-logp)-1-(ref-logp).")
+        parts.append("As a metric it is no KL; report exp(ref-logp)-1-(ref-logp).")
     if report["overflows_at"] is not None:
         parts.append(
             f"It overflows fp32 at a log-ratio of {report['overflows_at']:g} nats: clamp the log-ratio, not the result."

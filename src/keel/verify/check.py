@@ -1,15 +1,15 @@
-"""One proven (or failed) statement, and what equality means here."""
+"""A proven or failed statement, and its tolerance."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-EXACT = 1e-10  # what "holds by enumeration" means, in float64
+EXACT = 1e-10  # tolerance of enumeration in float64
 
 
 @dataclass(frozen=True)
 class Check:
-    """A fact, what was measured, what must hold, and whether it does."""
+    """A fact, the measured value, the expected value, and whether they agree."""
 
     section: str
     fact: str
@@ -19,5 +19,5 @@ class Check:
 
 
 def close(measured: float, expected: float, digits: int) -> bool:
-    """Equal to the number of decimal places given."""
+    """Equal to this number of decimal places."""
     return abs(measured - expected) <= 0.5 * 10**-digits + 1e-12

@@ -1,4 +1,4 @@
-"""A user's formula, parsed and walked over a whitelist. It is never evaluated as Python."""
+"""A user's formula, parsed and interpreted with a whitelist; never evaluated as Python."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ SIGNS: dict[type[ast.unaryop], Callable[[Tensor], Tensor]] = {ast.USub: operator
 
 
 def parse_formula(text: str) -> Formula:
-    """Turn text such as `exp(ref - logp) - 1` into a function of (logp, ref, old), or say what is wrong with it."""
+    """Turn text such as `exp(ref - logp) - 1` into a function of (logp, ref, old)."""
     if len(text) > MAX_LENGTH:
-        raise KeelError(f"the formula is {len(text)} characters long: at most {MAX_LENGTH} are read")
+        raise KeelError(f"the formula has {len(text)} characters: shorten it to {MAX_LENGTH}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SyntaxWarning)
@@ -71,13 +71,13 @@ def parse_formula(text: str) -> Formula:
 
 
 def _check(node: ast.expr) -> None:
-    """Refuse, before anything is computed, every node that is not on the whitelist."""
+    """Refuse every node that is not on the whitelist."""
     if isinstance(node, ast.Constant):
         _check_number(node)
     elif isinstance(node, ast.Name):
         if node.id not in NAMES:
             if node.id in FUNCTIONS:
-                raise KeelError(f"the function {node.id!r} stands without arguments: write {node.id}(...)")
+                raise KeelError(f"the function {node.id!r} has no arguments: write {node.id}(...)")
             raise unknown("name in the formula", node.id, NAMES)
     elif isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
         _check(node.operand)
@@ -126,7 +126,7 @@ def _check_call(node: ast.Call) -> None:
 
 
 def _walk(node: ast.expr, values: dict[str, Tensor]) -> Tensor:
-    """Compute a checked tree; every number becomes a tensor, so that no Python arithmetic can run away."""
+    """Evaluate a checked tree; numbers become tensors, so that Python integers cannot grow without bound."""
     if isinstance(node, ast.Constant):
         return torch.as_tensor(float(node.value), dtype=values["logp"].dtype)  # type: ignore[arg-type]
     if isinstance(node, ast.Name):
@@ -149,12 +149,12 @@ class UserCallable:
 
 
 def load_callable(name: str) -> UserCallable:
-    """A user's `module:function` of (logp, ref) or (logp, ref, old), wrapped so that what it returns is checked."""
+    """A user's `module:function` of (logp, ref) or (logp, ref, old), with its results checked."""
     return checked_callable(name, import_object(name, "callable"))
 
 
 def checked_callable(name: str, function: Callable[..., object]) -> UserCallable:
-    """A function of (logp, ref) or (logp, ref, old), tried once."""
+    """Wrap a function of (logp, ref) or (logp, ref, old) with checks, and call it once."""
     arguments = arity(function)
     dtypes: list[torch.dtype] = []
 

@@ -29,7 +29,7 @@ from keel.verify.oracle import (
     sequence_value,
     sequence_world,
 )
-from keel.verify.values import right_k3
+from keel.verify.values import correct_k3
 
 # -- §2 expected gradients ----------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def _measured(fact: Fact, bandit: Bandit) -> Tensor:
 
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
-    """How far a bandit's enumerated gradient is from what the row claims, and whether that proves the row."""
+    """The error of a bandit's enumerated gradient against the row's claim, and whether the claim is proven."""
     return judge(fact.expected_gradient, _measured(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit))
 
 
@@ -78,8 +78,8 @@ def judge(
 ) -> tuple[float, bool]:
     """The error against the claimed target, and whether the claim is proven.
 
-    "zero": it vanishes. A named target: equal. "near X": not equal to X, but it becomes X as the sampler catches up
-    with the policy (`near` measures that). "wrong": neither KL's gradient, and not zero.
+    "zero": the gradient vanishes. A named target: equal. "near X": not equal to X, but equal in the limit of a sampler
+    that equals the policy (`near` measures that). "wrong": neither KL's gradient, and not zero.
     """
     size = (measured.norm() / targets[POLICY_REF].norm()).item()
     if verdict == "zero":
@@ -102,7 +102,7 @@ def _near(fact: Fact, bandit: Bandit) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def value_holds(fact: Fact, bandit: Bandit) -> bool:
-    """Whether the mean of the row's value is the KL that the row names, or neither.
+    """Whether the mean of the row's value is the KL that the row names, or for "none" neither KL.
 
     In the reward and in the advantage the value is weighted by the policy term's ratio.
     """
@@ -146,16 +146,16 @@ def _identity(name: str, error: Callable[[Bandit], float], bandits: list[Bandit]
 
 def _k3_reward_identity(bandit: Bandit) -> float:
     targets = bandit.kl_gradients
-    return relative_error(gradient_in_reward(right_k3, bandit), targets[POLICY_REF] - targets[REF_POLICY])
+    return relative_error(gradient_in_reward(correct_k3, bandit), targets[POLICY_REF] - targets[REF_POLICY])
 
 
 def _k3_both_identity(bandit: Bandit) -> float:
-    both = gradient_in_reward(right_k3, bandit) + gradient_in_loss(right_k3, bandit)
+    both = gradient_in_reward(correct_k3, bandit) + gradient_in_loss(correct_k3, bandit)
     return relative_error(both, bandit.kl_gradients[POLICY_REF])
 
 
 def _per_sample_identity(bandit: Bandit) -> float:
-    """ρ·k3 and sg(ρ)·k2 outcome by outcome: their gradients with respect to each outcome's own logp."""
+    """ρ·k3 and sg(ρ)·k2 per outcome: their gradients with respect to each outcome's own logp."""
     ref, old = bandit.ref_logp, bandit.old_logp(OFF)
     sides = []
     for estimator, form in (("k3", "rho"), ("k2", "sg_rho")):
@@ -166,7 +166,7 @@ def _per_sample_identity(bandit: Bandit) -> float:
 
 
 def _scored_kl_identity(bandit: Bandit) -> float:
-    """E_π[u·s] = ∇KL(π‖p), which the other identities follow from."""
+    """E_π[u·s] = ∇KL(π‖p), the basis of the other identities."""
     return relative_error(gradient_in_reward(lambda p, r, o: p - r, bandit), bandit.kl_gradients[POLICY_REF])
 
 
@@ -200,7 +200,7 @@ SEQUENCE_TABLE: dict[str, tuple[float | None, float, float]] = {
 
 
 def weighted_token_k3(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
-    """Σ_t ρ_t·k3_t, the token-weighted form of peers."""
+    """Σ_t ρ_t·k3_t, the token-weighted form of other trainers."""
     return kl.weighted_estimate("k3", parse_gradient("rho"), logp, ref, old, clamp=None).sum(-1)
 
 
@@ -226,7 +226,7 @@ def sequence() -> list[Check]:
     sampled, blackwell = (
         sequence_quality(small, SEQUENCE_LOSSES[name]).variance for name in ("k1 reward-to-go", "Rao-Blackwell")
     )
-    fact = "lower variance is no law: a 2-step world where Rao-Blackwell has more than k1-to-go"
+    fact = "variance is not always lower: a 2-step world where Rao-Blackwell has more than k1-to-go"
     rows.append(Check("sequence", fact, f"{blackwell:.3f} > {sampled:.3f}", "more", blackwell > sampled))
     return rows
 
@@ -265,7 +265,7 @@ def _sequence_value_holds(fact: Fact, world: SequenceWorld) -> bool:
 
 
 def sequence_facts() -> list[Check]:
-    """Every sequence-level row of `keel.kl.facts`, value and gradient, on the same world."""
+    """Every sequence-level row of `keel.kl.facts`, value and gradient, on the same tabular policy."""
     world = sequence_world()
     rows = []
     for fact in FACTS:

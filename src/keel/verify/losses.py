@@ -1,8 +1,8 @@
-"""Proofs under every loss: a KL penalty goes through the real objective, on completions of different lengths.
+"""Proofs under every loss: KL penalties in the real objective, on completions of different lengths.
 
-The facts are proven token by token; a loss then weighs the tokens, takes ratios of its own and leaves completions out.
-Here every completion of a small world is enumerated, the policy term drops half of them, and the expected gradient is
-still the one that `check_pairing` names for that loss.
+The facts are proven per token; a loss then weights tokens, takes its own ratios and masks completions. Here every
+completion of a tabular policy is enumerated, the policy term masks half of them, and the expected gradient must equal
+the one that `check_pairing` states for that loss.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PENALTIES = (
 
 @dataclass(frozen=True)
 class EnumeratedCompletions:
-    """Every completion of a world: log-probabilities and mask `[N, T]`, and the probability `[N]` of drawing each.
+    """Every completion of a tabular policy: log-probabilities, mask `[N, T]`, and sampling probability `[N]`.
 
-    `old` is the old policy's, None where it is the policy itself; `sample` the sampler's where samples are stale.
+    `old` is the old policy's, None on-policy; `sample` the sampler's for stale samples.
     """
 
     theta: Tensor
@@ -61,10 +61,10 @@ class EnumeratedCompletions:
 
 
 def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> EnumeratedCompletions:
-    """All completions up to and with their first `end` token; without one all have the longest length."""
+    """All completions up to and including their first `end` token; with `end` None all have the maximum length."""
     sequences = world.sequences()
     after_end = (sequences == end).cumsum(-1) - (sequences == end).long() > 0 if end is not None else sequences < 0
-    canonical = (~after_end | (sequences == end)).all(-1)  # of all continuations after the end, one counts
+    canonical = (~after_end | (sequences == end)).all(-1)  # count one continuation after the end
     sequences, mask = sequences[canonical], ~after_end[canonical]
     theta = world.policy.clone().requires_grad_()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
@@ -83,7 +83,7 @@ def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> 
 
 
 def target(enumerated: EnumeratedCompletions, level: str, divergence: str = POLICY_REF) -> Tensor:
-    """The gradient of a divergence: of each token at the states that the sampler visits, or of the whole sequence."""
+    """The gradient of a divergence: per token at the sampler's prefixes, or of the whole sequence."""
     if level == "token":
         value = (
             enumerated.weights.unsqueeze(-1) * (enumerated.exact if divergence == POLICY_REF else enumerated.reverse)
@@ -95,10 +95,10 @@ def target(enumerated: EnumeratedCompletions, level: str, divergence: str = POLI
 
 
 def penalty_gradient(enumerated: EnumeratedCompletions, loss: LossOptions, kl: KLOptions, pairing: Pairing) -> Tensor:
-    """The expected gradient of the penalty at β = 1 under a loss whose policy term leaves half the completions out."""
+    """The expected gradient of the penalty at β = 1 under a loss whose policy term masks half the completions."""
     no_advantage = torch.zeros(len(enumerated.mask), dtype=enumerated.logp.dtype)
     kl_advantages = None
-    if kl.placement == "reward":  # of the old policy, however old the samples are: a reward is given once
+    if kl.placement == "reward":  # a reward is given once, with the old policy's KL
         old = enumerated.logp.detach() if enumerated.old is None else enumerated.old
         kl_advantages = reward_penalty(
             estimate(kl.estimator, old, enumerated.ref, enumerated.mask, clamp=None), enumerated.mask, 1.0
@@ -125,10 +125,10 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: str, world: SequenceWorld) -> Check:
-    """One row: a penalty under one loss, against what `check_pairing` says of it there.
+    """One row: a penalty under one loss, against `check_pairing`.
 
-    An exact pairing is exact at any distance from the reference. One that is near because of length weights is exact
-    where all completions have one length; one that drifts, where the sampler has caught up with the policy.
+    An exact pairing is exact at any distance from the reference. A length-weighted one is exact if all completions have
+    one length; one biased by drift is exact in the limit of a sampler that equals the policy.
     """
     estimator, placement, gradient, level, reduction = penalty
     loss = LossOptions(loss_type=name)
@@ -160,13 +160,13 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
 
 
 def near_reference(world: SequenceWorld, share: float = 0.03) -> SequenceWorld:
-    """The same world with a policy that has hardly left the reference, and a sampler as far behind it as before."""
+    """The same, with policy and sampler close to the reference."""
     policy = world.reference + share * (world.policy - world.reference)
     return replace(world, policy=policy, sampler=policy + share * (world.sampler - world.policy))
 
 
 def _no_longer_zero(world: SequenceWorld) -> Check:
-    """k1 in the loss has an expected gradient of zero; weighed by 1/length it has one, and no KL's."""
+    """k1 in the loss has an expected gradient of zero; weighted by 1/length it has one, and not a KL's."""
     kl = KLOptions(estimator="k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
     by_length, alike = (kl.pairing(LOSSES[name].reduction) for name in ("grpo", "dapo"))
     enumerated = completions(world, ON)
@@ -179,7 +179,7 @@ def _no_longer_zero(world: SequenceWorld) -> Check:
 
 
 def losses() -> list[Check]:
-    """Every built-in loss with every sound penalty, on-policy, off-policy and on stale samples."""
+    """Every built-in loss with every valid penalty, on-policy, off-policy and on stale samples."""
     world = sequence_world()
     rows = [
         penalty_check(name, penalty, sampling, world)

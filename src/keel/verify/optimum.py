@@ -1,4 +1,4 @@
-"""The exact optimum of KL-regularised RL, and where descent with each estimator ends."""
+"""The exact optimum of KL-regularised RL, and the point that descent with each estimator reaches."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _in_reward(estimator: str) -> Penalty:
 
 @dataclass(frozen=True)
 class DescentCase:
-    """An estimator in a placement, and whether descent with it must land on the optimum."""
+    """An estimator in a placement, and whether descent with it converges to the optimum."""
 
     name: str
     penalty: Penalty
-    lands: bool
+    converges: bool
 
 
-TRAINERS = (
+DESCENT_CASES = (
     DescentCase("exact KL in the loss", lambda logp, ref: kl.exact_kl(logp, ref).unsqueeze(-1).expand_as(logp), True),
     DescentCase("k2 in the loss", _in_loss("k2", "plain"), True),
     DescentCase("k3 in the loss, gradient auto", _in_loss("k3", "sg_rho*k2"), True),
@@ -72,7 +72,7 @@ TRAINERS = (
 def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) -> tuple[Tensor, Tensor]:
     """Accuracy and KL that descent on the expected gradient −E[R·s] + β·E[penalty] reaches, all β at once.
 
-    Rprop, because the gradient is exact: each logit keeps its own step, so the flat end at small β is no obstacle.
+    Rprop, because the gradient is exact: each logit has its own step size, for flat regions at small β.
     """
     ref = torch.full((len(betas), OUTCOMES), 1 / OUTCOMES, dtype=torch.float64).log()
     reward = torch.zeros(OUTCOMES, dtype=torch.float64)
@@ -92,7 +92,7 @@ def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) 
 
 
 def optimum() -> list[Check]:
-    """Only right estimators land on π* ∝ p·e^{R/β}; the others stop somewhere else."""
+    """Correct estimators converge to π* ∝ p·e^{R/β}; the others do not."""
     rows = []
     for beta, (accuracy, divergence) in OPTIMUM.items():
         solved_accuracy, solved_kl = closed_form(beta)
@@ -100,12 +100,12 @@ def optimum() -> list[Check]:
         fact = f"closed form at β={beta:g}: accuracy, KL"
         rows.append(Check("optimum", fact, f"{solved_accuracy:.4f}, {solved_kl:.3f}", f"{accuracy}, {divergence}", ok))
     best = torch.tensor([closed_form(beta) for beta in BETAS], dtype=torch.float64)
-    for trainer in TRAINERS:
+    for trainer in DESCENT_CASES:
         reached = torch.stack(train(trainer.penalty), dim=-1)
         gap = (reached - best).abs()
-        # the digits of the table: 5e-4; a wrong one must miss visibly at the largest β, where the penalty matters most
-        ok = bool((gap < 5e-4).all()) if trainer.lands else gap[0, 0].item() > 0.01
+        # 5e-4 is the table's precision; wrong estimators must miss at the largest β
+        ok = bool((gap < 5e-4).all()) if trainer.converges else gap[0, 0].item() > 0.01
         measured = "  ".join(f"{a:.4f}" for a in reached[:, 0].tolist())
-        expected = "the optimum" if trainer.lands else "elsewhere"
+        expected = "the optimum" if trainer.converges else "elsewhere"
         rows.append(Check("optimum", f"{trainer.name}: accuracy at β=1, 0.5, 0.2, 0.1", measured, expected, ok))
     return rows

@@ -1,4 +1,4 @@
-"""Exact enumeration: every expectation is a finite sum in float64, so a fact holds to rounding or not at all."""
+"""Exact enumeration: every expectation is a finite sum in float64, exact up to rounding."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from keel.kl import advantage_penalty, exact_kl, reward_penalty
 
-# A KL formula as the audit sees it: (logp, ref, old) -> values of the same shape.
+# A KL formula: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Samples from the policy; from an older one, which is the old policy too; from one still older than the old policy.
+# Samples from the policy; from an older policy, which is the old policy; from a policy older than the old policy.
 ON, OFF, STALE = "on", "off", "stale"
 
 
 @dataclass(frozen=True)
 class Bandit:
-    """One-step world: three categorical distributions over the same outcomes, by their logits, float64 `[V]`."""
+    """A one-step problem: three categorical distributions over the same outcomes, by their logits, float64 `[V]`."""
 
     policy: Tensor
     reference: Tensor
     sampler: Tensor
 
     def logp(self) -> tuple[Tensor, Tensor]:
-        """The policy's logits as a leaf that takes gradient, and its log-probabilities `[V, 1]`."""
+        """The policy's logits as a leaf tensor, and its log-probabilities `[V, 1]`."""
         theta = self.policy.clone().requires_grad_()
         return theta, theta.log_softmax(0).unsqueeze(-1)
 
@@ -41,7 +41,7 @@ class Bandit:
         return (self.policy if sampling == ON else self.sampler).log_softmax(0).unsqueeze(-1)
 
     def with_sampler_near(self, distance: float = 1e-7) -> Bandit:
-        """The same world with a sampler that has all but caught up with the policy."""
+        """The same with a sampler almost equal to the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
     @cached_property
@@ -78,14 +78,14 @@ JSD_WEIGHT, TOP_K = 0.3, 2  # of the rows `jsd`, `topk` and `topk_unbiased`
 
 
 def _jensen_shannon(policy: Tensor, reference: Tensor) -> Tensor:
-    """By its definition, from probabilities `[1, V]`."""
+    """From its definition on probabilities `[1, V]`."""
     mixture = (1 - JSD_WEIGHT) * policy + JSD_WEIGHT * reference
     parts = ((1 - JSD_WEIGHT, policy), (JSD_WEIGHT, reference))
     return torch.stack([weight * (p * (p / mixture).log()).sum() for weight, p in parts]).sum()
 
 
 def _bucketed(policy: Tensor, reference: Tensor) -> Tensor:
-    """KL of the distributions over the policy's likeliest outcomes and one outcome for all others."""
+    """KL over the policy's top k outcomes and one bucket for the rest."""
     order = policy.detach()[0].argsort(descending=True)
 
     def categories(p: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _bucketed(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
-    """Distributions over 4 to 8 outcomes, from near each other to ten nats apart."""
+    """Distributions over 4 to 8 outcomes, with log-ratios from small to ten nats."""
     generator = torch.Generator().manual_seed(seed)
     bandits = []
     for index in range(count):
@@ -138,7 +138,7 @@ def gradient_in_reward(
 ) -> Tensor:
     """Σ_y w(y) ρ(y) sg(f(y)) s(y): a penalty in the reward or in the advantage, under the policy term.
 
-    The policy term −ρ·A carries the ratio; on-policy it is 1. `ratio=False` is the plain −A·log π term, which has none.
+    The policy term −ρ·A has the ratio, 1 on-policy; `ratio=False` is the plain −A·log π term.
     """
     theta, logp = bandit.logp()
     old = bandit.old_logp(sampling)
@@ -159,7 +159,7 @@ def relative_error(measured: Tensor, target: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SequenceWorld:
-    """All sequences of a tabular policy: a row of logits for each prefix, every completion enumerated.
+    """A tabular policy over sequences: one row of logits per prefix.
 
     Rows are ordered by prefix length, then by prefix: row 0 for the empty one, 1 + y₀ after one token, and so on.
     """
@@ -170,12 +170,12 @@ class SequenceWorld:
     steps: int
 
     def with_sampler_near(self, distance: float = 1e-7) -> SequenceWorld:
-        """The same world with a sampler that has all but caught up with the policy."""
+        """The same with a sampler almost equal to the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
     @property
     def proximal(self) -> Tensor:
-        """The old policy where samples are stale: it has left the sampler, and the policy has left it."""
+        """The old policy for stale samples, between sampler and policy."""
         return 0.3 * self.sampler + 0.7 * self.policy
 
     @property
@@ -221,7 +221,7 @@ class GradientQuality:
 
 @dataclass(frozen=True)
 class EnumeratedSequences:
-    """Every sequence of a world: its log-probabilities under policy, reference and sampler, and its weight."""
+    """Every sequence of a tabular policy: its log-probabilities under policy, reference and sampler, and its weight."""
 
     theta: Tensor
     logp: Tensor
@@ -240,7 +240,7 @@ class EnumeratedSequences:
 
 
 def enumerate_sequences(world: SequenceWorld, sampling: str) -> EnumeratedSequences:
-    """Every sequence of a world, with the policy's table as a leaf that takes gradient."""
+    """Enumerate every sequence, with the policy's table as a leaf tensor."""
     theta = world.policy.clone().requires_grad_()
     sequences = world.sequences()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Proofs about samples that the policy did not draw: those of an older one, and those of a part of its distribution.
+"""Proofs about off-policy samples: stale ones from an older policy, and filtered ones (top-k).
 
-Three policies: μ drew the samples, the old policy is the trainer's as its step begins, π is what is trained.
+Three policies: μ is the sampler, the old policy is the trainer's at the start of the step, π is the trained one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _equal(fact: str, error: float, expected: str = "equal") -> Check:
 
 
 def _drawn_by_old(enumerated: EnumeratedCompletions) -> Tensor:
-    """How likely the old policy is to draw each completion."""
+    """The probability of each completion under the old policy."""
     assert enumerated.old is not None
     return enumerated.old.sum(-1).exp()
 
@@ -62,7 +62,7 @@ def _drawn_by_old(enumerated: EnumeratedCompletions) -> Tensor:
 def _term_gradient(name: str, enumerated: EnumeratedCompletions, probability: Tensor, level: str | None) -> Tensor:
     """The expected gradient of the policy term over completions drawn with these probabilities.
 
-    `level` is that of the mismatch weights, None where the old policy drew them and there are none.
+    `level` is that of the mismatch weights, None for samples from the old policy.
     """
     leaf = enumerated.logp.detach().requires_grad_()
     generator = torch.Generator().manual_seed(7)
@@ -83,14 +83,14 @@ def _term_gradient(name: str, enumerated: EnumeratedCompletions, probability: Te
 
 
 def _policy_term(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
-    """Weights of whole sequences make μ's samples the old policy's, whatever the loss does with them."""
+    """Sequence-level weights turn μ's samples into the old policy's, under every loss."""
     measured = _term_gradient(name, enumerated, enumerated.weights, "sequence")
     error = relative_error(measured, _term_gradient(name, enumerated, fresh, None))
     return _equal(f"{name}: stale samples × the sequence's old/μ, against the old policy's own", error)
 
 
 def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
-    """Weights of tokens leave prefixes, and what follows, to μ: nearer than no weight, and not equal."""
+    """Token-level weights ignore prefixes and later tokens: better than no weights, but not exact."""
     truth = _term_gradient(name, enumerated, fresh, None)
     weighted, unweighted = (
         relative_error(_term_gradient(name, enumerated, enumerated.weights, level), truth) for level in ("token", None)
@@ -101,7 +101,7 @@ def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) 
 
 
 def _scored(value: Tensor, bandit: Bandit) -> Tensor:
-    """The expected gradient of a penalty in the reward, by the loss that carries it: Σ_y μ·(π/μ)·value·s."""
+    """The expected gradient of a penalty in the reward, by `kl_score_loss`: Σ_y μ·(π/μ)·value·s."""
     theta, logp = bandit.logp()
     mask = torch.ones_like(logp, dtype=torch.bool)
     mu = bandit.old_logp(OFF)
@@ -135,10 +135,7 @@ def _cap_bias(bandit: Bandit) -> float:
 
 
 def _measured(enumerated: EnumeratedCompletions) -> list[Check]:
-    """The metrics' own functions on every completion, each weighed by how often μ draws it.
-
-    The policy that is measured is π here, as it is in a step whose update has not been made.
-    """
+    """The metrics' functions on every completion, weighted by μ's probability. The measured policy is π."""
     assert enumerated.sample is not None
     logp, mask = enumerated.logp.detach(), enumerated.mask
     weights = mismatch_ratio(logp, enumerated.sample, mask)
@@ -170,7 +167,7 @@ def _measured(enumerated: EnumeratedCompletions) -> list[Check]:
 
 
 def filtered(bandit: Bandit, top_k: int = 2) -> tuple[Tensor, Tensor]:
-    """The policy's log-probabilities `[V, 1]` after top-k, −inf outside of it, and the mass M that it kept."""
+    """The policy's log-probabilities `[V, 1]` after top-k, −inf outside of it, and the kept mass M."""
     logp = bandit.old_logp(ON)
     kept = logp >= logp.flatten().topk(top_k).values[-1]
     mass = logp.exp()[kept].sum()
@@ -178,7 +175,7 @@ def filtered(bandit: Bandit, top_k: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def filters() -> list[Check]:
-    """Where filters leave the mass M, means weighed by π/q are off by at most (1 − M)·max|f|, others by twice that."""
+    """With kept mass M, the bias of means weighted by π/q is at most (1 − M)·max|f|, of unweighted means twice that."""
     bandits = random_bandits()
     weighted, unweighted, lower, divergences = [], [], [], []
     for bandit in bandits:

@@ -1,4 +1,4 @@
-"""All proofs, by section, in the order in which they are shown."""
+"""All proofs by section, in display order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "Expected gradients, by enumeration over random distributions": gradients,
     "Sequence level: a 3-step, 4-token policy, all 64 sequences": sequence,
     "Sequence level: every row of the facts": sequence_facts,
-    "Under every loss: completions that end where they like, half of them out of the policy term": losses,
+    "Under every loss: completions of all lengths, half of them masked in the policy term": losses,
     "Stale samples: three policies, weights of tokens and of sequences, the measured KL": stale,
-    "Filtered samples: what top-p, top-k and min-p cut off bounds the bias": filters,
+    "Filtered samples: the mass that top-p, top-k and min-p remove bounds the bias": filters,
     "Vocabulary truncation": truncation,
     "Numerics": numerics,
-    "The KL-regularised optimum, and where each trainer ends": optimum,
+    "The KL-regularised optimum, and where descent with each estimator ends": optimum,
 }
 
 
 def run() -> Iterator[tuple[str, list[Check]]]:
-    """Prove section after section."""
+    """Run all sections in order."""
     for title, section in SECTIONS.items():
         yield title, section()

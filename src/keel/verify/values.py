@@ -59,20 +59,20 @@ def gaussian() -> list[Check]:
 
 
 def sharp_bandit() -> Bandit:
-    """A policy far surer than its reference, where the reversed formula goes wrong by orders of magnitude."""
+    """A policy much sharper than its reference, where the reversed formula is wrong by orders of magnitude."""
     policy = torch.tensor([6.0, 2.0, 0.0, -1.0, -2.0, -3.0], dtype=torch.float64)
     reference = torch.tensor([-2.0, 3.0, 1.0, 0.0, 0.0, -1.0], dtype=torch.float64)
     sampler = torch.tensor([4.0, 2.0, 1.0, 0.0, -1.0, -2.0], dtype=torch.float64)
     return Bandit(policy, reference, sampler)
 
 
-def right_k3(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+def correct_k3(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     """exp(ref − logp) − (ref − logp) − 1."""
     return kl.k3(ref - logp)
 
 
 def reversed_k3(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    """exp(logp − ref) − (logp − ref) − 1: KL(ref‖policy) on samples from the reference, nothing on the policy's."""
+    """exp(logp − ref) − (logp − ref) − 1: KL(ref‖policy) on samples from the reference, no KL on the policy's."""
     return kl.k3(logp - ref)
 
 
@@ -85,7 +85,7 @@ def _sampled(values: Tensor, weights: Tensor, samples: int = 400_000) -> tuple[f
 
 
 def direction() -> list[Check]:
-    """Which way round k3 goes, on samples from the policy and from an older one: exact sums and Monte Carlo."""
+    """The direction of k3 on samples from the policy and from an older one: exact sums and Monte Carlo."""
     bandit = sharp_bandit()
     logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
     truths = bandit.kl_values
@@ -102,10 +102,10 @@ def direction() -> list[Check]:
         rows.append(Check("direction", fact, measured, target if right else f"not {target}", ok))
 
     on, off, rho = logp.exp(), old.exp(), (logp - old).exp()
-    add("on-policy, exp(ref−logp)−(ref−logp)−1", right_k3(logp, ref, old), on, right=True)
+    add("on-policy, exp(ref−logp)−(ref−logp)−1", correct_k3(logp, ref, old), on, right=True)
     add("on-policy, reversed formula", reversed_k3(logp, ref, old), on, right=False)
-    add("off-policy, right formula, no weight", right_k3(logp, ref, old), off, right=False)
-    add("off-policy, right formula × ρ", rho * right_k3(logp, ref, old), off, right=True)
+    add("off-policy, right formula, no weight", correct_k3(logp, ref, old), off, right=False)
+    add("off-policy, right formula × ρ", rho * correct_k3(logp, ref, old), off, right=True)
     add("off-policy, reversed formula × ρ", rho * reversed_k3(logp, ref, old), off, right=False)
     add("samples from the reference, reversed", reversed_k3(logp, ref, old), ref.exp(), right=True, of=REF_POLICY)
     add("samples from the reference, exp(u)·u", (logp - ref).exp() * (logp - ref), ref.exp(), right=True)
@@ -117,7 +117,7 @@ def direction() -> list[Check]:
 
 
 def truncation() -> list[Check]:
-    """A head sum is no KL; one tail bucket makes it one; the sampled tail makes it unbiased."""
+    """A head sum is no KL; a tail bucket makes it one; a sampled tail makes it unbiased."""
     generator = torch.Generator().manual_seed(3)
     policy, reference = (
         torch.randn(200, 12, generator=generator, dtype=torch.float64).mul(2).log_softmax(-1) for _ in "pq"
@@ -161,7 +161,7 @@ def _unbiased_topk_errors() -> tuple[float, float]:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Bisection for a rising function."""
+    """Bisection for an increasing function."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)
@@ -169,7 +169,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def numerics() -> list[Check]:
-    """Where fp32 goes wrong, and what Keel's forms do there."""
+    """Numerical failures of fp32, and Keel's forms in the same places."""
     tiny = torch.tensor(1e-6)
     naive = (tiny.exp() - 1 - tiny).item()
     ours = kl.k3(tiny).item()
@@ -190,7 +190,7 @@ def numerics() -> list[Check]:
             "numerics", "naive e^d−1−d at d=1e-6, fp32", f"{naive:.1e}", "about −5e-8, negative", -6e-8 < naive < -4e-8
         ),
         Check("numerics", "expm1(d)−d at d=1e-6, fp32", f"{ours:.1e}", "5e-13, not negative", 0 <= ours < 1e-12),
-        Check("numerics", "k3 at d=11.5", f"{explosion:.3g}", "1e5: the explosion", 9e4 < explosion < 1.1e5),
+        Check("numerics", "k3 at d=11.5", f"{explosion:.3g}", "1e5: explodes", 9e4 < explosion < 1.1e5),
         Check("numerics", "k3 at d=12", f"{twelve:.2g}", "1.6e5", close(twelve / 1e5, 1.6, 1)),
         Check("numerics", "e^d overflows fp32 at", f"{edges['fp32']:.1f}", "88.7", close(edges["fp32"], 88.7, 1)),
         Check("numerics", "e^d overflows fp16 at", f"{edges['fp16']:.1f}", "11.1", close(edges["fp16"], 11.1, 1)),
@@ -201,14 +201,14 @@ def numerics() -> list[Check]:
             "numerics",
             "k3's output clamped at 10: gradient at d=2.7",
             f"{dead:g}",
-            "0: no restoring force",
+            "0: no gradient",
             dead == 0.0,
         ),
         Check(
             "numerics",
             "k2 with a clamped input: gradient at d=30",
             f"{restoring:g}",
-            "−20: still pulls",
+            "−20: not zero",
             restoring == -20.0,
         ),
         Check("numerics", "−inf outside the mask", "finite" if finite else "not finite", "finite", finite),

@@ -315,7 +315,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         asked = [said if isinstance(said, str) else said[0]["content"] for said in found]
         assert asked == ["one", "two"], name
     (tmp_path / "p.py").write_text("one\n")
-    with pytest.raises(KeelError, match=r"its ending is '\.py', known are \.txt, \.jsonl"):
+    with pytest.raises(KeelError, match=r"unknown file type '\.py', use one of \.txt, \.jsonl"):
         read_prompts(tmp_path / "p.py")
     drift = measure_drift(small(0), small(0), read_prompts(lines), samples=1, max_tokens=2)
     assert drift.prompts == 2
@@ -327,7 +327,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{broken\n', r"p\.jsonl:2: not JSON"),
         ('{"text": "a", "answer": 1}\n', r"no column of prompts: it has text, answer"),
         ('{"prompt": 3}\n', r"p\.jsonl:1: column 'prompt' holds a int"),
-        ("\n \n", "holds no row"),
+        ("\n \n", "give a file with rows"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: str, message: str) -> None:
@@ -349,5 +349,5 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure_drift(policy, "tiny", PROMPTS)
     other = small(1)
     other.tokenizer.add_tokens(["<extra>"])
-    with pytest.raises(KeelError, match=r"different vocabularies .*'<extra>' is not the same"):
+    with pytest.raises(KeelError, match=r"different vocabularies .*'<extra>' differs"):
         measure_drift(Side("a", policy), Side("b", other), PROMPTS)

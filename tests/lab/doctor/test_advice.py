@@ -13,7 +13,7 @@ from keel.api import train
 from keel.config import Config, load_config
 from keel.config.checks import advice as surprises
 from keel.config.peers import tables
-from keel.kl import build_controller, controller_of
+from keel.kl import build_controller, controller_from_options
 from keel.lab.doctor.advice import either, option_of, setting, steered, times
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.diagnosis import Diagnosis
@@ -152,7 +152,7 @@ def test_a_controller_that_is_proposed_acts_within_the_steps_that_remain(name: s
         if not any(override.startswith("kl.controller") for override in proposal):
             continue
         followed = follow(config, proposal)
-        controller = controller_of(followed.kl, followed.episodes_per_step)
+        controller = controller_from_options(followed.kl, followed.episodes_per_step)
         assert controller.unit == "per_token"
         target = followed.kl.controller.params["target"]
         assert target <= 0.1  # half of the 0.2 that were exceeded

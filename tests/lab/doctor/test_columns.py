@@ -29,8 +29,8 @@ def encode(text: str) -> tuple[int, ...]:
 def setup_of(answer: Callable[[int, int], int]) -> Any:
     problems = [Problem(f"{a},{b}", f"max {a} {b}=", answer=str(answer(a, b))) for a, b in PAIRS]
     task = SimpleNamespace(
-        unanswered=False,
-        several_turns=False,
+        prompts_only=False,
+        multi_turn=False,
         sample=lambda count, *, seed, step: problems[:count],
         gold_turns=lambda problem: [problem.answer],
     )

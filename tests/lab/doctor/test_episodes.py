@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keel.base.types import Completion, Problem
-from keel.envs.episode import step_now
+from keel.envs.episode import step_sync
 from keel.lab.doctor.findings import Finding
 from keel.lab.doctor.probes import episodes, replies
 from keel.lab.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
@@ -184,7 +184,7 @@ def test_a_reply_is_what_the_tool_returns_for_the_call(kind: str, severity: str 
     rows = []
     for number in range(4):
         problem, text = Problem(f"{number}", "?"), f"<larger> {number} {number + 5} </larger>"
-        reply = contents(step_now(setup.run.task.start(problem), text))
+        reply = contents(step_sync(setup.run.task.start(problem), text))
         rows.append(Replayed(problem, text, reply, reply, reply, (), asked=text, of_tool=True))
         assert directly(setup, problem, text) == [f"of {number} {number + 5} it is {number + 5}"]
     wrong = not_the_tools(setup, rows)
@@ -437,7 +437,7 @@ def test_one_that_is_dropped_changed_or_cut_does_not(shown: str) -> None:
 class Answering:
     """A task whose every turn is answered, after some seconds by the probe's clock."""
 
-    several_turns = True
+    multi_turn = True
 
     def __init__(self, seconds: float) -> None:
         self.started, self.seconds, self.now = 0, seconds, 0.0

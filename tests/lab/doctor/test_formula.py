@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.config import Config, load_config
 from keel.kl.facts import FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing
-from keel.kl.nearest import RIGHT, nearest_right
+from keel.kl.suggest import CORRECT_GRADIENTS, suggest_pairing
 from keel.lab.doctor.checks import check_history
 from keel.lab.doctor.checks.penalty import DR_GRPO
 from keel.lab.doctor.diagnosis import Hypothesis
@@ -201,7 +201,7 @@ def test_what_a_log_does_not_say_stays_open() -> None:
 @pytest.mark.parametrize("fact", FORMULAS, ids=NAMES)
 def test_the_nearest_right_pairing_changes_as_little_as_it_can(fact: Fact) -> None:
     gradient = fact.gradient if fact.placement == "loss" and fact.level == "token" else "plain"
-    change = nearest_right(fact.estimator, fact.placement, gradient, fact.level, off_policy=fact.sampling == "off")
+    change = suggest_pairing(fact.estimator, fact.placement, gradient, fact.level, off_policy=fact.sampling == "off")
     assert len(change) <= 1
     assert "kl.placement" not in change
 
@@ -224,7 +224,7 @@ def test_what_is_kept_of_trls_term_is_what_is_proven(corrected, iterations, loss
     assert formula is not None
     assert formula.expected == proven.expected_gradient
     assert formula.note.endswith(proven.note.partition(": ")[2])
-    assert formula.right == (proven.expected_gradient in RIGHT)
+    assert formula.right == (proven.expected_gradient in CORRECT_GRADIENTS)
 
 
 def test_the_recipe_without_a_kl_term_is_named_as_in_the_table_of_papers():

@@ -102,7 +102,7 @@ def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
     turns: int, named: tuple[str, str]
 ) -> None:
     built = build_setup(schooled_config())
-    task = SimpleNamespace(several_turns=True, start=lambda problem: Lasting(turns))
+    task = SimpleNamespace(multi_turn=True, start=lambda problem: Lasting(turns))
     setup = replace(built, built=replace(built.built, run=replace(built.run, task=task)))
     judged = [JudgedGold(Problem(str(i), "2 3", "3"), ("<ask/>", "3"), 0.0, 0.0, (0.0, 0.5)) for i in range(16)]
     with closing(built.run):

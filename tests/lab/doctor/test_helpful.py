@@ -144,9 +144,9 @@ def paying(pays: Callable[[Episode], float]) -> Any:
     """The task with a reward of its own for the episode."""
 
     def reward(problem: Problem, turns: Sequence[str]) -> Reward:
-        from keel.envs.base import played
+        from keel.envs.base import play_turns
 
-        with played(TASK, problem, turns) as (own, _):
+        with play_turns(TASK, problem, turns) as (own, _):
             earned = own.reward()
             return replace(earned, total=earned.total + pays(own))
 
@@ -200,8 +200,8 @@ class Game(Episode):
 def test_one_prompt_for_all_is_no_question_unless_the_first_reply_tells_it(of: str) -> None:
     groups = [replace(episode(a, b, "0", asked="1 " * (1 + a % 3)), prompt_tokens=(5,)) for a, b in PAIRS]
     task = SimpleNamespace(
-        unanswered=False,
-        several_turns=True,
+        prompts_only=False,
+        multi_turn=True,
         start=lambda problem: Game() if of == "game" else Untold(problem, of == "telling"),
     )
     setup = setup_of(groups, task, SimpleNamespace(remote=False))

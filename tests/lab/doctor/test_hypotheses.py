@@ -109,16 +109,16 @@ def masks(trained: float, total: float, left_out: float) -> ProbeResult:
 
 
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
-    def verdicts(outcome: ProbeResult, several_turns: bool) -> tuple[str, str]:
-        figures = preflight_figures([outcome], several_turns=several_turns)
+    def verdicts(outcome: ProbeResult, multi_turn: bool) -> tuple[str, str]:
+        figures = preflight_figures([outcome], multi_turn=multi_turn)
         table = {hypothesis.name: hypothesis.verdict for hypothesis in judge_hypotheses((), figures, LIMITS)}
         return table["H02"], table["H07"]
 
-    assert verdicts(masks(40, 40, 0), several_turns=False) == ("ruled out", "not testable here")
-    assert verdicts(masks(30, 40, 10), several_turns=False) == ("not testable here", "not testable here")
-    assert verdicts(masks(30, 40, 0), several_turns=True) == ("ruled out", "ruled out")
-    assert verdicts(masks(25, 40, 5), several_turns=True) == ("not testable here", "ruled out")
-    assert verdicts(masks(0, 0, 0), several_turns=False) == ("not testable here", "not testable here")
+    assert verdicts(masks(40, 40, 0), multi_turn=False) == ("ruled out", "not testable here")
+    assert verdicts(masks(30, 40, 10), multi_turn=False) == ("not testable here", "not testable here")
+    assert verdicts(masks(30, 40, 0), multi_turn=True) == ("ruled out", "ruled out")
+    assert verdicts(masks(25, 40, 5), multi_turn=True) == ("not testable here", "ruled out")
+    assert verdicts(masks(0, 0, 0), multi_turn=False) == ("not testable here", "not testable here")
 
 
 def test_a_healthy_run_rules_out_what_its_log_can() -> None:

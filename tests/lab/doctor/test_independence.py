@@ -9,7 +9,7 @@ import pytest
 
 from keel.base.types import Problem
 from keel.envs import Episode
-from keel.envs.episode import step_now
+from keel.envs.episode import step_sync
 from keel.lab.doctor.probes.independence import by_others, echoed, of_its_episode, unreadable
 from keel.lab.doctor.probes.replayed import Replayed, Wrong
 from keel.lab.doctor.probes.replies import contents
@@ -37,7 +37,7 @@ def replay(answer: Callable[[Problem, Sequence[str]], str]) -> tuple[Any, list[R
     rows = []
     for number, letter in enumerate(LETTERS):
         problem = Problem(f"{number % 4}", f"Where is {LETTERS[number % 4]}?")
-        heard = [contents(step_now(setup.run.task.start(problem), letter)) for _ in range(2)]
+        heard = [contents(step_sync(setup.run.task.start(problem), letter)) for _ in range(2)]
         rows.append(Replayed(problem, letter, heard[0], heard[0], heard[1], (), asked=letter, of_tool=False))
     return setup, rows
 

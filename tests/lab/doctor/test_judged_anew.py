@@ -95,7 +95,7 @@ def test_a_reward_in_small_units_is_no_noise(base: float, unit: float, gold: flo
 
 def test_answers_of_another_column() -> None:
     reward, problem = Reward(0.0), SimpleNamespace(answer="1026")
-    task = SimpleNamespace(several_turns=False)
+    task = SimpleNamespace(multi_turn=False)
     group = SimpleNamespace(rewards=[reward], problem=problem)
     config = SimpleNamespace(data=SimpleNamespace(path="rows.jsonl"))
     setup: Any = SimpleNamespace(config=config, failures=(), run=SimpleNamespace(task=task), shared={}, groups=[group])
@@ -336,8 +336,8 @@ def test_held_out_answers_in_another_form(
 ) -> None:
     trained, kept = ([Problem(f"{n}", "?", form.format(n)) for n in range(9)] for form in ("{}", held_out))
     task = SimpleNamespace(
-        unanswered=False,
-        several_turns=False,
+        prompts_only=False,
+        multi_turn=False,
         sample=lambda count, **_: trained,
         held_out=lambda count: kept,
         gold_turns=lambda problem: [problem.answer],

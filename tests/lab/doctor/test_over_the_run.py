@@ -17,7 +17,7 @@ from keel.lab.doctor.probes.result import Probe
 from keel.lab.doctor.probes.update import probe_update
 from keel.lab.doctor.setup import build_setup
 from keel.lab.thresholds import load_thresholds
-from keel.run.build import controller_of
+from keel.run.build import controller_from_options
 from lab.doctor.schooled import schooled_config
 
 pytestmark = pytest.mark.doctor
@@ -28,7 +28,7 @@ LIMITS = load_thresholds()
 
 def controlled(text: str, steps: int = 100, *more: str) -> list[Finding]:
     config = schooled_config(f"kl.controller={text}", f"run.max_steps={steps}", *more)
-    run = SimpleNamespace(controller=controller_of(config.kl, config.episodes_per_step))
+    run = SimpleNamespace(controller=controller_from_options(config.kl, config.episodes_per_step))
     setup: Any = SimpleNamespace(config=config, run=run)
     return [*steered(setup, {}, LIMITS)] or [*over_the_run(setup, {}, LIMITS)]
 

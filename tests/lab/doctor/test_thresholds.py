@@ -81,7 +81,8 @@ def test_a_configuration_carries_them():
     [
         (
             ["guards.grad_spike=3", "doctor.thresholds.grad_spike=50"],
-            "guards.grad_spike is 3 and doctor.thresholds.grad_spike is 50: they are one threshold, give one of them",
+            "guards.grad_spike is 3 and doctor.thresholds.grad_spike is 50: both set the same threshold, "
+            "give one of them",
         ),
         (["doctor.thresholds.grad_spike=1"], "threshold grad_spike is 1: it must be above 1"),
         (["doctor.thresholds.grad_spike=-1"], "threshold grad_spike is -1: it must be above 1"),

@@ -241,7 +241,7 @@ def test_a_result_that_keel_refuses_is_said(tmp_path, capsys):
     """k1 in the loss pulls nowhere: Keel says so instead of running it."""
     content = VERL.replace("low_var_kl", "kl")
     assert main(["migrate", str(written(tmp_path, "verl.yaml", content))]) == 1
-    assert "refuses the result" in capsys.readouterr().err
+    assert "rejects the result" in capsys.readouterr().err
 
 
 OPENRLHF = """

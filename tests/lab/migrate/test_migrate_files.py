@@ -446,7 +446,7 @@ def test_the_kl_term_of_a_verl_file_is_kept(tmp_path, options, expected):
         ({A + "use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "both true"),
         ({"algorithm.adv_estimator": "gae"}, "needs a critic"),
         ({"algorithm.adv_estimator": "remax"}, "known: grpo, rloo"),
-        ({R + "response_length": 64, "data.max_response_length": 128}, "disagree about rollout.max_completion_length"),
+        ({R + "response_length": 64, "data.max_response_length": 128}, "both set rollout.max_completion_length"),
         ({R + "n": 1}, "rollout.num_generations is 1"),
     ],
 )

@@ -227,7 +227,7 @@ def test_half_precision_passes_hold_more_on_cuda():
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
     native = [override for override in job("rollout.join_turns=false") if not override.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
-    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kept_gib=0.00005"])
+    small = load_config({}, [*native, "rollout.max_turns=3", "rollout.kv_cache_gib=0.00005"])
     cache, both, limited = (plan(config, cpu()).parts["cache"] for config in (one, several, small))
     assert both == 2 * cache
     joining = plan(load_config({}, [*native[:-1], "rollout.max_turns=3"]), cpu()).parts["cache"]
@@ -345,8 +345,8 @@ def test_a_large_model_is_planned_without_its_weights(tmp_path):
         (["--plan", "--prompt-tokens", "0"], "at least one token"),
         (["--plan", "--dry-run"], "trains nothing"),
         (["--plan", "--on", "ray"], "trains nothing"),
-        (["--hardware", "h200"], "--hardware is for --plan"),
-        (["--json"], "--json is for --plan"),
+        (["--hardware", "h200"], "--hardware needs --plan"),
+        (["--json"], "--json needs --plan"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):
@@ -362,7 +362,7 @@ def test_unknown_hardware_is_named():
 def test_what_is_not_measured_says_why(capsys):
     words = ["train", "default", *job("rollout.engine=native"), "--plan", "--json"]
     for more, said in (
-        (["--hardware", "h200"], "not measured: the hardware is named"),
+        (["--hardware", "h200"], "not measured: --hardware is given"),
         (["rollout.max_turns=2"], "not measured: rollout.max_turns above 1 is not measured"),
     ):
         assert main([*words, *more]) == 0

@@ -35,7 +35,7 @@ def test_one_device_is_the_dry_run(job):
     assert alone.phases == estimate.phases
     assert alone.parts == {**estimate.parts, "gathered": 0, "rows": 0}
     assert set(alone.sent.values()) == {0}
-    spread = [rank for rank in estimate.ranks if rank.layout.spread]
+    spread = [rank for rank in estimate.ranks if rank.layout.sharded]
     assert [rank.layout.devices for rank in spread] == ([] if job == "offloaded" else [2, 4, 8])
     for rank in spread:
         smaller = ("weights",) if job == "LoRA" else ("weights", "reference", "optimizer", "gradients")
@@ -92,7 +92,7 @@ def test_the_command_answers_for_a_number_of_devices(tmp_path, capsys):
     assert [rank["chosen"] for rank in ranks] == [True, False, False]
     assert main([*asked, "--hardware", "h100:0.001", "--nproc", "2"]) == 1
     shown = capsys.readouterr().out
-    assert "parallel.sharding=full is what this run takes, and does not fit" in shown
-    assert "no layout fits: take more devices" in shown
+    assert "this run uses parallel.sharding=full, which does not fit" in shown
+    assert "no layout fits: use more devices" in shown
     assert main([*asked, "--nproc", "0"]) == 2
     assert "--nproc is 0: a run has at least one process" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from keel.envs.toolbox import KINDS
 from keel.kl import KLState
 from keel.lab import runs as reading
-from keel.lab.judge import Accuracy, standing, state
+from keel.lab.judge import Accuracy, describe_state, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -41,7 +41,7 @@ from keel.lab.thresholds import load_thresholds
 from keel.loggers import RunDirectory
 from keel.loggers.rundir import JsonlLogger
 from keel.run.result import EndHooks
-from keel.run.train import findings_of
+from keel.run.train import collect_findings
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
@@ -177,7 +177,7 @@ def test_the_verdict_is_that_of_the_worst_finding(run, expected):
         assert tone == expected[0][0]
         assert f"a/{worst}" in first
         assert "x is 3" in first
-        assert standing(run).startswith(f"{worst} a/{worst}")
+        assert describe_state(run).startswith(f"{worst} a/{worst}")
         assert not any(tone == "good" and "completed" in text for tone, text in sentences(run))
 
 
@@ -194,7 +194,7 @@ def test_a_chart_without_variation_is_a_line_with_its_value():
     assert re.findall("<li>(.*?)</li>", html) == [
         "KL penalty weight: 0.25 (β)",
         "Clipped ratios: low 0; high 0.5 (fraction of tokens)",
-        "Samples that count: 1 (share)",
+        "Effective sample size: 1 (share)",
     ]
     pair = [tuple({"step": step, "kl/beta": beta} for step in (1, 2)) for _, beta in PAIR]
     several, _ = charts([replace(RUN, name=name, metrics=lines) for (name, _), lines in zip(PAIR, pair, strict=True)])
@@ -219,7 +219,7 @@ def test_what_is_one_point_or_diverges_or_has_intervals_is_drawn(lines):
     html, _ = charts([replace(RUN, metrics=tuple({"step": step, **line} for step, line in enumerate(lines)))])
     assert html.count("<svg") == 1
     assert "k1 may be negative" not in html
-    assert "no variation" not in html
+    assert "Constant values" not in html
 
 
 def test_a_run_that_nobody_judged_is_not_a_good_one(tmp_path):
@@ -229,14 +229,14 @@ def test_a_run_that_nobody_judged_is_not_a_good_one(tmp_path):
         raise ValueError
 
     loggers = SimpleNamespace(event=lambda kind, **fields: events.append(kind))
-    found = findings_of(run, loggers, EndHooks(findings=fail))
+    found = collect_findings(run, loggers, EndHooks(findings=fail))
     assert (found, events) == (None, ["doctor/failed"])
     run.write_json("findings.json", found)
     run.write_json("summary.json", summarise("sort", State(kl=KLState(0.1, 0.1)), found))
     run.close()
     record = read_run(run.path)
     assert labels(record)[-1] == ("plain", "completed")
-    assert ("plain", "Findings: not judged yet.") in sentences(record)
+    assert ("plain", "Findings: not examined yet.") in sentences(record)
 
 
 def test_kl_over_budget_is_said():
@@ -251,7 +251,7 @@ def test_kl_over_budget_is_said():
 def test_no_change_and_no_kl_are_said_plainly():
     summary = {"task": "t", "accuracy": {"before": 0.5, "after": 0.5}, "kl": {"k3": {"mean": -0.0, "se": 0.0}}}
     texts = [text for _, text in sentences(replace(RUN, summary=summary))]
-    assert "t: 50.0 % on held-out problems, as before training." in texts
+    assert "t: 50.0 % on held-out problems, unchanged." in texts
     assert "KL(policy‖reference) at the end: 0 ± 0 nats per token (k3)." in texts
 
 
@@ -334,7 +334,7 @@ def test_guards_rollbacks_and_abandoned_attempts_are_told(tmp_path):
     assert "Guards: 1 step with a skipped update, 1 rollback." in texts
     assert f"At step 6: {message}." in texts
     page = html.page([run])
-    for text in ("Dashed: attempts that a rollback gave up.", "Ticks at the bottom: checkpoints.", "rollback"):
+    for text in ("Dashed: steps that a rollback discarded.", "Ticks at the bottom: checkpoints.", "rollback"):
         assert text in page
     assert [panel.title for panel in panels([run, run])]  # several runs: no attempts, no ticks
     assert not any(panel.checkpoints for panel in panels([run, run]))
@@ -421,7 +421,7 @@ def test_turns_and_untrained_tokens_are_marked_without_any_kl():
         "<span class='turn heard'><b>tools</b><span class='t x'> found x</span></span>"
         "<span class='turn'><b>policy</b><span class='t'> x it is</span></span>"
     )
-    assert "KL was not measured here" in section(replace(RUN, rollouts=(episode(),)))
+    assert "KL was not measured" in section(replace(RUN, rollouts=(episode(),)))
     coloured = tokens(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
     assert coloured.count("title=") == 5
     assert coloured.count("<b>") == 3
@@ -441,7 +441,7 @@ def test_all_recorded_completions_are_there_a_step_at_a_time():
     each = len(all_completions(replace(RUN, rollouts=records[:12])))
     few = all_completions(replace(RUN, rollouts=records), limit=int(3.5 * each))
     assert [int(step) for step in re.findall(r"Step (\d+): ", few)] == [1, 5, 9]  # spread over the run
-    assert "3 steps of 9 recorded; keel show RUN --step N has the others" in few
+    assert "3 steps of 9 recorded; keel show RUN --step N prints the others" in few
     assert all_completions(replace(RUN, rollouts=records), limit=1).count("<details>") == 1
 
 

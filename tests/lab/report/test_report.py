@@ -107,7 +107,7 @@ def test_one_run_says_everything(runs):
     assert "raise rollout.max_completion_length to 48" in page.text
     for title in ("Reward", "KL(policy‖reference)", "KL penalty weight", "Entropy", "Gradient norm",
                   "Completion length", "Clipped ratios", "Groups without variance",
-                  "Time a step", "Timeline", "Configuration", "Versions",
+                  "Time per step", "Timeline", "Configuration", "Versions",
                   "Accuracy on held-out problems"):  # fmt: skip
         assert title in page.text, title
     assert "learning_rate: 0.0005" in page.text
@@ -166,10 +166,10 @@ def test_several_runs_overlay_with_a_comparison(runs):
 def test_a_partial_run_says_what_is_missing_and_how_far_it_got(runs):
     _, page = read(write_report([runs / "partial"], runs / "elsewhere" / "page.html"))
     assert (runs / "elsewhere" / "page.html").exists()
-    assert "not finished: 25 of 40 steps" in page.text
-    assert "summary.json is not there" in page.text
-    assert "findings.json is not there" in page.text
-    assert "Findings: not judged yet" in page.text
+    assert "interrupted: 25 of 40 steps" in page.text
+    assert "summary.json does not exist" in page.text
+    assert "findings.json does not exist" in page.text
+    assert "Findings: not examined yet" in page.text
     assert "nats per token (exact)" in page.text
 
 
@@ -193,7 +193,7 @@ def test_a_summary_that_the_run_has_gone_on_from_is_left_out(tmp_path):
         run.write_text("config.yaml", "run: {max_steps: 40}\n")
         _, page = read(write_report([run.path]))
     assert "still running, 21 of 40 steps" in page.text
-    assert "summary.json speaks of step 20, the run stands at 21" in page.text
+    assert "summary.json is of step 20, but the run is at 21" in page.text
 
 
 @pytest.mark.parametrize("content", ["", "not: [yaml", "just text", "run: null\n"])
@@ -201,7 +201,7 @@ def test_a_run_with_nothing_but_a_config(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
     _, page = read(write_report([tmp_path]))
     assert "No steps have been recorded yet" in page.text
-    assert "metrics.jsonl is not there" in page.text
+    assert "metrics.jsonl does not exist" in page.text
 
 
 def test_files_of_the_wrong_shape_do_not_stop_it(tmp_path):
@@ -245,7 +245,7 @@ def test_everything_untrusted_is_escaped(tmp_path):
 def test_missing_and_empty_directories_are_one_line(tmp_path):
     for runs, message in (
         ([tmp_path / "absent"], "no run directory at"),
-        ([tmp_path], "does not hold a run"),
+        ([tmp_path], "is not a run folder"),
         ([], "no run directory given"),
     ):
         with pytest.raises(KeelError, match=message) as caught:

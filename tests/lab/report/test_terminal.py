@@ -170,7 +170,7 @@ def test_the_step_that_is_asked_for(tmp_path: Path) -> None:
     assert (step, len(records)) == (20, 10)
     assert {r["step"] for r in read_step(run, 10)[1]} == {10}
     for step, near in ((4, "1 and 10"), (25, "20"), (0, "1")):
-        with pytest.raises(KeelError, match=f"nearest that have are {near}$"):
+        with pytest.raises(KeelError, match=f"nearest steps with rollouts are {near}$"):
             read_step(run, step)
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 21, "problem": "torn')
@@ -224,6 +224,6 @@ def test_the_command_on_a_real_run(tmp_path: Path, capsys: Any) -> None:
     assert "reward" in text
     assert write_report([run]).is_file()
     assert main(["show", str(run), "--step", "9"]) == 2
-    assert "nearest that have are 1" in capsys.readouterr().err
+    assert "nearest steps with rollouts are 1" in capsys.readouterr().err
     assert main(["show", str(run), "--best", "--worst"]) == 2
     assert "exclude each other" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_a_wrong_pairing_needs_leave():
         ({"seeds": "many"}, [], "seeds is 'many'"),
         ({"baseline": {"kl.beta": 7}}, [], "is no point"),
         ({"baseline": "beta=7"}, [], "is no point"),
-        ({"grid": {}, "points": []}, [], "nothing to vary"),
+        ({"grid": {}, "points": []}, [], "the study has no grid"),
         ({"points": [3]}, [], "points of a study is a list of mappings"),
         ({"metric": "loss"}, [], "unknown metric 'loss'"),
         ({"drift": {"prompts": 0}}, [], "drift.prompts of a study is 0"),

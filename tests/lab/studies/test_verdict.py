@@ -53,13 +53,13 @@ def texts_of(rows, baseline, metric="accuracy_after", axes=()):
 def test_no_winner_where_two_overlap():
     texts = texts_of(beta_study(), "beta=0")
     assert texts[0].startswith("No winner in accuracy: beta=0.01 has the highest mean, 91.2 %")
-    assert "not told apart from beta=0 (" in texts[0]
+    assert "not significantly different from beta=0 (" in texts[0]
     assert "beta=0.1" not in texts[0].partition("from")[2]
 
 
 def test_a_winner_is_named_with_its_evidence():
     rows = [r for r in beta_study() if r.point != "beta=0.01"]
-    assert texts_of(rows, "beta=0")[0].startswith("beta=0 has the best accuracy, 91.0 % ± 2.5, and that is significant")
+    assert texts_of(rows, "beta=0")[0].startswith("beta=0 has the best accuracy, 91.0 % ± 2.5, significantly")
 
 
 def test_differences_from_the_baseline():
@@ -101,7 +101,7 @@ def test_nothing_is_claimed_of_noise():
     assert texts[1].startswith("No point is shown to be better than the start in accuracy")
     assert texts[2] == "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)."
     assert texts[3].startswith("No point forgets the old skills significantly")
-    assert all("is not shown to be tied to" in text for text in texts if "Spearman" in text)
+    assert all("is not significantly correlated with" in text for text in texts if "Spearman" in text)
 
 
 def test_a_perfect_rank_correlation_is_a_tie():
@@ -110,7 +110,7 @@ def test_a_perfect_rank_correlation_is_a_tie():
     assert texts.startswith("Forgetting grows with KL(policy‖start) over 5 runs: Spearman 1.00 (exact p 0.017)")
     texts = next(text for text in texts_of(rows[:3], "a=1") if "Spearman" in text)
     assert texts.startswith(
-        "Forgetting is not shown to be tied to KL(policy‖start) over 3 runs: Spearman 1.00 (exact p"
+        "Forgetting is not significantly correlated with KL(policy‖start) over 3 runs: Spearman 1.00 (exact p"
     )
 
 
@@ -120,8 +120,8 @@ def test_too_few_seeds_and_failures_are_said_first():
     texts = texts_of(rows, "a=1")
     assert texts[0] == "1 of 3 runs failed: a=3."
     assert texts[1] == "1 of 3 runs stopped by a guard: a=2."
-    assert texts[2].startswith("1 seed a point: no point can be told from another beyond chance")
-    assert texts[3] == "Without a figure for accuracy: a=3."
+    assert texts[2].startswith("1 seed a point: too few to test differences")
+    assert texts[3] == "Without a value for accuracy: a=3."
     assert texts[4] == "The highest mean in accuracy is that of a=2, 90.0 %."
 
 
@@ -131,21 +131,23 @@ def test_after_too_few_seeds_nothing_is_tested():
         rows = [row("a=1", seed, 0.1, forgotten=0.3 + 0.0001 * seed, axis="a") for seed in range(2)]
         rows += [row("a=2", seed, second[seed], forgotten=0.3, axis="a") for seed in range(2)]
         texts = texts_of(rows, "a=1")
-        assert texts[0].startswith("2 seeds a point: no point can be told")
+        assert texts[0].startswith("2 seeds a point: too few to test")
         assert not any("significant" in text or "(p " in text or "Holm" in text for text in texts)
 
 
 def test_a_difference_without_spread_is_told_without_a_test():
     rows = [row(point, seed, right, axis="a") for point, right in (("a=1", 0.5), ("a=2", 0.51)) for seed in range(3)]
     texts = texts_of(rows, "a=1")
-    assert texts[0].startswith("No winner in accuracy: a=2 has the highest mean, 51.0 %, not told apart from a=1 (")
+    assert texts[0].startswith(
+        "No winner in accuracy: a=2 has the highest mean, 51.0 %, not significantly different from a=1 ("
+    )
     assert texts[2].endswith("a=2 +1.0 points at every seed (no spread, so no test).")
 
 
 def test_failed_runs_are_no_seeds():
     rows = [row("a=1", seed, 0.1 + 0.01 * seed, axis="a") for seed in range(3)]
     rows += [row("a=2", seed, 0.9, axis="a", state="done" if seed < 2 else "failed") for seed in range(3)]
-    assert "Not tested, for want of 3 seeds with a result: a=2 (2)." in texts_of(rows, "a=1")
+    assert "Not tested, because fewer than 3 seeds have a result: a=2 (2)." in texts_of(rows, "a=1")
     rows[0] = row("a=1", 0, 0.1, axis="a", state="failed")
     assert any(text.startswith("2 seeds a point: ") for text in texts_of(rows, "a=1"))
 
@@ -154,9 +156,9 @@ def test_one_point_with_figures_is_compared_with_nothing():
     rows = [row("a=1", seed, 0.5 + 0.1 * seed, axis="a") for seed in range(3)]
     rows += [row("a=2", seed, 0.9, axis="a", state="failed") for seed in range(3)]
     texts = texts_of(rows, "a=2")
-    assert "Without a figure for accuracy: a=2." in texts
+    assert "Without a value for accuracy: a=2." in texts
     assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "nothing to compare" in text for text in texts)
-    assert "The baseline a=2 has no figure for accuracy: nothing is compared with it." in texts
+    assert "The baseline a=2 has no value for accuracy, so there is no comparison." in texts
 
 
 def test_equal_means_are_no_lead():
@@ -179,7 +181,7 @@ def test_a_cell_without_results_is_named():
     ]  # fmt: skip
     texts = next(text for text in texts_of(rows, "k1 0.1", axes=axes) if text.startswith("penalty,"))
     assert "k3 +21.0 ± " in texts
-    assert texts.endswith("Left out for want of a result on either side: k3 1.")
+    assert texts.endswith("Omitted, because a result is missing: k3 1.")
 
 
 def test_an_axis_among_several():

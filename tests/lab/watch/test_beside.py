@@ -13,7 +13,7 @@ import time
 import pytest
 
 from keel.base.errors import KeelError
-from keel.lab.watch.serve import beside
+from keel.lab.watch.serve import serve_while
 from keel.lab.watch.server import listen
 from keel.loggers import JsonlLogger, RunDirectory
 
@@ -28,7 +28,7 @@ def ask(port, path):
 
 def test_the_page_is_there_before_the_run_and_is_told_its_end(tmp_path):
     lines, states = [], []
-    with beside(tmp_path / "run", 0, lines.append):
+    with serve_while(tmp_path / "run", 0, lines.append):
         port = int(re.search(r":(\d+)/$", lines[0])[1])
         assert "Nothing has been written" in ask(port, "/section/state")
         with RunDirectory.create(tmp_path / "run") as run:
@@ -56,8 +56,8 @@ def test_the_page_is_there_before_the_run_and_is_told_its_end(tmp_path):
 def test_a_port_in_use_is_told_before_anything_is_trained(tmp_path):
     with listen(0) as taken:
         port = taken.getsockname()[1]
-        message = f"port {port} of 127.0.0.1 is in use, .*: --watch-port takes another one"
-        with pytest.raises(KeelError, match=message), beside(tmp_path, port, print):
+        message = f"port {port} of 127.0.0.1 is in use, .*: set --watch-port to another one"
+        with pytest.raises(KeelError, match=message), serve_while(tmp_path, port, print):
             pytest.fail("the block was entered")
 
 
@@ -80,16 +80,16 @@ def test_a_signal_while_pages_fetch_the_end_keeps_the_outcome(tmp_path, number, 
 
     def echo(line):
         lines.append(line)
-        if "pages that are open" in line:
+        if "open pages" in line:
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(subprocess, "Popen", started)
     before = signal.getsignal(signal.SIGTERM)
-    with beside(tmp_path / "run", 0, echo):
+    with serve_while(tmp_path / "run", 0, echo):
         port = int(re.search(r":(\d+)/$", lines[0])[1])
         ask(port, "/state")
     assert servers[0].returncode == -signal.SIGKILL  # it did not come to its own end
-    assert "pages that are open" in lines[-1]
+    assert "open pages" in lines[-1]
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ConnectionRefusedError):
         ask(port, "/state")
@@ -97,8 +97,8 @@ def test_a_signal_while_pages_fetch_the_end_keeps_the_outcome(tmp_path, number, 
 
 def test_the_server_ends_with_a_training_that_is_killed(tmp_path):
     code = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom keel.lab.watch.serve import beside\n"
-        "with beside(Path(sys.argv[1]), 0, lambda line: print(line, flush=True)):\n    time.sleep(120)\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom keel.lab.watch.serve import serve_while\n"
+        "with serve_while(Path(sys.argv[1]), 0, lambda line: print(line, flush=True)):\n    time.sleep(120)\n"
     )
     training = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
     port = int(re.search(r":(\d+)/$", training.stdout.readline().strip())[1])

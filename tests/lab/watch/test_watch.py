@@ -19,7 +19,7 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.lab.report.html import page as report_page
 from keel.lab.runs import read_run
-from keel.lab.watch.follow import DRAWING_SHARE, FollowedRun, Watcher
+from keel.lab.watch.follow import RENDER_SHARE, FollowedRun, Watcher
 from keel.lab.watch.page import progress, seconds_left, why_ended
 from keel.lab.watch.serve import EVERY_PAGE_S, addresses, served, show_end, watch
 from keel.lab.watch.server import REFRESH_S, is_local, listen
@@ -148,7 +148,7 @@ def test_a_costly_page_is_drawn_seldom(tmp_path, monkeypatch):
         monkeypatch.setattr(Watcher, "_draw", slow)
         first = watcher.snapshot()
         step(log, 2)
-        clock.now += 3.0 / DRAWING_SHARE - 0.1
+        clock.now += 3.0 / RENDER_SHARE - 0.1
         assert watcher.snapshot() is first
         clock.now += 0.2
         assert watcher.snapshot().etag != first.etag
@@ -159,7 +159,7 @@ def test_findings_of_the_log_are_shown_while_it_grows_and_its_own_when_it_has_en
     with growing(tmp_path / "run") as (run, log), page_of(run.path, clock=clock) as (ask, watcher):
         for number in range(1, 13):
             step(log, number, **{"reward/mean": float("nan") if number > 6 else 0.5})
-        assert "Not judged yet" in ask("/section/findings").text
+        assert "Not examined yet" in ask("/section/findings").text
         watcher.judge()
         assert "<code>" in ask("/section/findings").text
         assert "reward/non-finite" in Page(ask("/section/findings").text).text
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_be_read_is_told_and_read_again(tmp_path, monkeypatch)
             watcher.refresh()
             state = Page(ask("/section/state").text).text
         assert "step 1 of 20" in state
-        assert "What is new cannot be read: OSError: stale file handle." in state
+        assert "New data cannot be read: OSError: stale file handle." in state
         state = Page(ask("/section/state").text).text
         assert "step 2 of 20" in state
         assert "cannot be read" not in state
@@ -266,10 +266,10 @@ def test_a_page_is_told_the_end_only_with_what_was_read_after_it(tmp_path, monke
         monkeypatch.setattr(Watcher, "_draw", ends_meanwhile)
         first = ask("/state")
         assert json.loads(first.text)["final"] is False
-        assert not watcher.told_final
+        assert not watcher.final_sent
         last = ask("/state", If_None_Match=first.getheader("ETag"))
         assert json.loads(last.text)["final"] is True
-        assert watcher.told_final
+        assert watcher.final_sent
 
 
 @pytest.mark.slow
@@ -413,7 +413,7 @@ def test_a_folder_that_disappears_is_told_and_the_others_go_on(tmp_path):
     with page_of(one, other) as (ask, watcher):
         ask("/")
         shutil.rmtree(one)
-        assert f"{one} was deleted or moved while it was watched" in Page(ask("/section/state").text).text
+        assert f"{one} was deleted or moved" in Page(ask("/section/state").text).text
         assert ask("/section/curves").status == 200
         assert [run.kind for run in watcher.runs] == ["gone", "completed"]
 
@@ -423,7 +423,7 @@ def test_the_only_run_that_disappears_ends_it_in_one_line(tmp_path, capsys, monk
     monkeypatch.setattr("time.sleep", lambda seconds: shutil.rmtree(run, ignore_errors=True))
     assert main(["watch", str(run), "--port", "0"]) == 2
     said = capsys.readouterr()
-    assert said.err.splitlines() == [f"keel: error: {run} was deleted or moved while it was watched"]
+    assert said.err.splitlines() == [f"keel: error: {run} was deleted or moved: check the path"]
     assert f"{run}: warning output/truncated; completed, 4 of 4 steps" in said.out
 
 
@@ -435,7 +435,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         port = taken.getsockname()[1]
         for arguments, message in (
             ([str(tmp_path / "none")], "no run directory at"),
-            ([str(tmp_path)], "does not hold a run"),
+            ([str(tmp_path)], "is not a run folder"),
             ([str(run), str(run)], "is named twice"),
             (
                 [str(run), "--port", str(port)],
@@ -465,7 +465,7 @@ def test_until_end_ends_with_the_last_run(tmp_path):
     assert not thread.is_alive()
     assert f"{done}: warning output/truncated; completed, 3 of 3 steps" in said
     assert f"{run.path}: still running, 1 of 20 steps" in said
-    assert said[-1].startswith(f"{run.path}: not finished: 1 of 20 steps")
+    assert said[-1].startswith(f"{run.path}: interrupted: 1 of 20 steps")
 
 
 @pytest.mark.slow
@@ -499,13 +499,13 @@ def test_why_a_run_ended(tmp_path):
         step(log, 1)
         assert why_ended(read_run(run.path), "running") == ""
     record = read_run(run.path)
-    assert why_ended(record, "interrupted") == f"It was killed or failed; go on with: keel train --resume {run.path}"
+    assert why_ended(record, "interrupted") == f"Killed or failed; resume with: keel train --resume {run.path}"
     with RunDirectory.resume(run.path) as again:
         JsonlLogger(again).event("interrupted", step=1, time=1.0, message="SIGINT: stopped after step 1")
     assert why_ended(read_run(run.path), "interrupted") == "SIGINT: stopped after step 1"
     with RunDirectory.resume(run.path) as again:
         JsonlLogger(again).event("stop", step=1, time=2.0, message="KL over its budget")
-    assert why_ended(read_run(run.path), "stopped") == "A guard ended it: KL over its budget."
+    assert why_ended(read_run(run.path), "stopped") == "Stopped by a guard: KL over its budget."
     assert "KL over its budget" in progress(read_run(run.path), "stopped")
 
 

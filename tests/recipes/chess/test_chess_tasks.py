@@ -177,7 +177,7 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
     both = write(tmp_path / "both.jsonl", [*rows, *env_rows(40)])
     check(build_task("chess", data=both, environment=0.5), count=6)
     fens = write(tmp_path / "fens.jsonl", [{"fen": START}, {"fen": "8/P6k/8/8/8/8/8/4K3 w - - 0 1"}])
-    with pytest.raises(KeelError, match="none, which is no program here"):
+    with pytest.raises(KeelError, match="none, which is not a program"):
         build_task("chess_policy", data=fens, held_out=1)
 
 
@@ -224,7 +224,7 @@ def test_broken_rows_are_named_or_left_out(name: str, row: dict[str, Any], messa
     rest = write(tmp_path / "rest.jsonl", [*env_rows(30), row])
     if name == "chess_env":
         task = build_task(name, data={**rest, "on_broken": "skip"})
-        assert "1 broken rows left out" in " ".join(task.notes)  # type: ignore[attr-defined]
+        assert "1 broken rows skipped" in " ".join(task.notes)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -322,11 +322,11 @@ def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: 
     broken.write_text("not a program either")
     broken.chmod(0o755)
     for path, message in (
-        ("/bin/true", "/bin/true is no UCI engine.*apt-get install stockfish"),
-        ("/bin/cat", "no UCI engine .it did not answer 'uci' in 0.5 s"),
-        (str(broken), "no UCI engine"),
-        (str(plain), "notes.txt, which is no program here"),
-        (str(tmp_path / "none"), "none, which is no program here.*apt-get install stockfish"),
+        ("/bin/true", "/bin/true is not a UCI engine.*apt-get install stockfish"),
+        ("/bin/cat", "not a UCI engine .it did not answer 'uci' in 0.5 s"),
+        (str(broken), "not a UCI engine"),
+        (str(plain), "notes.txt, which is not a program"),
+        (str(tmp_path / "none"), "none, which is not a program.*apt-get install stockfish"),
     ):
         with pytest.raises(KeelError, match=message) as caught:
             pool(tmp_path, path=path)

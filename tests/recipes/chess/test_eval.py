@@ -140,7 +140,7 @@ def test_broken_puzzles_can_be_left_out(tmp_path: Path) -> None:
     path.write_text(HEAD + LINES + "bad,not a fen,e2e4 e7e5,1\n")
     task = chess_puzzles(data={"path": str(path), "on_broken": "skip"})
     assert len(task.held_out(10)) == 2
-    assert "1 broken rows left out" in task.notes[0]
+    assert "1 broken rows skipped" in task.notes[0]
 
 
 def test_environment_figures_over_known_answers() -> None:

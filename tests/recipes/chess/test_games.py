@@ -156,9 +156,9 @@ def test_the_table_fits_a_terminal_of_80_columns(
     ("words", "said"),
     [
         (["--opponent", "stockfisch"], "did you mean 'stockfish'"),
-        (["--nodes", "5"], "--nodes is Stockfish's"),
+        (["--nodes", "5"], "--nodes needs --opponent stockfish"),
         (["--padding", "wide"], "unknown chess padding"),
-        (["--pgn", "nowhere/games.pgn"], "there is no folder nowhere"),
+        (["--pgn", "nowhere/games.pgn"], "the folder nowhere does not exist"),
     ],
 )
 def test_options_that_mean_nothing_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_rows_that_the_engine_did_not_label_are_counted(
     # a pool belongs to its options: 4321 nodes are no other test's
     words = ["--kind", "both", "--rows", "18", "--plies", "12", "--nodes", "4321"]
     sides = made(tmp_path / "both", *words)
-    assert "\n6 P: rows are missing: the engine did not answer" in capsys.readouterr().out
+    assert "\n6 P: rows are missing because the engine failed" in capsys.readouterr().out
     rows = [row["prompt"] for row in sides["train"] + sides["held_out"]]
     assert len(rows) == 18
     assert {prompt.split()[2] for prompt in rows if prompt.startswith("P: ")} == {"w"}
@@ -193,7 +193,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(
 
 def test_too_few_positions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "--out", str(tmp_path / "a"), "--rows", "100", "--plies", "1", "--jobs", "1"]) == 2
-    assert "no more than 1 different rows" in capsys.readouterr().err
+    assert "only 1 different rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_broken_rows_beyond_a_part_do_not_count_and_the_first_is_named(tmp_path:
     assert [q.key for q in read("[:1]", "error").questions] == ["r0"]
     assert [q.key for q in read("[5:]", "error").questions] == ["r2", "r3"]
     assert [q.key for q in read("[1:4]").questions] == ["r1"]
-    assert read("[1:4]").notes[0].endswith("2 broken rows left out (data.on_broken=skip), the first at bad.jsonl:2")
+    assert read("[1:4]").notes[0].endswith("2 broken rows skipped (data.on_broken=skip), the first at bad.jsonl:2")
     assert read("[2:6]").notes[0].endswith("the first at bad.jsonl:3")
-    assert read("").notes[0].endswith("3 broken rows left out (data.on_broken=skip), the first at bad.jsonl:2")
+    assert read("").notes[0].endswith("3 broken rows skipped (data.on_broken=skip), the first at bad.jsonl:2")
     with pytest.raises(KeelError, match=r"bad\.jsonl:3: .*holds no paragraphs \(1 more: bad\.jsonl:5\)"):
         read("[2:]", "error")
     with pytest.raises(KeelError, match="has 7"):
@@ -120,7 +120,7 @@ def test_rows_that_cannot_be_used_are_named_or_counted(tmp_path: Path, broken: d
         read_questions(source_of({"path": path}), 1.0)
     loaded = read_questions(source_of({"path": path, "on_broken": "skip"}), 1.0)
     assert len(loaded.questions) == 1
-    assert "1 broken rows left out" in loaded.notes[0]
+    assert "1 broken rows skipped" in loaded.notes[0]
     with pytest.raises(KeelError, match="no usable row"):
         read_questions(source_of({"path": written(tmp_path / "b.jsonl", broken), "on_broken": "skip"}), 1.0)
 

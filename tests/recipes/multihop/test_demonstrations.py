@@ -179,7 +179,7 @@ def test_only_an_answer_that_was_shown_is_a_demonstration(tmp_path: Path) -> Non
         row(id="part", question="A part of Amber Hall?", answer="Ash", answer_aliases=["ford", "the"]),
     ]
     task, problems = loaded(tmp_path, *records, top_n=1)
-    fit = {key: task.demonstrates(problem) for key, problem in problems.items()}
+    fit = {key: task.usable_for_sft(problem) for key, problem in problems.items()}
     assert fit == {"read": True, "unreached": False, "alias": True, "asked": True, "part": False}
     # of the answer and its aliases, what was read is what is stated; where none was, the answer, so that gold is right
     stated = {key: task.gold(problem).partition("<answer>")[2] for key, problem in problems.items()}
@@ -191,7 +191,7 @@ def test_only_an_answer_that_was_shown_is_a_demonstration(tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", [*WORLDS, {"hops": [2, 3, 4], "curriculum_steps": 3}])
 def test_every_world_is_a_demonstration(options: dict[str, Any]) -> None:
     task: Any = build_task("multihop", **options)
-    assert all(task.demonstrates(problem) for step in range(4) for problem in task.sample(16, seed=1, step=step))
+    assert all(task.usable_for_sft(problem) for step in range(4) for problem in task.sample(16, seed=1, step=step))
 
 
 def test_check_task_says_how_many_a_warm_start_leaves_out(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_check_task_says_how_many_a_warm_start_leaves_out(tmp_path: Path) -> Non
     task = build_task("multihop", data={"path": written(tmp_path / "rows.jsonl", *rows)}, held_out=1)
     gold = next(result for result in checks(task, count=8) if result.name == "gold is correct")
     assert gold.ok
-    assert gold.detail.endswith("; a warm start leaves 3 out, which are no demonstrations")
+    assert gold.detail.endswith("; 3 are not used in a warm start")
 
 
 def test_rows_without_a_decomposition_are_asked_about_by_title_and_question(tmp_path: Path) -> None:

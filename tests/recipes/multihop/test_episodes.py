@@ -171,7 +171,7 @@ def test_a_users_own_tool_stands_beside_the_retrieval(data: dict[str, Any]) -> N
 
     task, problem = opened(data, retriever="golden", tools=[add])
     assert reply(task, problem, ["<tool>add(2, b=3)</tool>"]) == "\n<result>\n5\n</result>\n"
-    with pytest.raises(KeelError, match="two tools are called 'complete'"):
+    with pytest.raises(KeelError, match="two tools have the name 'complete'"):
         build_task("multihop", tools=[tool(add, name="complete")])
 
 

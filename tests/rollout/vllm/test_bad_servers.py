@@ -22,11 +22,11 @@ from transformers import AutoConfig
 import keel
 import keel.rollout.vllm
 from keel.base.errors import KeelError
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from keel.cli import main
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import OtherModel
+from keel.rollout.engine import ModelMismatch
 from keel.rollout.vllm import client
 from keel.rollout.vllm.client import SECRET, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.processes
 
 def connect(*urls: str, model: Any = None, **changes: Any) -> VllmEngine:
     model = model or shapes.model("llama")
-    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), ALONE)
+    sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), SINGLE_PROCESS)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 
@@ -93,7 +93,7 @@ def test_an_option_that_changes_logits(name: str) -> None:
     facts = {**PlainBackend().facts["model"], name: 123}
     with (
         hosted(PlainBackend(model=facts)) as (server,),
-        pytest.raises(OtherModel, match=f"its {name} is 123 ") as error,
+        pytest.raises(ModelMismatch, match=f"its {name} is 123 ") as error,
     ):
         connect(server.url)
     assert_one_line(error)
@@ -155,7 +155,7 @@ def test_the_same_address_twice() -> None:
 
 def test_a_secret_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which the environment") as error:
+    with pytest.raises(KeelError, match=r"^rollout\.vllm\.secret names \$MISSING, which is not set") as error:
         connect("http://127.0.0.1:1", secret="$MISSING")
     assert_one_line(error)
 
@@ -167,7 +167,7 @@ def test_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_secret() -> None:
-    with hosted(PlainBackend()) as (server,), pytest.raises(KeelError, match="wants another secret") as error:
+    with hosted(PlainBackend()) as (server,), pytest.raises(KeelError, match="does not match") as error:
         connect(server.url, secret="something else")
     assert_one_line(error)
     assert "something" not in str(error.value)
@@ -192,7 +192,7 @@ PAGE = HTMLResponse("<html>\n<body>It works!</body></html>")
 def test_a_server_of_another_kind(page: Response) -> None:
     server = Hosted(answering(status=page))
     try:
-        with pytest.raises(KeelError, match="no sampler of Keel's; start one with keel serve") as error:
+        with pytest.raises(KeelError, match="start keel serve there") as error:
             connect(server.url)
     finally:
         server.stop()
@@ -222,7 +222,7 @@ class Trickling:
 
 
 @pytest.mark.parametrize(
-    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "answers without an end")]
+    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "sends an endless answer")]
 )
 def test_an_answer_without_an_end(then: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "STATUS_S", 0.5)
@@ -276,17 +276,17 @@ def line(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (PAGE, "which is no completion"),
-        (PlainTextResponse('{"id": "0", "tok'), "which is no completion"),
-        (PlainTextResponse("[]\n"), "which is no completion"),
-        (PlainTextResponse(line(tokens="ab")), "which is no completion"),
+        (PAGE, "which is not a completion"),
+        (PlainTextResponse('{"id": "0", "tok'), "which is not a completion"),
+        (PlainTextResponse("[]\n"), "which is not a completion"),
+        (PlainTextResponse(line(tokens="ab")), "which is not a completion"),
         (PlainTextResponse(line(tokens=[1])), "gives 1 tokens and 2 and 2 log-probabilities"),
         (PlainTextResponse(line(filtered_logp=[-1.0])), "gives 2 tokens and 2 and 1 log-probabilities"),
         (PlainTextResponse(line(tokens=[1, 999])), "the token 999 of 260"),
         (PlainTextResponse(line(sample_logp=[-1.0, float("nan")])), "a log-probability that is no number"),
         (PlainTextResponse(line(tokens=[], sample_logp=[], filtered_logp=[])), "no token for problem 'p0'"),
-        (PlainTextResponse(""), "lost 5 times .*ended its answer too early"),
-        (PlainTextResponse(line(id="77")), "lost 5 times .*ended its answer too early"),
+        (PlainTextResponse(""), "lost 5 times .*its answer is incomplete"),
+        (PlainTextResponse(line(id="77")), "lost 5 times .*its answer is incomplete"),
         (PlainTextResponse("busy", 503), "answers b'busy'"),
         (JSONResponse({"error": "no such row"}, 400), "refused: no such row"),
     ],

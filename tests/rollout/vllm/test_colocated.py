@@ -14,12 +14,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import build_engine
-from keel.rollout.vllm import TO_BE_PLACED, check_vllm
+from keel.rollout.vllm import PLACEHOLDER_URL, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.transfer import Part, adapter_of
@@ -122,7 +122,7 @@ class OnDevice(nn.Parameter):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
 
-def built(vllm: type[FakeLLM], *, cuda: bool = False, world: World = ALONE, lora: bool = False) -> Any:
+def built(vllm: type[FakeLLM], *, cuda: bool = False, world: World = SINGLE_PROCESS, lora: bool = False) -> Any:
     model = shapes.model("llama")
     vllm.policy = model
     if lora:
@@ -176,11 +176,11 @@ def test_random_streams_go_on_as_they_were(vllm: type[FakeLLM]) -> None:
     seed()
     expected = numbers()
     seed()
-    ColocatedSampler(model, shapes.tokenizer(), OPTIONS, ALONE)
+    ColocatedSampler(model, shapes.tokenizer(), OPTIONS, SINGLE_PROCESS)
     assert numbers() == expected
 
 
-@pytest.mark.parametrize("world", [ALONE, World(1, 2)])
+@pytest.mark.parametrize("world", [SINGLE_PROCESS, World(1, 2)])
 def test_each_of_several_ranks_has_an_engine_of_its_own(vllm: type[FakeLLM], world: World) -> None:
     _, _, llm = built(vllm, world=world)
     expected = "external_launcher" if world.size > 1 else None
@@ -295,7 +295,7 @@ def test_options_of_the_engine_are_the_servers_unless_it_is_placed(options: dict
     with pytest.raises(KeelError, match=f"rollout.{flag}$"):
         check_vllm(rollout)
     check_vllm(rollout, placed=True)
-    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": TO_BE_PLACED})}))
+    check_vllm(rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"url": PLACEHOLDER_URL})}))
 
 
 def test_without_vllm_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

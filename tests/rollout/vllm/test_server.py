@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE, World
+from keel.base.world import SINGLE_PROCESS, World
 from keel.rollout import Request, SamplingParams, Turn
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.vllm.client import ServerSampler
@@ -33,7 +33,9 @@ from .servers import PASSWORD, REQUESTS, SAMPLING, Hosted, PlainBackend, assert_
 pytestmark = pytest.mark.processes
 
 
-def engine_of(model: Any, *urls: str, world: World = ALONE, silence_s: float = 30.0, **changes: Any) -> VllmEngine:
+def engine_of(
+    model: Any, *urls: str, world: World = SINGLE_PROCESS, silence_s: float = 30.0, **changes: Any
+) -> VllmEngine:
     sampler = ServerSampler(model, shapes.tokenizer(), options(*urls, **changes), world, silence_s=silence_s)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
@@ -146,7 +148,7 @@ def test_a_server_killed_in_a_rollout_and_started_again_gives_the_same_rows() ->
         again.stop()
     (lost, message), (back, _) = engine.events()
     assert (lost, back) == ("sampler/lost", "sampler/back")
-    assert f"{second.rows} rows are drawn again" in message
+    assert f"{second.rows} rows are sampled again" in message
     assert engine.events() == []
 
 
@@ -289,13 +291,15 @@ def test_rows_that_a_load_overtakes_are_not_answered_as_the_old_weights(tmp_path
         assert backend.begun.wait(20)
         assert routes.post("/keel/weights/bb", json={}).status_code == 200
         lines = [json.loads(line) for line in wait() if line]
-        assert [line.get("error") for line in lines] == ["KeelError: other weights were loaded while these rows ran"]
+        assert [line.get("error") for line in lines] == [
+            "KeelError: other weights were loaded while these rows were running"
+        ]
         assert len(routes.post("/keel/generate", json={**ROWS, "weights": "bb"}).text.split()) > 2
     assert service.streams == {}
 
 
 def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 0.2)
+    monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 0.2)
     service = Service(backend := Held(), PASSWORD)
     backend.rows = 5
     with asked(service, "one") as routes:
@@ -309,7 +313,7 @@ def test_a_sync_waits_for_rows_of_another_training(tmp_path: Path, monkeypatch: 
         busy = routes.post("/keel/weights/bb", json={}, headers=other)
         assert (busy.status_code, busy.json()["error"]) == (409, "it is busy: another training uses this server")
         assert service.weights == "aa"
-        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_S", 20)
+        monkeypatch.setattr("keel.rollout.vllm.service.BUSY_TIMEOUT_S", 20)
         commit = in_background(lambda: routes.post("/keel/weights/bb", json={}, headers=other))
         routes.portal.call(backend.free.set)  # type: ignore[union-attr]
         assert commit().status_code == 200
@@ -436,18 +440,18 @@ class Ranks:
         ranks = self
 
         class Threaded(World):
-            def gather(self, value: Any) -> list[Any]:
+            def all_gather(self, value: Any) -> list[Any]:
                 ranks.values[rank] = value
                 ranks.barrier.wait(30)
                 values = list(ranks.values)
                 ranks.barrier.wait(30)
                 return values
 
-            def agree(self, value: Any) -> Any:
-                return self.gather(value)[0]
+            def broadcast(self, value: Any) -> Any:
+                return self.all_gather(value)[0]
 
-            def wait(self) -> None:
-                self.gather(None)
+            def barrier(self) -> None:
+                self.all_gather(None)
 
         return Threaded(rank, 2)
 

@@ -19,16 +19,16 @@ from peft import LoraConfig, get_peft_model
 from starlette.testclient import TestClient
 
 from keel.base.errors import KeelError
-from keel.base.world import ALONE
+from keel.base.world import SINGLE_PROCESS
 from keel.rollout.engine import StaleWeights
 from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
-from keel.rollout.vllm.client import Lost, ServerSampler
+from keel.rollout.vllm.client import ServerLost, ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
 from keel.rollout.vllm.start import engine_arguments, start_error
-from keel.rollout.vllm.transfer import one_of_workers, own_folder, save_shards
+from keel.rollout.vllm.transfer import merge_worker_digests, process_folder, save_shards
 from rollout import shapes
 
 from . import fake_vllm
@@ -76,7 +76,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(model: Any, url: str) -> VllmEngine:
-    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer="nccl"), ALONE)
+    sampler = ServerSampler(model, shapes.tokenizer(), options(url, transfer="nccl"), SINGLE_PROCESS)
     return VllmEngine(sampler, model, shapes.tokenizer())
 
 
@@ -155,7 +155,7 @@ def test_what_arrives_is_proven() -> None:
 def test_a_first_transfer_that_fails_is_one_line(step: str) -> None:
     backend = Receiver()
     backend.fail = step
-    line = r"weights do not go to the sampler at .* by nccl \(.*no such device\): .*transfer=http"
+    line = r"weights cannot be sent to the sampler at .* by nccl \(.*no such device\): .*transfer=http"
     with hosted(backend) as (server,), pytest.raises(KeelError, match=line):
         engine_of(shapes.model("llama"), server.url)
 
@@ -177,10 +177,10 @@ def test_a_broadcast_ends_when_nobody_receives(tmp_path: Path) -> None:
         if step == "init":
             fake_vllm.Group(base64.b64decode(info["nccl_unique_id_b64"]), 1, 2, None)
         if step == "update":
-            raise Lost("it has ended")
+            raise ServerLost("it has ended")
 
     sender = direct.NcclSender(call, torch.device("cpu"), 1, 20.0)
-    with pytest.raises(Lost, match="it has ended"):
+    with pytest.raises(ServerLost, match="it has ended"):
         sender.send(tmp_path)
 
 
@@ -191,10 +191,10 @@ def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
         raise KeelError("refused")
 
     with pytest.raises(KeelError, match="refused"):
-        direct.together(never.wait, refused, timeout_s=20.0)
-    with pytest.raises(direct.Broken, match="have not met in 0 s"):
-        direct.together(never.wait, lambda: None, timeout_s=0.1)
-    assert direct.together(lambda: 1, lambda: 2, timeout_s=20.0) == [1, 2]
+        direct.run_concurrently(never.wait, refused, timeout_s=20.0)
+    with pytest.raises(direct.TransferBroken, match="have not met in 0 s"):
+        direct.run_concurrently(never.wait, lambda: None, timeout_s=0.1)
+    assert direct.run_concurrently(lambda: 1, lambda: 2, timeout_s=20.0) == [1, 2]
     never.set()
 
 
@@ -317,21 +317,21 @@ def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path, monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    own = own_folder("sync")
+    own = process_folder("sync")
     pid = str(os.getpid())
     dead, living = (own.with_name(own.name.replace(f"-{pid}-", f"-{p}-")) for p in (ended.pid, os.getppid()))
     other = tmp_path / f"keel-sync-elsewhere-1-{ended.pid}-abc"
     for folder in (dead, living, other):
         folder.mkdir()
-    again = own_folder("sync")
+    again = process_folder("sync")
     assert {*tmp_path.iterdir()} == {own, again, living, other}
 
 
 def test_workers_that_hold_different_weights() -> None:
     same = {"a": "1", "b|0|0|4": "2"}
-    assert one_of_workers([same, {"a": "1", "b|0|4|4": "3"}]) == {**same, "b|0|4|4": "3"}
+    assert merge_worker_digests([same, {"a": "1", "b|0|4|4": "3"}]) == {**same, "b|0|4|4": "3"}
     with pytest.raises(StaleWeights, match="two workers of the sampler hold different weights of a"):
-        one_of_workers([same, {**same, "a": "4"}])
+        merge_worker_digests([same, {**same, "a": "4"}])
 
 
 def test_an_update_that_a_lost_trainer_has_left_open_is_ended() -> None:

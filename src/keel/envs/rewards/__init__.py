@@ -1,4 +1,4 @@
-"""Rewards by name: what a completion can be paid for, and how several of them make one number."""
+"""Reward functions by name, and their combination."""
 
 from keel.envs.rewards.part import AGGREGATES, RewardFunction, RewardPart, as_reward, combine, wrap
 from keel.envs.rewards.registry import REWARDS, TASK, build_reward, build_rewards, check_reward, probe_rewards

@@ -1,4 +1,4 @@
-"""What the parameters of a reward must be, asked before a model is loaded."""
+"""Check the parameters of rewards before a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keel.base.errors import KeelError
-from keel.envs.maths import need_math_verify
+from keel.envs.maths import require_math_verify
 from keel.envs.sandbox import Limits
 
 _KEYS = ("pattern", "tag", "reward")
@@ -78,7 +78,9 @@ def _chat_judge(params: Mapping[str, Any]) -> None:
     if compiled is not None and compiled.groups != 1:
         raise KeelError(f"reward chat_judge: pattern {params['pattern']!r} must have one group, around the score")
     if "template" in params and "{completion}" not in params["template"]:
-        raise KeelError("reward chat_judge: template has no {completion}: the judge would not see what it judges")
+        raise KeelError(
+            "reward chat_judge: template has no {completion}: add it, so that the judge sees the completion"
+        )
     low, high = params.get("low", 0.0), params.get("high", 10.0)
     if not low < high:
         raise KeelError(f"reward chat_judge: low is {low} and high is {high}: high must be above low")
@@ -108,7 +110,7 @@ def _pattern(name: str, pattern: Any) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise KeelError(f"reward {name}: pattern {pattern!r} is no regular expression: {error}") from error
+        raise KeelError(f"reward {name}: pattern {pattern!r} is not a valid regular expression: {error}") from error
 
 
 def _tags(name: str, params: Mapping[str, Any]) -> None:
@@ -125,7 +127,7 @@ def _code(params: Mapping[str, Any]) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    "math": lambda params: need_math_verify("reward math"),
+    "math": lambda params: require_math_verify("reward math"),
     "format": _format,
     "tag_count": _tag_count,
     "regex": _regex,

@@ -44,9 +44,12 @@ def judge(problem: Problem, text: str, limits: Limits, partial: float) -> Reward
     correct = float(passed == 1.0)
     named = {outcome.name: [o.passed for o in outcomes if o.name == outcome.name] for outcome in outcomes}
     parts = {"correct": correct, "passed": passed, **{name: fmean(rows) for name, rows in named.items() if name}}
-    parsed = any(outcome.kind != NO_SYNTAX for outcome in outcomes)
+    parsed = any(outcome.kind not in NO_SYNTAX for outcome in outcomes)
+    lines = list(map(str, outcomes))
+    if not parsed and len(lines) > 1:
+        lines[1:] = [f"✗ {len(lines) - 1} more: the same"]
     written = [] if program == text else ["```python", program.strip("\n"), "```"]
-    shown = "\n".join([*written, *map(str, outcomes)])
+    shown = "\n".join([*written, *lines])
     shown = shown if len(shown) <= LONGEST_DETAILS else f"{shown[:LONGEST_DETAILS]}…"
     # A program's words must not steer a terminal, and every encoding must hold them.
     readable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in shown)

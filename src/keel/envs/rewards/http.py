@@ -1,4 +1,4 @@
-"""Rewards from elsewhere: a judge or a reward model behind a URL, and a chat model asked for a score."""
+"""Remote rewards: a judge or reward model behind a URL, and a chat model as a judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from keel.base.certificates import certificates
 from keel.base.errors import KeelError
-from keel.base.redact import NoVariable, fill
+from keel.base.redact import UnsetVariable, expand_env
 from keel.base.types import Problem
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ TEMPLATE = (
     "Judge the answer to a question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n"
     "{completion}\n\nSay in one sentence why, then end with a line `Score: N`, N from 0 (wrong) to 10 (right)."
 )
-_MOST_BYTES = 1 << 20  # an answer longer than this is no score
-_LONGEST_PAUSE = 30.0
+_MAX_BYTES = 1 << 20  # of an answer
+_MAX_BACKOFF_S = 30.0
 
 
 class JudgeFailed(Exception):
-    """A judge gave no score; the message names its URL."""
+    """A judge returned no score; the message names its URL."""
 
 
 def http(
@@ -44,12 +44,12 @@ def http(
     backoff_s: float = 0.5,
     concurrency: int = CONCURRENCY,
 ) -> float:
-    """The score that `url` answers with.
+    """The score that the server at `url` returns.
 
-    It is sent `{"key", "prompt", "completion", "turns", "answer"}` as JSON; the score is read from its answer by the
-    path `score`, such as `score` or `results.0.value`. No connection, no answer within `timeout_s`, status 429 and 5xx
-    are tried again `retries` times, after `backoff_s`, twice that, … `headers` and `url` may name variables of the
-    environment: `{Authorization: Bearer $JUDGE_TOKEN}`. `concurrency` completions of a group are judged at a time.
+    The request is `{"key", "prompt", "completion", "turns", "answer"}` as JSON. `score` is the path of the score in the
+    JSON answer, such as `score` or `results.0.value`. Connection errors, timeouts (`timeout_s`), status 429 and 5xx are
+    retried `retries` times with exponential backoff from `backoff_s`. `headers` and `url` may contain environment
+    variables: `{Authorization: Bearer $JUDGE_TOKEN}`. `concurrency` is the number of concurrent requests per group.
     """
     body = {
         "key": problem.key,
@@ -78,10 +78,10 @@ def chat_judge(
     backoff_s: float = 1.0,
     concurrency: int = CONCURRENCY,
 ) -> float:
-    """The score of a chat model behind an OpenAI-compatible `url` (such as http://host:8000/v1), brought to [0, 1].
+    """The score of a chat model behind an OpenAI-compatible `url` (such as http://host:8000/v1), scaled to [0, 1].
 
-    `template` may contain {prompt}, {completion} and {answer}; the last match of `pattern` is the score, from `low` to
-    `high`: `(score − low) / (high − low)`. A reply without one, or with one outside, is a failure and not a 0.
+    `template` may contain {prompt}, {completion} and {answer}. The last match of `pattern` is the score, scaled by
+    `(score − low) / (high − low)`. A reply without a score, or with one out of range, is a failure and not a 0.
     """
     filled = {"prompt": _plain(problem.prompt), "completion": text, "answer": str(problem.answer)}
     question = re.sub(r"\{(prompt|completion|answer)\}", lambda match: filled[match.group(1)], template)
@@ -103,7 +103,7 @@ def chat_judge(
 
 
 def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:
-    """Raise a KeelError if nobody listens at `url` or a variable is not set; nothing is asked of the judge."""
+    """Raise a KeelError if the server at `url` is down or a variable is not set. Sends no request."""
     try:
         parts = urlsplit(_filled(url, "url"))
         _headers(headers)
@@ -111,21 +111,21 @@ def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float =
         raise KeelError(str(error)) from None
     host = str(parts.hostname)
     if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
-        return  # who listens behind a proxy shows at the first call
+        return  # behind a proxy this cannot be checked
     try:
         socket.create_connection((host, parts.port or (443 if parts.scheme == "https" else 80)), timeout_s).close()
     except OSError as error:
-        raise KeelError(f"the judge at {shown(url)} is down: {_why(error)}; start it, or mend rewards.url") from error
+        raise KeelError(f"the judge at {shown(url)} is down: {_why(error)}; start it, or fix rewards.url") from error
 
 
 def shown(url: str) -> str:
-    """A URL for messages: without the name, password or query that it may carry."""
+    """A URL for messages, without credentials and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _below(url: str, path: str) -> str:
-    """The URL with the path at the end of its own, before its query."""
+    """Append a path to the URL, before its query."""
     parts = urlsplit(url)
     full_path = parts.path if parts.path.endswith(path) else parts.path.rstrip("/") + path
     return urlunsplit(parts._replace(path=full_path))
@@ -139,11 +139,11 @@ def _ask(
     target = httpx2.URL(_filled(url, "url"))
 
     def same_origin(request: httpx2.Request) -> None:
-        """What is sent, headers with tokens among it, is for the origin that was asked: no redirect may leave it."""
+        """Refuse redirects to another origin, which would get the tokens in the headers."""
         if (request.url.scheme, request.url.host, request.url.port) != (target.scheme, target.host, target.port):
             raise JudgeFailed(
-                f"{shown(url)} redirects to {shown(str(request.url))}, another origin: what is meant for the first "
-                "is not sent there; if it is the judge, give that url"
+                f"{shown(url)} redirects to {shown(str(request.url))}, another origin, which does not get the request; "
+                "if that is the judge, set url to it"
             )
 
     with httpx2.Client(
@@ -165,12 +165,12 @@ def _ask(
                 if status != 429 and status < 500:
                     raise JudgeFailed(f"{shown(url)} {cause}")
             if attempt < retries:
-                time.sleep(min(backoff_s * 2**attempt, _LONGEST_PAUSE))
+                time.sleep(min(backoff_s * 2**attempt, _MAX_BACKOFF_S))
     raise JudgeFailed(f"{shown(url)} {cause}" + (f" ({retries + 1} tries)" if retries else ""))
 
 
 def _post(client: httpx2.Client, url: httpx2.URL, content: bytes, timeout_s: float) -> tuple[int, bytes]:
-    """Status and data of one try; the limit holds for the whole answer, which may otherwise drip in for ever."""
+    """Status and data of one request; the time limit covers the whole answer."""
     import httpx2
 
     ends = time.monotonic() + timeout_s
@@ -180,13 +180,13 @@ def _post(client: httpx2.Client, url: httpx2.URL, content: bytes, timeout_s: flo
             data += chunk
             if time.monotonic() > ends:
                 raise httpx2.ReadTimeout("timed out")
-            if len(data) > _MOST_BYTES:
+            if len(data) > _MAX_BYTES:
                 break
     return response.status_code, data
 
 
 def _json(data: bytes, url: str) -> Any:
-    if len(data) > _MOST_BYTES:
+    if len(data) > _MAX_BYTES:
         raise JudgeFailed(f"{shown(url)} did not answer in JSON: longer than 1 MiB")
     try:
         return json.loads(data.decode(errors="replace"))
@@ -195,14 +195,14 @@ def _json(data: bytes, url: str) -> Any:
 
 
 def _headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Headers with the environment's variables filled in; they are read here so that no token stands in a config."""
+    """Expand environment variables in headers, so that configurations contain no tokens."""
     return {name: _filled(value, "headers") for name, value in (headers or {}).items()}
 
 
 def _filled(text: str, option: str) -> str:
     try:
-        return fill(text)
-    except NoVariable as error:
+        return expand_env(text)
+    except UnsetVariable as error:
         raise JudgeFailed(f"rewards.{option} {error}") from None
 
 
@@ -224,7 +224,7 @@ def _number(value: Any, url: str, where: str) -> float:
             return float(value)
     except ValueError:
         pass
-    raise JudgeFailed(f"{shown(url)} gave {str(value)[:60]!r} at {where}, which is no number")
+    raise JudgeFailed(f"{shown(url)} gave {str(value)[:60]!r} at {where}, which is not a number")
 
 
 def _plain(prompt: Any) -> str:

@@ -1,4 +1,4 @@
-"""The reward `math`: equal as mathematics, by math-verify."""
+"""The reward `math`: mathematical equality, by math-verify."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TAG = re.compile(r"</?[A-Za-z_]\w*>")
 
 
 def math(problem: Problem, text: str, tag: str | None = None) -> Reward:
-    """1 if the last mathematics of the text (or of its last `<tag>`) equals the answer: ½, 0.5 and \\frac{1}{2} do."""
+    """1 if the last expression of the text (or of its last `<tag>`) equals the answer: ½, 0.5 and \\frac{1}{2} do."""
     within = last_tag(text, tag) if tag else _TAG.sub("\n", text)
     equal = None if within is None else math_equal(str(problem.answer), within)
     return Reward(float(bool(equal)), {}, parsed=equal is not None)

@@ -1,4 +1,4 @@
-"""One reward: a function with a name and a weight, what it may return, and how several make one number."""
+"""Reward parts: functions with a name and a weight, their return values, and their combination."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from keel.base.errors import unknown
 from keel.base.types import Problem, Reward
 from keel.envs.calls import is_async
 
-# `f(problem, text) -> float | dict | Reward`, where text is the model's last turn; a parameter called `turns` is given
-# all of them.
+# `f(problem, text) -> float | dict | Reward`; text is the last model turn, an optional parameter `turns` gets all.
 RewardFunction = Callable[..., Any]
 AGGREGATES = ("sum", "normalised_sum")
-_SAME = 1e-8  # a spread below this is rounding: dividing by it would make rewards out of noise
+_MIN_STD = 1e-8  # a smaller standard deviation is rounding error
 
 
 @dataclass(frozen=True)
 class RewardPart:
     """One named reward `function(problem, turns)` with its weight.
 
-    `trusted` ones are our own and need no worker thread around them. The completions of a group are judged one after
-    the other, `at_once` at a time where that is above 1, and all together where the function is a coroutine function.
-    `remote` ones ask a judge elsewhere.
+    `trusted` functions are Keel's own and run without a worker thread. `at_once` is the number of concurrent calls per
+    group; coroutine functions run all concurrently. `remote` functions send requests to a server.
     """
 
     name: str
@@ -41,9 +39,9 @@ class RewardPart:
 def wrap(
     function: RewardFunction, name: str | None = None, weight: float = 1.0, *, trusted: bool = False, at_once: int = 1
 ) -> RewardPart:
-    """A reward out of any function `f(problem, text)`, sync or async.
+    """Make a reward part of a function `f(problem, text)`, sync or async.
 
-    One with a parameter `turns` is given all turns as well.
+    A parameter `turns` of the function gets all turns.
     """
     label = name or str(getattr(function, "__name__", type(function).__name__))
     try:
@@ -63,9 +61,9 @@ def wrap(
 
 
 def as_reward(value: Any) -> Reward:
-    """What a reward function returned, as a Reward; raises ValueError with the reason if that makes no sense.
+    """Convert the return value of a reward function to a Reward; raises ValueError if it is invalid.
 
-    A dict is named parts: `total` if it has one, else their sum. A bool counts as 0 or 1.
+    A dict is named parts; its total is `total` or else their sum. A bool is 0 or 1.
     """
     if isinstance(value, Mapping):
         parts = {str(k): _number(v, str(k)) for k, v in value.items() if k != "total"}
@@ -77,12 +75,11 @@ def as_reward(value: Any) -> Reward:
 
 
 def combine(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], aggregate: str = "sum") -> list[float]:
-    """The total of each completion of one group, from the values of each part over that group.
+    """The total reward of each completion of a group.
 
-    `sum` adds weight × value. `normalised_sum` first brings each part to mean 0 and standard deviation 1 within the
-    group, so that a weight says how much a part counts whatever its scale (as GDPO does, arXiv 2601.05242); a part
-    that is equal over the group adds nothing. Such totals compare completions of one group and nothing else: read the
-    parts, or an evaluation, to see how good a policy is.
+    `sum` adds weight × value. `normalised_sum` first standardises each part within the group to mean 0 and standard
+    deviation 1, so that weights do not depend on scales (GDPO, arXiv 2601.05242); constant parts add 0. Normalised
+    totals only compare completions within a group: use the parts or an evaluation to judge a policy.
     """
     if aggregate not in AGGREGATES:
         raise unknown("reward.aggregate", aggregate, AGGREGATES)
@@ -94,8 +91,8 @@ def combine(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
 
 
 def _standardised(values: Sequence[float]) -> list[float]:
-    mean, spread = fmean(values), pstdev(values)
-    return [(v - mean) / spread if spread > _SAME else 0.0 for v in values]
+    mean, std = fmean(values), pstdev(values)
+    return [(v - mean) / std if std > _MIN_STD else 0.0 for v in values]
 
 
 def _number(value: Any, part: str | None) -> float:

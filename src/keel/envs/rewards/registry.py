@@ -1,4 +1,4 @@
-"""Rewards by name: built from entries of `rewards:`, whose parameters are checked before any model is loaded."""
+"""Build rewards from the entries of `rewards:`. Parameters are checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ REWARDS: dict[str, RewardFunction] = {
     "http": http.http,
     "chat_judge": http.chat_judge,
 }
-TASK = "task"  # the task's own reward, which is no free function
+TASK = "task"  # the task's own reward
 REMOTE = ("http", "chat_judge")
 _ANSWERED = (TASK, "exact", "numeric", "math")  # compare with the problem's answer
 
 
 def check_reward(name: str, params: Mapping[str, Any]) -> None:
-    """Refuse an unknown reward, or parameters that it cannot work with; the nearest valid name is suggested."""
+    """Check a reward's name and parameters; errors suggest the nearest name."""
     if name == TASK:
         if params:
             raise KeelError(f"the reward 'task' takes no parameters, but was given {', '.join(params)}")
@@ -55,7 +55,7 @@ def check_reward(name: str, params: Mapping[str, Any]) -> None:
 
 
 def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
-    """Refuse what is wrong in `rewards`, by the entry's index."""
+    """Check all entries of `rewards`; errors name the index."""
     for index, part in enumerate(parts):
         try:
             check_reward(part.name, {key: value for key, value in part.params.items() if key != "label"})
@@ -64,17 +64,17 @@ def check_rewards(parts: Sequence[RewardPartOptions]) -> None:
 
 
 def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | None = None, **params: Any) -> RewardPart:
-    """One entry of `rewards:`: a name of `REWARDS`, `task`, or the user's `module:attr`, with its own parameters."""
+    """Build one entry of `rewards:`: a name of `REWARDS`, `task`, or `module:attr`, with its parameters."""
     check_reward(name, params)
-    if task.unanswered and _compares(name, params):
+    if task.prompts_only and _compares(name, params):
         raise KeelError(
-            f"the reward {name!r} compares with answers, and {task.name!r} has prompts alone: name rewards that need "
-            "none, such as rewards='[{name: length}]', or the answers' column with data.columns.answer"
+            f"the reward {name!r} needs answers, and {task.name!r} has none: use a reward without answers, such as "
+            "rewards='[{name: length}]', or name the answer column with data.columns.answer"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise KeelError(f"reward {name}: weight is {weight!r}, it must be a number")
     if name == TASK:
-        at_once = task.judged_at_once
+        at_once = task.reward_concurrency
         return RewardPart(label or TASK, task.reward, weight, task.trusted, at_once, is_async(task.reward))
     function = _function(name)
     inner = [_build_inner(spec, task) for spec in _inner(name, params)]
@@ -92,7 +92,7 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
 
 
 def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[RewardPart, ...]:
-    """All of `rewards:`; two of one name are told apart by a number, since each is logged by its name."""
+    """Build all of `rewards:`. Repeated names get a number, because each part is logged by name."""
     parts: list[RewardPart] = []
     for entry in entries or [{"name": TASK}]:
         part = build_reward(task=task, **entry)
@@ -102,9 +102,7 @@ def build_rewards(entries: Sequence[Mapping[str, Any]], task: Task) -> tuple[Rew
 
 
 def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to start where a judge on the net cannot be reached, whatever `reward.on_error` says about later, and
-    where programs cannot be confined.
-    """
+    """Check before the run that remote judges can be reached and that the code sandbox works."""
     for entry in entries:
         if entry["name"] == "code":
             need_sandbox(Limits.of(entry))
@@ -113,14 +111,14 @@ def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _compares(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether a reward of ours reads the problem's answer."""
+    """Whether a built-in reward reads the problem's answer."""
     if name == "chat_judge":
         return "{answer}" in params.get("template", http.TEMPLATE)
     return name in _ANSWERED or (name == "regex" and params.get("group") is not None)
 
 
 def _inner(name: str, params: Mapping[str, Any]) -> list[Any]:
-    """The rewards that a reward is built on."""
+    """The rewards inside a composite reward."""
     if name == "cosine":
         return [params.get("of", TASK)]
     return [rung["reward"] for rung in params["rungs"] if "reward" in rung] if name == "ladder" else []
@@ -132,7 +130,7 @@ def _spec(spec: Any) -> dict[str, Any]:
 
 def _check_inner(outer: str, spec: Any) -> None:
     if not isinstance(spec, str) and not (isinstance(spec, Mapping) and isinstance(spec.get("name"), str)):
-        raise KeelError(f"reward {outer}: {spec!r} is no reward: give a name, or {{name, …}} with its parameters")
+        raise KeelError(f"reward {outer}: {spec!r} is not a reward: give a name, or {{name, …}} with its parameters")
     params = _spec(spec)
     name = params.pop("name")
     try:
@@ -140,7 +138,9 @@ def _check_inner(outer: str, spec: Any) -> None:
     except KeelError as error:
         raise KeelError(f"reward {outer}: {error}") from None
     if name in REMOTE or (is_import_path(name) and is_async(_function(name))):
-        raise KeelError(f"reward {outer}: {name} answers from elsewhere: give it an entry of its own in rewards")
+        raise KeelError(
+            f"reward {outer}: {name} is remote or async and cannot be nested: give it its own entry in rewards"
+        )
 
 
 def _build_inner(spec: Any, task: Task) -> RewardPart:
@@ -148,7 +148,7 @@ def _build_inner(spec: Any, task: Task) -> RewardPart:
 
 
 def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """The parameters with functions in the place of rewards' names."""
+    """The parameters with reward names replaced by functions."""
     filled = dict(params)
     if name == "cosine":
         filled["of"] = _build_inner(params.get("of", TASK), task).function
@@ -161,7 +161,7 @@ def _filled(name: str, params: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 
 def _arguments(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """A reward's own parameters as arguments; problem, text and turns are given to it completion by completion."""
+    """The keyword arguments of a reward from its parameters; problem, text and turns are passed per completion."""
     return part_arguments(f"reward {name}", _function(name), params, positional=2, reserved=("turns",))
 
 

@@ -1,4 +1,4 @@
-"""Rewards that are read off the text alone: answers, tags, patterns, rungs, lengths."""
+"""Rewards computed from the text: answers, tags, patterns, ladders, lengths."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from keel.base.types import Problem, Reward
 from keel.envs.answers import last_number, last_tag, plain_number
 from keel.envs.rewards.part import as_reward
 
-Judged = Callable[[Problem, Sequence[str]], Any]  # another reward, as `ladder` and `cosine` build on one
-FULL = 1.0 - 1e-9  # another reward of at least this is taken as "correct"
+Judged = Callable[[Problem, Sequence[str]], Any]  # an inner reward of `ladder` or `cosine`
+FULL = 1.0 - 1e-9  # an inner reward of at least this counts as correct
 
 
 def none(problem: Problem, text: str) -> float:
-    """0 for every completion: the KL alone trains, as in distillation."""
+    """0 for every completion, for training on the KL alone (distillation)."""
     return 0.0
 
 
 def exact(problem: Problem, text: str) -> float:
-    """1 if the text is the answer, spaces around it aside."""
+    """1 if the text equals the answer, ignoring surrounding whitespace."""
     return float(text.strip() == str(problem.answer).strip())
 
 
@@ -35,7 +35,7 @@ def numeric(problem: Problem, text: str, tag: str | None = None) -> Reward:
 
 
 def format(problem: Problem, text: str, pattern: str | None = None, tags: Sequence[str] = ("answer",)) -> float:
-    """1 if the whole text matches the regular expression; without one, the share of `tags` that occur once, closed."""
+    """1 if the whole text matches `pattern`; without a pattern, the fraction of `tags` that occur once and closed."""
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     once = [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and last_tag(text, tag) is not None for tag in tags]
@@ -43,7 +43,7 @@ def format(problem: Problem, text: str, pattern: str | None = None, tags: Sequen
 
 
 def tag_count(problem: Problem, text: str, tags: Sequence[str] = ("think", "answer")) -> float:
-    """The share of opening and closing tags that occur exactly once: 4 × 0.25 for think and answer, as in open-r1."""
+    """The fraction of opening and closing tags that occur exactly once (open-r1): 4 × 0.25 for think and answer."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     return fmean(text.count(mark) == 1 for mark in marks)
 
@@ -51,10 +51,9 @@ def tag_count(problem: Problem, text: str, tags: Sequence[str] = ("think", "answ
 def regex(
     problem: Problem, text: str, pattern: str, full: bool = False, group: int | str | None = None
 ) -> float | Reward:
-    """1 if the pattern occurs (with `full`: is the whole text); with `group`, if that group is the answer.
+    """1 if the pattern occurs (with `full`: matches the whole text); with `group`, if that group equals the answer.
 
-    Of several places the last counts. A group is the answer if the texts are equal, spaces around them aside, or the
-    numbers are.
+    The last match counts. Group and answer are compared as text without surrounding whitespace, or as numbers.
     """
     matches = [re.fullmatch(pattern, text, re.DOTALL)] if full else list(re.finditer(pattern, text, re.DOTALL))
     match = matches[-1] if matches else None
@@ -65,10 +64,10 @@ def regex(
 
 
 def ladder(problem: Problem, text: str, turns: Sequence[str], rungs: Sequence[Mapping[str, Any]]) -> Reward:
-    """The sum of the values of the rungs reached, from the first on; the first that is not reached ends the climb.
+    """The sum of the values of the rungs in order, up to the first that is not reached.
 
-    A rung is `{pattern}` (it occurs in the text), `{tag}` (closed, once) or `{reward}` (another reward of at least
-    `at_least`, default 1), each with its `value`: a slope where a single prize would be a cliff.
+    A rung is `{pattern}` (occurs in the text), `{tag}` (occurs once and closed) or `{reward}` (an inner reward of at
+    least `at_least`, default 1), each with its `value`.
     """
     total, reached = 0.0, 0
     for rung in rungs:
@@ -79,7 +78,7 @@ def ladder(problem: Problem, text: str, turns: Sequence[str], rungs: Sequence[Ma
 
 
 def length(problem: Problem, text: str, target: int = 0, scale: float = 100.0) -> float:
-    """0 up to `target` characters, then minus one for every `scale` more, at most -1: a price on talk."""
+    """A length penalty: 0 up to `target` characters, then −1 per `scale` further characters, but at least −1."""
     return -min(1.0, max(0, len(text) - target) / scale)
 
 
@@ -95,11 +94,11 @@ def cosine(
     wrong_long: float = -0.5,
     exceeded: float | None = None,
 ) -> Reward:
-    """Correctness shaped by length along half a cosine, arXiv 2502.03373.
+    """The cosine length reward, arXiv 2502.03373.
 
-    `long + ½(short − long)(1 + cos(π·n / max_length))` with n the characters of the last turn, at most `max_length`;
-    short and long are those of a correct or of a wrong text. A text of `max_length` or more earns `exceeded`, where
-    that is given. `of` says what is correct: another reward of 1.
+    `long + ½(short − long)(1 + cos(π·n / max_length))`, where n is the number of characters of the last turn, at most
+    `max_length`, and short and long are the values for a correct or a wrong text. A text of `max_length` or more earns
+    `exceeded` if that is set. A text is correct if the inner reward `of` is 1.
     """
     correct = as_reward(of(problem, turns)).total >= FULL
     if exceeded is not None and len(text) >= max_length:

@@ -18,16 +18,16 @@ from trl.experimental.server_distillation import ServerDistillationConfig, Serve
 from trl.trainer import distillation_trainer as distillation
 
 from keel.integrations.versions import TRL
-from keel.verify.shipped import Losses, Row, Shipped, examine
+from keel.verify.peer_terms import Losses, PeerTerm, PeerTermResult, examine_term
 
 
-def formulas() -> Sequence[Shipped]:
+def formulas() -> Sequence[PeerTerm]:
     """Every KL term of the installed TRL that can be called on its own."""
     grpo, full, gkd = _args(GRPOConfig), _args(DistillationConfig), _args(GKDConfig)
     server = _args(ServerDistillationConfig, teacher_model_server_url="http://127.0.0.1")
     self_distillation = _args(SDPOConfig)
     terms = [
-        Shipped(
+        PeerTerm(
             f"GRPOTrainer, KL term of {grpo.loss_type}",
             f"use_bias_correction_kl={corrected}",
             GRPOTrainer._compute_loss,
@@ -37,7 +37,7 @@ def formulas() -> Sequence[Shipped]:
         for corrected in (True, False)
     ]
     terms += [
-        Shipped(
+        PeerTerm(
             "DistillationTrainer",
             f"beta={beta}",
             distillation._chunked_divergence_loss,
@@ -46,9 +46,9 @@ def formulas() -> Sequence[Shipped]:
         )
         for beta in (1.0, 0.0, 0.5)
     ]
-    terms.append(Shipped("GKDTrainer", f"beta={gkd.beta}", GKDTrainer.generalized_jsd_loss, _gkd(gkd.beta)))
+    terms.append(PeerTerm("GKDTrainer", f"beta={gkd.beta}", GKDTrainer.generalized_jsd_loss, _gkd(gkd.beta)))
     terms.append(
-        Shipped(
+        PeerTerm(
             "ServerDistillationTrainer",
             f"beta={server.beta}, loss_top_k={server.loss_top_k}, loss_add_tail={server.loss_add_tail}",
             ServerDistillationTrainer._compute_sparse_top_1_divergence_loss,
@@ -58,7 +58,7 @@ def formulas() -> Sequence[Shipped]:
     alpha, tail = self_distillation.distillation_alpha, self_distillation.distillation_add_tail
     if self_distillation.distillation_mode == "sampled_token":
         terms.append(
-            Shipped(
+            PeerTerm(
                 "SDPOTrainer",
                 f"distillation_mode=sampled_token, distillation_is_clip={self_distillation.distillation_is_clip}",
                 sdpo.compute_sampled_token_self_distillation_loss,
@@ -67,7 +67,7 @@ def formulas() -> Sequence[Shipped]:
         )
     for added in (tail, not tail):
         terms.append(
-            Shipped(
+            PeerTerm(
                 "SDPOTrainer",
                 f"distillation_mode=topk_logits, distillation_topk=8 of 64, distillation_add_tail={added}",
                 sdpo.compute_topk_self_distillation_loss,
@@ -79,11 +79,11 @@ def formulas() -> Sequence[Shipped]:
     return terms
 
 
-def kl_of(trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> Row:
+def kl_of(trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> PeerTermResult:
     """What the KL term of a trainer is under options of GRPOConfig: `kl_of(MyTrainer, loss_type="dr_grpo")`."""
     text = ", ".join(f"{name}={value}" for name, value in options.items()) or "TRL's defaults"
     losses = _grpo(trainer, _args(GRPOConfig, **{**options, "beta": 1.0, "max_completion_length": 1}))
-    return examine("TRL", TRL.check_version(), Shipped(trainer.__name__, text, trainer._compute_loss, losses))
+    return examine_term("TRL", TRL.check_version(), PeerTerm(trainer.__name__, text, trainer._compute_loss, losses))
 
 
 def _args(kind: type, **changes: Any) -> Any:

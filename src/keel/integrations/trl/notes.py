@@ -66,7 +66,7 @@ def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
     kl = settings.kl
     deciding = {
         "kl.budget": kl.budget is not None,
-        f"kl.controller.name={kl.controller.name}": kl.steers,
+        f"kl.controller.name={kl.controller.name}": kl.adapts_beta,
         "reference.kind=kl_triggered": settings.reference.kind == "kl_triggered",
     }
     for option, decides in deciding.items():

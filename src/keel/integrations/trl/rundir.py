@@ -31,7 +31,7 @@ from keel.models.head import causal_lm
 from keel.reference.weights import unwrap
 from keel.run.environment import environment
 from keel.run.resume import to_yaml
-from keel.run.train import findings_of, write_report_of
+from keel.run.train import collect_findings, write_run_report
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
@@ -159,7 +159,7 @@ class KeelRunCallback(TrainerCallback):
         self.event("weights", step=state.global_step, message=message, before=self._weights, after=after)
         _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         self._directory.sync()
-        findings = findings_of(self._directory, self._loggers, AT_END)
+        findings = collect_findings(self._directory, self._loggers, AT_END)
         self._directory.write_json("findings.json", findings)
         if errors := [finding["code"] for finding in findings or () if finding["severity"] == "error"]:
             logger.warning("%s: see keel doctor %s", ", ".join(errors), self._directory.path)
@@ -168,7 +168,7 @@ class KeelRunCallback(TrainerCallback):
         self._directory.write_json("summary.json", summarise("trl", finished, findings))
         self._directory.sync()
         if self.report:
-            write_report_of(self._directory.path, self._loggers, AT_END)
+            write_run_report(self._directory.path, self._loggers, AT_END)
         self.close()
 
     def close(self) -> None:
@@ -195,8 +195,8 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
     if resumed and (path / CONFIG).is_file():
         directory = RunDirectory.resume(path)
         if directory.has_lines_past(step):
-            directory.set_aside(step, directory.free_attempt(0))
-        directory.cut_after(step)
+            directory.set_aside(step, directory.unused_attempt(0))
+        directory.truncate_after(step)
         return directory
     discarded = _linked_checkpoints(path) if replace_old else []
     try:

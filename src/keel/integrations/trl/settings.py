@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 from keel.base.errors import KeelError
 from keel.base.options import Options
 from keel.config import Config, peers, read_config
-from keel.config.load import is_option, put, validate
-from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_of
+from keel.config.load import is_option, set_option, validate
+from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_from_options
 from keel.losses.options import MismatchOptions
 from keel.reference.kinds import check_reference
 from keel.reference.options import ReferenceOptions
 from keel.run.resume import may_change
 from keel.trainer.options import GuardOptions
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 # How each of TRL's losses averages over tokens, in the words of `keel.losses.reductions`. luspo sums each completion's
 # tokens: a constant of 1 instead of the longest completion.
@@ -179,7 +179,9 @@ def pairing_of(kl: KLOptions, args: Any) -> Pairing:
 
 def controller(kl: KLOptions, args: Any) -> BetaController:
     """The controller of β; its step is TRL's, one update."""
-    return controller_of(kl, args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
+    return controller_from_options(
+        kl, args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    )
 
 
 def mismatch_of(args: Any) -> MismatchOptions:
@@ -228,7 +230,7 @@ def _accepted(tree: dict[str, Any], groups: Sequence[tuple[str, dict[str, Any]]]
     changed = copy.deepcopy(tree)
     for _, options in groups:
         for name, value in options.items():
-            put(changed, name, value)
+            set_option(changed, name, value)
     try:
         read_config(changed, installed=False)
     except KeelError as error:

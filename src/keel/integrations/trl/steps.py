@@ -21,15 +21,15 @@ from keel.trainer.guards import (
     GuardViolation,
     find_violation,
     first_nonfinite,
-    judged_state,
+    next_guard_state,
     no_signal_events,
     over_budget,
     spike_limit,
 )
 from keel.trainer.measure import peak_gib
 from keel.trainer.options import GuardLimits
-from keel.trainer.start import start_limits, start_violations
 from keel.trainer.state import Skipped, State
+from keel.trainer.step0 import step0_limits, step0_violations
 
 logger = logging.getLogger("keel")
 
@@ -56,7 +56,7 @@ class Steps(TrainerCallback):
         trainer = self.trainer
         window = gather(trainer._passes, trainer._world)
         own = None if window is None else self._judged(window)
-        line, applied, tokens = trainer._world.agree(own)
+        line, applied, tokens = trainer._world.broadcast(own)
         if not applied:
             for parameter in trainer.model.parameters():
                 parameter.grad = None  # an optimizer passes over what has no gradient, its moments too
@@ -98,7 +98,7 @@ class Steps(TrainerCallback):
         trainer, update = self.trainer, self.update
         assert update is not None
         settings, before = trainer.keel, trainer.keel_state
-        line = trainer._world.agree({**self._own_metrics(update.tokens), **update.line})
+        line = trainer._world.broadcast({**self._own_metrics(update.tokens), **update.line})
         line["guard/over_budget"] = float(over_budget(line, settings.kl.budget) is not None)
         trainer.keel_state = self._next_state(before, line, update)
         trainer._move_reference(line.get("kl/policy_ref/k3/mean"))
@@ -117,7 +117,7 @@ class Steps(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         if trainer._trained:
             return None
-        limits = start_limits(
+        limits = step0_limits(
             trainer.model,
             trainer.keel_reference,
             self.limits,
@@ -126,7 +126,7 @@ class Steps(TrainerCallback):
             weighed=trainer._mismatch.kind != "none",
         )
         advice = "next: keel doctor --trl module:build_trainer, or guards={'on_step0_kl': 'warn'} to train on"
-        found = start_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
+        found = step0_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
         for violation in found:
             self._event(violation.code, violation.message)
         return next((violation for violation in found if violation.action == "stop"), None)
@@ -151,7 +151,7 @@ class Steps(TrainerCallback):
         last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
         steered = trainer.keel_controller.update(before.kl, controlled_kl(line, trainer.keel_controller.unit))
         state = before.next(kl=steered, skipped=Skipped.of(line), tokens=update.tokens, last_kl=last_kl)
-        judged = judged_state(
+        judged = next_guard_state(
             replace(state, step=trainer.state.global_step),
             line,
             trainer.keel.kl.budget,
@@ -169,7 +169,7 @@ class Steps(TrainerCallback):
         trainer = self.trainer
         control.should_training_stop, control.should_save = True, False
         newest = next(good_checkpoints(Path(trainer.args.output_dir), trainer.keel_state.confirmed), None)
-        good = trainer._good = trainer._world.agree(None if newest is None else str(newest))
+        good = trainer._good = trainer._world.broadcast(None if newest is None else str(newest))
         if good is None:
             often = "lower" if trainer.args.save_strategy == "steps" else "set save_strategy='steps' and"
             outcome = f"the run stops, without a good checkpoint to go back to: {often} save_steps"
@@ -181,7 +181,7 @@ class Steps(TrainerCallback):
             )
         trainer.keel_stopped = f"{violation.message}: {outcome}"
         self._event("stop", trainer.keel_stopped, code=violation.code)
-        if trainer._world.leads:
+        if trainer._world.is_main:
             print(trainer.keel_stopped, flush=True)
 
     # ------------------------------------------------------------------------------------ what is recorded
@@ -194,7 +194,7 @@ class Steps(TrainerCallback):
             self.seen[name] = len(trainer._metrics["train"][name])
             self.names.add(name)
         passes, skipped = trainer._passes, not update.applied
-        batches = trainer._world.gather(skipped_record(passes, trainer._tokenizer)) if skipped else []
+        batches = trainer._world.all_gather(skipped_record(passes, trainer._tokenizer)) if skipped else []
         if update.window is None:
             return
         trainer.keel_run.step(step, line)
@@ -225,7 +225,7 @@ class Steps(TrainerCallback):
 
     def _event(self, kind: str, message: str, **more: Any) -> None:
         trainer = self.trainer
-        if trainer._world.leads:
+        if trainer._world.is_main:
             trainer.keel_run.event(kind, step=trainer.state.global_step, message=message, **more)
             logger.warning("%s: %s", kind, message)
 

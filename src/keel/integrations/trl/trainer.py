@@ -248,7 +248,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         if parts:
             window = gather(shares(parts), self._world)
             own = {} if window is None else measure(window, self.keel.kl.log_ratio_clamp)
-            for name, value in self._world.agree(own).items():
+            for name, value in self._world.broadcast(own).items():
                 self._metrics["eval"][name].append(value)
         return output
 

@@ -112,7 +112,7 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
     )
     if world.size == 1:
         return Window(*own)
-    everybody = world.collect((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    everybody = world.gather_to_main((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
     if everybody is None:
         return None
     batches, scores, policy, kl = zip(*everybody, strict=True)

@@ -19,16 +19,16 @@ from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils
 from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
 
-from keel.verify.shipped import Losses, Shipped
+from keel.verify.peer_terms import Losses, PeerTerm
 
 KINDS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+")
 
 
-def formulas() -> Sequence[Shipped]:
+def formulas() -> Sequence[PeerTerm]:
     """Every KL term of the installed verl that can be called on its own."""
     actor, algorithm = _defaults("actor/actor"), _defaults("ppo_trainer")["algorithm"]
     terms = [
-        Shipped(
+        PeerTerm(
             "KL in the loss",
             f"use_kl_loss=True, kl_loss_type={kind}",
             core_algos.kl_penalty,
@@ -38,7 +38,7 @@ def formulas() -> Sequence[Shipped]:
         for kind in KINDS
     ]
     terms += [
-        Shipped(
+        PeerTerm(
             "KL in the reward",
             f"use_kl_in_reward=True, kl_penalty={kind}",
             ray_trainer.apply_kl_penalty,
@@ -51,7 +51,7 @@ def formulas() -> Sequence[Shipped]:
     in_yaml = DistillationLossConfig(**{name: value for name, value in own.items() if name != "_target_"})
     for where, config in (("YAML", in_yaml), ("dataclass", DistillationLossConfig())):
         terms.append(
-            Shipped(
+            PeerTerm(
                 "distillation",
                 f"defaults of the {where}: loss_mode={config.loss_mode}, "
                 f"use_policy_gradient={config.use_policy_gradient}, loss_max_clamp={config.loss_max_clamp}",
@@ -61,7 +61,7 @@ def formulas() -> Sequence[Shipped]:
         )
     for k in (8, 32):
         terms.append(
-            Shipped(
+            PeerTerm(
                 "distillation",
                 f"loss_mode=forward_kl_topk, topk={k} of 64",
                 fsdp.compute_forward_kl_topk,

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf, open_dict
 from keel.base.errors import KeelError
 from keel.base.validation import read_options
 from keel.integrations.verl.unread import MODE
-from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_of
+from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_from_options
 from keel.kl.facts import POLICY_REF
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 # How each loss_agg_mode of verl's averages over tokens, in the words of `keel.losses.reductions`.
 REDUCTIONS = {
@@ -57,7 +57,7 @@ def settle(config: Any) -> VerlSettings:
     pairing = kl.pairing(
         REDUCTIONS[actor.loss_agg_mode], off_policy=off_policy(config), facts=estimator_facts(kl.estimator)
     )
-    controller = controller_of(kl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
+    controller = controller_from_options(kl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
     with open_dict(config):
         config.trainer.v1.trainer_mode = VERLS_MODE
         # either of the two makes verl build the reference and score with it

@@ -1,4 +1,4 @@
-"""Drift: how far one model is from another on given prompts, by every estimator, in both directions."""
+"""Drift: the KL between two models on given prompts, by every estimator, in both directions."""
 
 from keel.lab.compare.measure import (
     Direction,

@@ -27,7 +27,7 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class DriftEstimate:
-    """A mean in nats with its standard error; None where there is nothing to compare it with."""
+    """A mean in nats with its standard error (None for a single value)."""
 
     mean: float
     se: float | None
@@ -35,10 +35,7 @@ class DriftEstimate:
 
 @dataclass(frozen=True)
 class TokenDrift:
-    """One token of the vocabulary where it was sampled: how often, its mean log-ratio, its share of Σ k3.
-
-    k3 rather than k1 for the share: its terms are never negative, so that shares are shares.
-    """
+    """A sampled vocabulary token: its count, its mean log-ratio and its share of Σ k3 (k3 terms are never negative)."""
 
     id: int
     text: str
@@ -49,7 +46,7 @@ class TokenDrift:
 
 @dataclass(frozen=True)
 class PositionDrift:
-    """Exact KL at the completion's tokens `first` to `last` (from 1), over `count` tokens, and its share of the sum."""
+    """Exact KL at completion tokens `first` to `last` (1-based), over `count` tokens, and its share of the sum."""
 
     first: int
     last: int
@@ -60,7 +57,7 @@ class PositionDrift:
 
 @dataclass(frozen=True)
 class MeasuredCompletion:
-    """One completion token by token: log-ratio of the token drawn, and the exact KL of the distribution there."""
+    """One completion: per token, the log-ratio of the sampled token and the exact KL of the distribution."""
 
     prompt: str
     tokens: tuple[str, ...]
@@ -75,9 +72,9 @@ class Direction:
     `per_token` is the mean over all sampled tokens, `per_sequence` the mean over completions of the sum over a
     completion's tokens, by estimator: k1, k2, k3, abs, and `exact`, the sum over the vocabulary at every sampled
     state. The sum of `exact` is the Rao-Blackwell estimate of the sequence's KL. `other_way` is the exact per-token
-    KL(other‖sampler) on the same states. `clamped` counts tokens whose log-ratio was held at ±20 nats; `truncated` is
-    the share of completions that ran into the limit. `positions` has every position, `bands` the same in bands that
-    double in width.
+    KL(other‖sampler) on the same states. `clamped` counts tokens whose log-ratio was clamped at ±20 nats; `truncated`
+    is the fraction of truncated completions. `positions` has every position, `bands` the same in bands that double in
+    width.
     """
 
     sampler: str
@@ -96,20 +93,20 @@ class Direction:
 
     @property
     def moved(self) -> bool:
-        """Whether any sampled token has another probability under the other model."""
+        """Whether the probability of any sampled token differs between the models."""
         return any(token.log_ratio for token in self.tokens)
 
     def common_positions(self) -> list[PositionDrift]:
-        """Positions that a tenth of the completions reached, and two at least: beyond them a mean says little."""
+        """Positions that at least a tenth of the completions (and at least two) reach; later means are too noisy."""
         return [p for p in self.positions if p.count >= max(2, self.completions / 10)]
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What was measured between two models, and how. All values are nats of the tempered distributions.
+    """The measured KL between two models, in nats of the tempered distributions.
 
-    `clustered_by` is the unit of the standard errors: prompts where there are several (their completions are not
-    independent), otherwise completions, otherwise the tokens of the one completion.
+    `clustered_by` is the unit of the standard errors: prompts if there are several (completions of a prompt are not
+    independent), else completions, else tokens.
     """
 
     policy: str
@@ -162,7 +159,7 @@ def measure_drift(
     problems = _problems(prompts)
     find_engine(engine)
     if not 0 < temperature < float("inf"):
-        raise KeelError(f"temperature is {temperature}: KL compares distributions, and at 0 there is none; use 1")
+        raise KeelError(f"temperature is {temperature}: the KL needs a positive, finite temperature; use 1")
     sampling = SamplingParams(
         temperature=temperature, max_completion_length=max_tokens, num_generations=samples, max_batch=max_batch
     )
@@ -199,7 +196,7 @@ def _problems(prompts: Sequence[Any]) -> list[Problem]:
     if isinstance(prompts, str):
         raise KeelError("prompts is one text: give a list of prompts")
     if not prompts:
-        raise KeelError("there are no prompts to measure on: give at least one")
+        raise KeelError("prompts is empty: give at least one")
     return [p if isinstance(p, Problem) else Problem(str(i), p) for i, p in enumerate(prompts, start=1)]
 
 

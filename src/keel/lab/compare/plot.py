@@ -1,4 +1,4 @@
-"""The picture of a drift: by position, by estimator, by token."""
+"""Plot a drift by position, estimator and token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keel.lab.compare.measure import EXACT, Direction, Drift, PositionDrift, Tok
 from keel.lab.plots.picture import picture
 
 FORWARD, REVERSE, GREY = "#12756f", "#7a4ea3", "#a3a8b0"
-MORE, LESS = "#d9731a", "#2b6cb0"  # likely under the policy, as everywhere in Keel
+MORE, LESS = "#d9731a", "#2b6cb0"  # more or less likely under the policy
 TOKENS = 12
 
 
@@ -77,27 +77,29 @@ def _tokens(axis: Any, direction: Direction) -> None:
     rows = range(len(top))
     axis.barh(rows, [100 * token.share for token in top], color=_ways(top), height=0.65)
     axis.set_yticks(rows, [_label(token.text) for token in top], family="monospace")
-    axis.set(title="Tokens that drifted most", xlabel="share of KL (k3), %")
+    axis.set(title="Tokens with the largest KL", xlabel="share of KL (k3), %")
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
 
 
 def _likely(axis: Any, direction: Direction) -> None:
-    """For the same tokens, whether the policy likes them more or less than the reference."""
+    """For the same tokens, whether they are more or less likely under the policy than under the reference."""
     top = direction.tokens[:TOKENS][::-1]
     rows = range(len(top))
     axis.barh(rows, [token.log_ratio for token in top], color=_ways(top), height=0.65)
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set_yticks(rows, [f"{_label(token.text)} ×{token.count}" for token in top], family="monospace")
-    axis.set(title="… and which way: more (orange) or less likely", xlabel="mean log π − log p where sampled, nats")
+    axis.set(
+        title="More (orange) or less (blue) likely under the policy", xlabel="mean log π − log p where sampled, nats"
+    )
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
 
 
 def _nothing(axis: Any) -> None:
-    """In the place of bars that would all be empty."""
-    axis.text(0.5, 0.5, "nothing drifted", ha="center", va="center", fontsize=14, transform=axis.transAxes)
-    axis.set(title="Tokens that drifted most", xticks=[], yticks=[])
+    """A placeholder for an empty chart."""
+    axis.text(0.5, 0.5, "no difference", ha="center", va="center", fontsize=14, transform=axis.transAxes)
+    axis.set(title="Tokens with the largest KL", xticks=[], yticks=[])
 
 
 def _ways(tokens: Sequence[TokenDrift]) -> list[str]:

@@ -39,7 +39,7 @@ class Scored:
 
 
 def check_comparable(first: Side, second: Side) -> None:
-    """KL compares probabilities of the same tokens: refuse two models whose tokens differ, or that lie apart."""
+    """Refuse two models with different vocabularies or devices."""
     if first.loaded is second.loaded:
         return
     names = f"{first.name!r} and {second.name!r}"
@@ -50,12 +50,12 @@ def check_comparable(first: Side, second: Side) -> None:
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
         raise KeelError(
-            f"{names} have different vocabularies ({len(mine)} and {len(theirs)} tokens, {differ!r} is not the same "
-            "in both): KL is between two models of one vocabulary"
+            f"{names} have different vocabularies ({len(mine)} and {len(theirs)} tokens, {differ!r} differs): "
+            "the KL needs two models with the same vocabulary"
         )
     sizes = [causal_lm(side.loaded.model).get_output_embeddings().weight.shape[0] for side in (first, second)]
     if sizes[0] != sizes[1]:
-        raise KeelError(f"{names} have heads of {sizes[0]} and {sizes[1]} tokens: KL is between two of one size")
+        raise KeelError(f"{names} have heads of {sizes[0]} and {sizes[1]} tokens: the KL needs heads of the same size")
 
 
 def render(
@@ -93,7 +93,7 @@ def sample(
 
 
 def score(sampler: Side, other: Side, groups: Sequence[Group], *, temperature: float, microbatch_tokens: int) -> Scored:
-    """Both sides' scores. Both heads are taken frozen, so that equal weights give equal bits whatever wraps them."""
+    """Score completions under both models. Frozen heads make equal weights give bitwise equal results."""
     loaded = sampler.loaded
     shared = loaded.shared_prefix and other.loaded.shared_prefix
     heads = []

@@ -1,4 +1,4 @@
-"""A drift as text: the estimates, the tokens and positions that moved, the completion with the largest KL."""
+"""Print a drift: the estimates, tokens and positions with the largest KL, and the completion with the largest KL."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NOTES = {
     "k1": "unbiased; either sign",
     "k2": "biased",
     "k3": "unbiased; never negative",
-    "abs": "no KL: mean |log-ratio|",
+    "abs": "not a KL: mean |log-ratio|",
     EXACT: "its sum is the Rao-Blackwell estimate",
 }
-UNITS = {"prompt": "prompts", "completion": "completions", "token": "tokens, taken as independent"}
+UNITS = {"prompt": "prompts", "completion": "completions", "token": "tokens, assumed independent"}
 TOKENS = 10
 _FULL = 0.05  # nats: the least log-ratio that gets the full colour
 
@@ -64,14 +64,14 @@ def _caption(direction: Direction) -> str:
         f"entropy {direction.entropy:.3g} per token",
     ]
     if direction.truncated:
-        parts.append(f"{100 * direction.truncated:.0f}% of them cut off at the limit")
+        parts.append(f"{100 * direction.truncated:.0f}% truncated")
     if direction.clamped:
-        parts.append(f"{direction.clamped} log-ratios held at ±20 nats")
+        parts.append(f"{direction.clamped} log-ratios clamped at ±20 nats")
     return "; ".join(parts)
 
 
 def _tokens(direction: Direction) -> Table:
-    table = Table(title="Tokens that drifted most", title_justify="left", title_style="bold")
+    table = Table(title="Tokens with the largest KL", title_justify="left", title_style="bold")
     for column in ("token", "sampled", "mean log-ratio", "share of KL (k3)"):
         table.add_column(column, justify="left" if column == "token" else "right")
     for token in direction.tokens[:TOKENS]:

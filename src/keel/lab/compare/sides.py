@@ -1,4 +1,4 @@
-"""The two models of a comparison, loaded once where they share their base."""
+"""Load the two models of a comparison; they share one copy of a common base."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _no_switch(_: Any) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two models: `switch` makes a shared model compute as this side."""
+    """One of the two models; `switch` activates this side's adapter in a shared model."""
 
     name: str
     loaded: LoadedModel

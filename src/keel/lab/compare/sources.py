@@ -1,7 +1,4 @@
-"""What a name on the command line stands for: a model, an adapter on its base, a run, one of its checkpoints.
-
-`read_prompts` reads the prompts of a user's own file.
-"""
+"""Resolve a name on the command line to a model, an adapter with its base, a run or a checkpoint; read prompt files."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class ModelSource:
     run: bool = False
 
     def load(self, adapter: Path | None) -> LoadedModel:
-        """The base as configured, with an adapter; nothing of what only training needs."""
+        """Load the base as configured, with an adapter, without training features."""
         model = self.config.model
         for folder in (Path(self.base), *(() if adapter is None else (adapter,))):
             check_model(folder.expanduser())
@@ -44,7 +41,7 @@ class ModelSource:
         return load_model(model, name=self.base, lora=lora, seed=self.config.run.seed, **plain)
 
     def same_base(self, other: ModelSource) -> bool:
-        """Whether both stand on the same weights, loaded in the same way."""
+        """Whether both have the same base weights, loaded in the same way."""
         return self._identity() == other._identity()
 
     def _identity(self) -> tuple[Any, ...]:
@@ -74,10 +71,7 @@ def resolve(
 
 
 def default_reference(policy: ModelSource, **options: Any) -> ModelSource:
-    """What a policy is compared with when no reference is named: the start of its run, or its adapter's base.
-
-    `options` is what `resolve` takes beside a name.
-    """
+    """The default reference: the start of the policy's run, or its adapter's base. `options` are those of `resolve`."""
     path = Path(policy.name.rpartition("@")[0] or policy.name).expanduser()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     if policy.run and (run / "config.yaml").is_file():
@@ -85,7 +79,7 @@ def default_reference(policy: ModelSource, **options: Any) -> ModelSource:
     if policy.adapter is not None:
         return ModelSource(policy.base, policy.base, None, policy.config)
     raise KeelError(
-        f"{policy.name!r} is compared with nothing: give a REFERENCE (only a run or an adapter brings its own)"
+        f"{policy.name!r} has no default reference: give a REFERENCE (only runs and adapters have a default)"
     )
 
 
@@ -116,19 +110,19 @@ TEXT = ".txt"
 
 
 def read_prompts(path: Path) -> list[Problem]:
-    """One prompt a line of a .txt file, or one a row of a file of data, in its column of prompts (text or messages).
+    """Read one prompt per line of a .txt file, or per row of a data file (column with text or messages).
 
-    Blank lines are passed over; a prompt's key is its line number, or its row's place.
+    Blank lines are skipped. The key of a prompt is its line number or the location of its row.
     """
     path = path.expanduser()
     if path.suffix.lower() not in (TEXT, *READERS):
         known = ", ".join((TEXT, *READERS))
-        raise KeelError(f"cannot read --prompts {path}: its ending is {path.suffix!r}, known are {known}")
+        raise KeelError(f"cannot read --prompts {path}: unknown file type {path.suffix!r}, use one of {known}")
     if not path.is_file():
-        raise KeelError(f"cannot read --prompts {path}: there is no such file")
+        raise KeelError(f"cannot read --prompts {path}: file not found")
     problems = _lines(path) if path.suffix.lower() == TEXT else _rows(path)
     if not problems:
-        raise KeelError(f"--prompts {path} holds no prompt: write one a line")
+        raise KeelError(f"--prompts {path} has no prompts: write one per line")
     return problems
 
 
@@ -136,7 +130,7 @@ def _lines(path: Path) -> list[Problem]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
-        raise KeelError(f"--prompts {path} is not UTF-8 text: save it as UTF-8, one prompt a line") from None
+        raise KeelError(f"--prompts {path} is not UTF-8 text: save it as UTF-8, one prompt per line") from None
     except OSError as error:
         raise KeelError(f"cannot read --prompts {path}: {error.strerror or error}") from None
     return [Problem(str(number), line) for number, line in enumerate(lines, start=1) if line.strip()]

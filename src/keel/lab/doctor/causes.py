@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.lab.doctor.findings import CODES, SEVERITIES, Finding, ranked
 
 _AS_BROAD = 0.9  # of the share that a symptom concerns
@@ -27,7 +27,7 @@ class Cause:
 
 
 def _causes() -> dict[str, Cause]:
-    rows = of_package("keel.lab.doctor", "causes.yaml")
+    rows = load_package_yaml("keel.lab.doctor", "causes.yaml")
     return {
         code: Cause(row.pop("why"), **{key: tuple(codes) for key, codes in row.items()}) for code, row in rows.items()
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import unknown
-from keel.base.yaml_text import dump, of_package
+from keel.base.yaml_text import dump, load_package_yaml
 from keel.lab.judge import SEVERITIES, Severity
 
 Options = Mapping[str, Any]
@@ -90,7 +90,7 @@ class Code:
 
 
 def _codes() -> dict[str, Code]:
-    rows = of_package("keel.lab.doctor", "findings.yaml")
+    rows = load_package_yaml("keel.lab.doctor", "findings.yaml")
     return {name: Code(name, rank=rank, **row) for rank, (name, row) in enumerate(rows.items())}
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
-from keel.kl.nearest import RIGHT, nearest_right
+from keel.kl.suggest import CORRECT_GRADIENTS, suggest_pairing
 from keel.lab.doctor.findings import Advice, propose
 from keel.lab.runs import number
 from keel.losses.recipes import LOSSES
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
     if not pairing.proven:
         expected = _measured(options, pairing)
         note = f"{note.partition(': expected')[0]}: expected gradient is {MEANINGS[expected]}"
-    right = expected in RIGHT
-    change: Mapping[str, Any] = {} if right else nearest_right(**options, **context)
+    right = expected in CORRECT_GRADIENTS
+    change: Mapping[str, Any] = {} if right else suggest_pairing(**options, **context)
     return Formula(note, expected, MEANINGS[expected].partition(":")[0], change, right)
 
 

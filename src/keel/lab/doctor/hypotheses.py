@@ -132,13 +132,13 @@ def _hypothesis(
     return Hypothesis(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
 
 
-def preflight_figures(outcomes: Iterable[ProbeResult], *, several_turns: bool = False) -> dict[str, float]:
+def preflight_figures(outcomes: Iterable[ProbeResult], *, multi_turn: bool = False) -> dict[str, float]:
     """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:
         return figures
     untrained = figures.get("masks/completion_tokens", math.nan) - figures["masks/trained_tokens"]
-    return figures | ({"masks/tool_tokens": untrained} if several_turns and untrained > 0 else {})
+    return figures | ({"masks/tool_tokens": untrained} if multi_turn and untrained > 0 else {})
 
 
 def history_figures(history: History, recent: int = 10) -> dict[str, float]:

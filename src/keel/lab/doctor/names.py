@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from keel.base.errors import unknown
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 from keel.lab.doctor.history import Series
 from keel.lab.runs import option_of
 
@@ -62,7 +62,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _trainers() -> dict[str, PeerTrainer]:
-    rows = of_package("keel.lab.doctor", "names.yaml")
+    rows = load_package_yaml("keel.lab.doctor", "names.yaml")
     return {
         name: PeerTrainer(
             name,

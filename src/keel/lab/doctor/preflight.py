@@ -24,7 +24,7 @@ from keel.lab.doctor.probes.result import failed_probe
 from keel.lab.doctor.scope import figures_in_scope, in_scope
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.lab.thresholds import Thresholds, load_thresholds
-from keel.rollout.engine import OtherModel, StaleWeights
+from keel.rollout.engine import ModelMismatch, StaleWeights
 
 OnProbe = Callable[[ProbeResult, float], None]
 
@@ -51,7 +51,7 @@ def preflight(
     began = time.monotonic()
     try:
         setup = build_setup(config, task=task, reward=reward, warmstart_s=warmstart_s)
-    except (OtherModel, StaleWeights) as refusal:
+    except (ModelMismatch, StaleWeights) as refusal:
         outcome = _refused("*", refusal)
         if on_probe is not None:
             on_probe(replace(outcome, name="engine"), time.monotonic() - began)
@@ -66,7 +66,7 @@ def preflight(
             began = time.monotonic()
             try:
                 outcome = probe(affordable if name in PASSES else setup, limits)
-            except (OtherModel, StaleWeights) as refusal:
+            except (ModelMismatch, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
             except TooManyHungCalls as hung:
                 outcome = _hung(name, hung)
@@ -81,7 +81,7 @@ def preflight(
         ranked(every if setup.warmstart_cut is None else [_softened(finding, setup.warmstart_cut) for finding in every])
     )
     decisive = [outcome for outcome in outcomes if setup.warmstart_cut is None or outcome.name not in _SKILL_PROBES]
-    several = config.rollout.max_turns > 1 and setup.run.task.several_turns
+    several = config.rollout.max_turns > 1 and setup.run.task.multi_turn
     left_out = [f"{codes}: {name} is left out by --quick" for name, codes in LEFT_OUT.items() if quick]
     unchecked = (*(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided)), *left_out)
     bounded = () if affordable is setup else (budget_note(affordable, setup),)
@@ -89,7 +89,7 @@ def preflight(
         findings=explain(findings, log=False),
         hypotheses=judge_hypotheses(
             findings,
-            figures_in_scope(preflight_figures(decisive, several_turns=several), config.to_dict()),
+            figures_in_scope(preflight_figures(decisive, multi_turn=several), config.to_dict()),
             limits,
             unchecked,
             formula_of(config.to_dict()),
@@ -119,7 +119,7 @@ LEFT_OUT = {
 
 def _refused(name: str, refusal: KeelError) -> ProbeResult:
     """An engine's refusal as the finding that it is; `name` is what cannot be told then."""
-    if isinstance(refusal, OtherModel):
+    if isinstance(refusal, ModelMismatch):
         code, cause = "sampler/other-model", "the sampler was started on another model than the one that is trained"
         advice = "start the sampler on model.name of this configuration, or correct rollout.vllm.url"
     else:

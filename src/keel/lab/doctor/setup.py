@@ -294,8 +294,8 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
     except _OutOfTime:
         cut = f"{done} of {start.options.steps} steps of its warm start ({time.monotonic() - began:.0f} s)"
         return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
-    if started.taken is not None:
-        return loaded, (*notes, f"the warm start was made before and is taken from {started.taken}"), None
+    if started.cache_file is not None:
+        return loaded, (*notes, f"the warm start was made before and is taken from {started.cache_file}"), None
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keel.base.yaml_text import of_package
+from keel.base.yaml_text import load_package_yaml
 
 Side = Literal["at least", "at most"]
 
@@ -39,7 +39,7 @@ class Suspect:
 
 
 def _suspects() -> tuple[Suspect, ...]:
-    rows = of_package("keel.lab.doctor", "suspects.yaml")
+    rows = load_package_yaml("keel.lab.doctor", "suspects.yaml")
     return tuple(_suspect(name, row) for name, row in rows.items())
 
 

@@ -1,4 +1,4 @@
-"""`keel migrate`: a configuration of TRL, verl or OpenRLHF as one of Keel's, and what of it has no counterpart."""
+"""`keel migrate`: convert a configuration of TRL, verl or OpenRLHF, with an account of every option."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import peers, text
-from keel.config.load import is_option, put, read_config
+from keel.config.load import is_option, read_config, set_option
 from keel.config.peer_values import IN_LOSS, IN_REWARD, OWN, R, data, full
 from keel.lab.migrate.peer_files import Reading, read
 
-# Which engine samples where a file is silent about that, and names options of vLLM all the same.
+# The engine if a file names vLLM options but not the engine.
 SWITCH: Mapping[str, tuple[str, Any]] = {
     "TRL": ("use_vllm", False),
     "verl": (R + "name", "vllm"),
     "OpenRLHF": ("vllm_num_engines", None),
 }
-# What a switch becomes whose value is known at run time alone, so that options of vLLM are not lost.
+# Keel's option for a switch whose value is only known at run time.
 VLLM, VLLM_SWITCHES = {"rollout.engine": "vllm"}, ("use_vllm", "vllm_num_engines")
-# TRL's penalty is k3, reduced as its loss is; Keel's own default is another reduction.
+# TRL's penalty is k3 with the reduction of its loss; Keel's default reduction differs.
 TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
 
 @dataclass(frozen=True)
 class MigratedOption:
-    """One option of the peer's file: what it became, or why nothing (`reason`); `note` says what differs."""
+    """One option of the file: its Keel `options`, or the `reason` why there are none; `note` names differences."""
 
     name: str
     value: Any
     options: Mapping[str, Any]
     reason: str = ""
     note: str = ""
-    silent: bool = False  # a default of the peer's that its file does not name
+    silent: bool = False  # a default of the other trainer
 
     @property
     def by_hand(self) -> bool:
-        """Whether it has a counterpart whose value only the user knows."""
+        """Whether the user must set its value."""
         return "by hand" in self.reason
 
 
 @dataclass(frozen=True)
 class Migration:
-    """The result: `tree` is Keel's configuration, `rows` account for every option of the file."""
+    """The result: `tree` is Keel's configuration, `rows` list every option of the file."""
 
     origin: str
     tree: Mapping[str, Any]
     rows: tuple[MigratedOption, ...]
-    refused: str | None = None  # why Keel does not take the result as it is
-    missing: str | None = None  # the result is right, but this machine lacks a package that it needs
+    refused: str | None = None  # why Keel rejects the result
+    missing: str | None = None  # a package that the result needs and this machine lacks
 
     @property
     def unmapped(self) -> list[MigratedOption]:
-        """The options that have no counterpart, or one that is set by hand."""
+        """The options without a counterpart, or that the user must set."""
         return [row for row in self.rows if row.reason]
 
     def yaml(self) -> str:
-        """The configuration as a page that `keel train` takes: the options that were set, and no others."""
+        """The configuration as YAML with only the options that were set."""
         return "".join(f"{line}\n" for line in _yaml(self.tree, ""))
 
 
@@ -84,16 +84,16 @@ def migrate(path: Path) -> Migration:
         MigratedOption(name, "an object", {}, note=f"read from {call}(…)") for name, call in reading.elsewhere.items()
     ]
     if len(values) < len(reading.values):
-        rows.append(MigratedOption("max_steps", -1, {}, note="leaves the length to num_train_epochs"))
+        rows.append(MigratedOption("max_steps", -1, {}, note="num_train_epochs sets the length"))
     tree: dict[str, Any] = {}
     for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
         for option, value in row.options.items():
-            put(tree, option, value)
+            set_option(tree, option, value)
     if origin == "TRL" and _number(values.get("beta")):
         named = {name for row in rows for name in row.options}
         added = {option: value for option, value in TRL_PENALTY.items() if option not in named}
         for option, value in added.items():
-            put(tree, option, value)
+            set_option(tree, option, value)
         rows.append(MigratedOption("beta", "its KL term", added, note=_KL_NOTE, silent=True))
     rows += _absent(tree, rows)
     problems = [reading.conflict, _disagreement(rows), _estimator(rows), *_penalty(rows, peer_values, tree)]
@@ -103,7 +103,7 @@ def migrate(path: Path) -> Migration:
 
 
 def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[MigratedOption]:
-    """Rows for what a run rests on and the file does not name: the default's would be trained in its place."""
+    """Rows for a missing model or data: Keel's defaults would be used instead."""
     found = [peers.find(row.name, is_option) for row in rows if row.by_hand]
     left = {alias.target for alias in found if alias is not None} | {row.name for row in rows if row.by_hand}
     model, data = tree.get("model", {}).get("name"), tree.get("data", {}).get("path") or tree.get("task")
@@ -114,8 +114,8 @@ def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[Mig
 
 
 _KL_NOTE = (
-    "as TRL computes it; leave kl.reduction out for a β that means the same under every loss, and kl.gradient for the "
-    "form that Keel picks"
+    "as in TRL; leave out kl.reduction for a β that is comparable between losses, and kl.gradient for Keel's choice of "
+    "the gradient"
 )
 
 
@@ -162,7 +162,7 @@ def _migrate_option(name: str, value: Any, peer_values: Mapping[str, Any], *, si
     if alias is None and is_option(name):
         return MigratedOption(name, value, {name: value}, silent=silent)
     if alias is None:
-        return MigratedOption(name, value, {}, "neither Keel nor its table of options knows it", silent=silent)
+        return MigratedOption(name, value, {}, "unknown option", silent=silent)
     try:
         options = alias.apply(value, peer_values)
     except KeelError as error:
@@ -175,18 +175,18 @@ def _migrate_option(name: str, value: Any, peer_values: Mapping[str, Any], *, si
 
 
 def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
-    """Two options of the file that give one of Keel's two values."""
+    """An error if two options of the file set one Keel option to different values."""
     values: dict[str, tuple[Any, str, str]] = {}
     for row in rows:
         for target, value in row.options.items() if not row.silent else ():
             if target in values and values[target][0] != value:
-                return str(peers.disagree(target, values[target][1:], (row.name, text.dump(row.value))))
+                return str(peers.conflict_error(target, values[target][1:], (row.name, text.dump(row.value))))
             values[target] = (value, row.name, text.dump(row.value))
     return None
 
 
 def _estimator(rows: Sequence[MigratedOption]) -> str | None:
-    """A method that Keel does not have makes another training run of the whole file."""
+    """An error if the file uses an advantage estimator that Keel does not have."""
     estimators = {"algorithm.adv_estimator": "verl", "advantage_estimator": "OpenRLHF"}
     row = next((row for row in rows if row.name in estimators and row.reason), None)
     if row is None:
@@ -196,7 +196,7 @@ def _estimator(rows: Sequence[MigratedOption]) -> str | None:
 
 
 def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tree: Mapping[str, Any]) -> Iterator[str]:
-    """A KL term that the file has and the result would lose."""
+    """Errors if the KL term of the file would be lost."""
     enabled = [switch for switch in (IN_LOSS, IN_REWARD) if peer_values.get(switch) is True]
     beta = tree.get("kl", {}).get("beta")
     if enabled and not _number(beta):
@@ -209,7 +209,7 @@ def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tre
 
 
 def _refusal(tree: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(why the result is no configuration of Keel's, what this machine lacks to run it)."""
+    """(why the result is invalid, what this machine lacks to run it)."""
     try:
         read_config(tree, installed=False)
     except KeelError as error:

@@ -1,4 +1,4 @@
-"""Reading a peer's configuration: YAML, JSON, a Python file that is not run, a shell script that is not run."""
+"""Read another trainer's configuration: YAML, JSON, Python or shell. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import peers, text
-from keel.config.load import leaves
+from keel.config.load import flatten_options
 from keel.lab.migrate.interpolate import arithmetic, interpolated, undetermined
 from keel.lab.migrate.shell import SHELLS, options_of_script
 
 COMPUTED = "its value is computed in Python: set Keel's option by hand"
-VARIABLE = "holds a shell variable: set by hand"
-INTERPOLATED = "holds an interpolation that this file does not settle: set by hand"
+VARIABLE = "contains a shell variable: set by hand"
+INTERPOLATED = "contains an interpolation that this file does not define: set by hand"
 # Arguments of a trainer's class that are objects in Python and options here.
 _OBJECTS = {
     "args": "no GRPOConfig call was found: set its options by hand",
@@ -63,7 +63,7 @@ def read(path: Path) -> Reading:
     else:
         reading = _resolved(_mapping(content, path), INTERPOLATED)
     if not reading.values:
-        raise KeelError(f"{path} names no option: expected a GRPOConfig, a YAML mapping or key=value words")
+        raise KeelError(f"{path} has no options: expected a GRPOConfig, a YAML mapping or key=value words")
     return reading
 
 
@@ -82,7 +82,9 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | Non
     conflict = None
     for name, value in pairs:
         if name in values and values[name] != value:
-            conflict = conflict or str(peers.disagree("", (name, text.dump(values[name])), (name, text.dump(value))))
+            conflict = conflict or str(
+                peers.conflict_error("", (name, text.dump(values[name])), (name, text.dump(value)))
+            )
         values[name] = value
     return values, conflict
 
@@ -96,8 +98,8 @@ def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
     else:
         data = text.parse(content, str(path))
     if not isinstance(data, Mapping):
-        raise KeelError(f"{path} holds a {type(data).__name__}: a configuration is a mapping of options")
-    for name, value in leaves("", data):
+        raise KeelError(f"{path} contains a {type(data).__name__}: a configuration is a mapping of options")
+    for name, value in flatten_options("", data):
         if "defaults" in (name, name.rpartition(".")[2]) or name.endswith("_target_"):
             continue  # hydra's own: which files to compose, which class to make
         yield name, value
@@ -135,7 +137,7 @@ def _python(content: str, path: Path) -> Reading:
             elif called != "LoraConfig" or name not in ("task_type", "bias"):  # what every causal model's adapter says
                 options.append(("model.name" if name == "model" else name, value))
     if not options and not by_hand:
-        raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: there is nothing to migrate")
+        raise KeelError(f"{path} calls no GRPOConfig, GRPOTrainer or LoraConfig: give the training script")
     values, conflict = _unique(options)
     return Reading(values, {name: why for name, why in by_hand.items() if name not in values}, elsewhere, conflict)
 

@@ -1,4 +1,4 @@
-"""The options in a shell script that starts a peer's training: read, never run."""
+"""Read the options of a shell script that starts another trainer. Nothing is executed."""
 
 from __future__ import annotations
 

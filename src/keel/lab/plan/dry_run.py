@@ -1,4 +1,4 @@
-"""A dry run: the passes of one step on fake tensors, with their peaks by phase and parts."""
+"""A dry run of one step on fake tensors, with memory by part and peaks by phase."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keel.models.loaded import LoadedModel
 from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.memory import LiveBytes
 from keel.models.pack import PackedBatch, pack
-from keel.models.prefix_attention import RowStructure, as_on_cuda, may_use_prefix_attention
+from keel.models.prefix_attention import RowStructure, may_use_prefix_attention, simulate_cuda_memory
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, RolloutPasses, Traits, prefill_chunks, simulate
@@ -34,7 +34,7 @@ from keel.trainer.optim import Optimizer, resolve_amp_dtype
 
 @dataclass(frozen=True)
 class FullLength(PackedBatch):
-    """A packed batch whose completions all have the full length: what is scored does not depend on the data."""
+    """A packed batch with completions of full length, so that the scored positions do not depend on data."""
 
     def scored(self) -> tuple[Tensor, Tensor]:
         return self.gather.flatten(), self.tokens.flatten()
@@ -45,7 +45,7 @@ class FullLength(PackedBatch):
 
 @dataclass(frozen=True)
 class Micro:
-    """A microbatch, and its structure for long rows; both of real numbers, as fake ones cannot be read."""
+    """A microbatch and its prefix structure, with real numbers, because fake tensors have no values."""
 
     packed: FullLength
     structure: RowStructure
@@ -53,9 +53,9 @@ class Micro:
 
 @dataclass
 class StepCost:
-    """What a step holds: bytes by part, peak bytes by phase, bytes offloaded to main memory.
+    """Memory of a step: bytes by part, peak bytes by phase, bytes offloaded to main memory.
 
-    Its passes are so many, `pass_tokens` tokens the largest.
+    `micros` is the number of passes, `pass_tokens` the size of the largest.
     """
 
     parts: dict[str, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def dry_run(
     hardware: Hardware,
     prompt: int,
 ) -> StepCost:
-    """One step of a run that has made some already, so that the optimizer's moments are there."""
+    """Dry-run a step after the first one, with allocated optimizer moments."""
     return _DryRun(config, loaded, reference, micros, hardware).run(prompt)
 
 
@@ -166,15 +166,15 @@ class _DryRun:
         return cost
 
     def _rehearsed(self) -> list[int]:
-        """The microbatches whose passes tell the update's peak.
+        """The microbatches that determine the peak of the update.
 
-        With the second, gradients are there beside activations; the first counts where it is alone or larger.
+        From the second on, gradients exist beside activations; the first counts if it is the only or the larger one.
         """
         sizes = [micro.packed.tokens.numel() for micro in self.micros[:2]]
         return [1] if len(sizes) == 2 and sizes[1] >= sizes[0] else list(range(len(sizes)))
 
     def _sampler_bytes(self) -> int:
-        """Bytes of the weights that sample, where they are a copy in another type."""
+        """Bytes of the sampler's copy of the weights, if it has another dtype."""
         dtype = sampler_options(self.config, self.hardware.kind, self.amp_dtype).dtype
         if dtype == "auto" or DTYPES[dtype] == self.loaded.dtype:
             return 0
@@ -194,7 +194,7 @@ class _DryRun:
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
         autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
-        with self.live, autocast, as_on_cuda() if cuda else nullcontext():
+        with self.live, autocast, simulate_cuda_memory() if cuda else nullcontext():
             yield
         self.live.now -= onloaded
         self.cost.phases[name] = self.live.peak
@@ -215,7 +215,7 @@ class _DryRun:
         return nullcontext() if self.amp_dtype is None else torch.autocast("cpu", dtype=self.amp_dtype)
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
-        """By structure wherever nothing forbids it: whether that is exact for a model takes its weights to tell."""
+        """Assume prefix attention where it is allowed; whether it is exact can only be tested with real weights."""
         by_structure = may_use_prefix_attention(body_of(model), micro.packed)
         return hidden_states_in_one_pass(model, micro.packed, micro.structure if by_structure else None)
 
@@ -303,7 +303,7 @@ class _DryRun:
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
-        return min(int(rollout.kept_gib * 2**30), cache * waves)
+        return min(int(rollout.kv_cache_gib * 2**30), cache * waves)
 
 
 def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a plan counts with: the memory of known accelerators, and of this machine."""
+"""Memory of known GPUs and of this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN: dict[str, Hardware] = {
 
 
 def find_hardware(name: str = "auto") -> Hardware:
-    """By name, or this machine: its GPU where there is one, else its CPU; `NAME:GIB` has this memory instead."""
+    """Hardware by name, or this machine (its GPU, else its CPU); `NAME:GIB` overrides the memory."""
     name, colon, gib = name.partition(":")
     if name == "auto":
         hardware = _gpu() if torch.cuda.is_available() else _cpu()

@@ -1,4 +1,4 @@
-"""Seconds of a step, measured here: real steps of a random model of the job's shape, on some or all of its groups."""
+"""Measure the time of a step on this machine: real steps with random weights of the job's shape."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from keel.trainer.state import State
 from keel.trainer.step import train_step
 
 PHASES = ("rollout", "score", "update", "sync")
-STEP_S = 5.0  # a step on twice the groups is tried while it is expected to take less
-_REPEAT_S = 0.6  # short steps are repeated for this long, and their median taken
+STEP_S = 5.0  # double the groups while the expected time of a step is below this
+_REPEAT_S = 0.6  # repeat short steps for this long and take the median
 
 
 class StepTime(NamedTuple):
@@ -37,7 +37,7 @@ class StepTime(NamedTuple):
 
 
 def obstacle(config: Config, *, kind: str, fits: bool) -> str | None:
-    """Why a step of this job cannot be measured here, if so."""
+    """The reason why a step of this job cannot be measured here, or None."""
     device, engine = config.model.device, config.rollout.named_engine.name
     if not fits:
         return "a step does not fit"
@@ -51,16 +51,16 @@ def obstacle(config: Config, *, kind: str, fits: bool) -> str | None:
 
 
 def measure(config: Config, report: Callable[[str], None] = lambda text: None) -> StepTime | None:
-    """Time steps on 1, 2, 4, … groups for each minibatch, up to all of them; None where memory runs out.
+    """Time steps with 1, 2, 4, … groups per minibatch, up to all of them; None if memory runs out.
 
-    Completions have their full length, rewards are called and their values replaced; `report` is told what runs.
+    Completions have full length. Rewards are called, but their values are replaced. `report` gets progress messages.
     """
     loaded = _load(config)
     try:
         built = build_run(config, loaded)
         with closing(built.run) as run:
             groups, full = config.optim.minibatches, config.rollout.prompts_per_step
-            run.guards = run.guards.model_copy(update={"on_step0_kl": "warn"})  # of random weights it says nothing
+            run.guards = run.guards.model_copy(update={"on_step0_kl": "warn"})  # not meaningful with random weights
             state = State(kl=run.controller.init())
             while True:
                 report(f"timing a step of {groups} of {full} groups")

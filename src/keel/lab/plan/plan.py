@@ -1,4 +1,4 @@
-"""Memory of a step before anything runs, by a dry run of the real passes on fake tensors."""
+"""Plan the memory of a step with a dry run of the real passes on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from keel.rollout.native.scheduler import Traits
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part and peaks by phase; `parts` are the update's, which is mostly the peak.
+    """Bytes by part (of the update, usually the peak) and peaks by phase.
 
-    `host` are bytes in main memory beside the device (offloaded parts); on a CPU they count in the peaks. The largest
-    pass of the update has `pass_tokens` tokens. `ranks` are each layout on several devices.
+    `host` is the size of offloaded parts in main memory; on a CPU they count in the peaks. `pass_tokens` is the size of
+    the largest pass of the update. `ranks` has the layouts on several devices.
     """
 
     parameters: int
@@ -54,10 +54,10 @@ class Plan:
 def plan(
     config: Config, hardware: Hardware, prompt_tokens: int | None = None, *, devices: Sequence[int] = DEVICES
 ) -> Plan:
-    """The worst step of a run: every completion as long as it may be, every prompt as long as the longest seen.
+    """Plan the largest step: completions of maximum length, prompts as long as the longest sampled one.
 
-    The reference's pass and the update's are the real ones, run on tensors that have shapes and no memory, so that
-    their peaks are counted rather than guessed. On a GPU passes are as large as its memory allows, as a run makes them.
+    The real passes of the reference and the update run on fake tensors, so their peaks are counted, not estimated. On a
+    GPU the pass size is fitted to the memory, as in a run.
     """
     counted = _counted(config, hardware, prompt_tokens, devices)
     fitting = _fitting_tokens(counted, config)
@@ -66,7 +66,7 @@ def plan(
     smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
     sized = _counted(smaller, hardware, prompt_tokens, devices)
     pairs = zip(counted.ranks, sized.ranks, strict=True)  # where weights are sharded, passes are as configured
-    return replace(sized, ranks=tuple(own if own.layout.spread else other for own, other in pairs))
+    return replace(sized, ranks=tuple(own if own.layout.sharded else other for own, other in pairs))
 
 
 def _counted(config: Config, hardware: Hardware, prompt_tokens: int | None, devices: Sequence[int]) -> Plan:
@@ -104,10 +104,7 @@ def _fitting_tokens(plan: Plan, config: Config) -> int:
 
 
 def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -> list[tuple[list[str], Plan]]:
-    """What can be changed until a step fits, one thing after another, each with the plan it leads to.
-
-    The list ends with the first that fits, or with the last resort.
-    """
+    """Cumulative option changes that save memory, each with its plan, up to the first that fits."""
     tried: list[tuple[list[str], Plan]] = []
     by_option: dict[str, str] = {}
     for override in _remedies(config):
@@ -120,7 +117,7 @@ def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = 
 
 
 def _remedies(config: Config) -> Iterator[str]:
-    """Overrides that save memory, from the cheapest in time to the dearest."""
+    """Overrides that save memory, the cheapest in time first."""
     tokens = config.optim.microbatch_tokens
     for size in (tokens // 2, tokens // 4, tokens // 8):
         if size >= 256:

@@ -11,8 +11,17 @@ from keel.config import Config
 from keel.lab.plan.dry_run import StepCost
 from keel.lab.plan.hardware import Hardware
 from keel.models.loaded import LoadedModel
-from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, StepPasses, held, passing, sent, shape_of
-from keel.run.layout import choose, job_of, layouts
+from keel.run.footprint import (
+    DeviceLayout,
+    ModelShape,
+    RunMemory,
+    StepPasses,
+    resident_bytes,
+    sent_bytes,
+    shape_of,
+    transient_bytes,
+)
+from keel.run.layout import choose_layout, layouts, run_memory
 
 DEVICES = (1, 2, 4, 8)
 MACHINE = 8  # devices of a machine, where more of them are planned
@@ -47,14 +56,14 @@ def rank_plans(
     config: Config, loaded: LoadedModel, cost: StepCost, hardware: Hardware, devices: Sequence[int] = DEVICES
 ) -> tuple[RankPlan, ...]:
     """Every layout on each number of devices; one device whole is the dry run itself."""
-    shape, job = shape_of(loaded.model), job_of(config, loaded, hardware.kind)
+    shape, job = shape_of(loaded.model), run_memory(config, loaded, hardware.kind)
     plans: list[RankPlan] = []
     for count in devices:
         # Processes on a CPU share its memory.
         limit = hardware.memory_bytes // (count if hardware.kind == "cpu" else 1)
         machine = min(count, MACHINE)
         memory = limit if hardware.kind == "cuda" else None
-        chosen = choose(config, shape, job, count, machine=machine, memory=memory)
+        chosen = choose_layout(config, shape, job, count, machine=machine, memory=memory)
         for layout in layouts(config, shape, count, machine):
             plans.append(_rank(config, shape, job, layout, cost, limit, chosen=layout == chosen))
     return tuple(plans)
@@ -64,10 +73,10 @@ def _rank(
     config: Config, shape: ModelShape, job: RunMemory, layout: DeviceLayout, cost: StepCost, limit: int, *, chosen: bool
 ) -> RankPlan:
     passes = step_passes(config, cost.micros, layout.devices)
-    temporary = passing(shape, job, layout, passes)
+    temporary = transient_bytes(shape, job, layout, passes)
     shares = _shares(config, cost.micros, layout.devices)
     parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
-    parts |= {**(held(shape, job, layout) if layout.spread else {}), **temporary}
+    parts |= {**(resident_bytes(shape, job, layout) if layout.sharded else {}), **temporary}
     stepped = parts["gradients"] / cost.parts["gradients"]  # of the numbers that the optimizer updates
     fixed, states = cost.parts["workspaces"], cost.parts["reference states"]
     moments_host = cost.parts["optimizer"] if config.optim.offload else 0
@@ -79,10 +88,10 @@ def _rank(
         besides = fixed + (states if name != "rollout" else 0)
         working = peak - (sum(cost.parts[part] for part in lasting) - away) - besides
         share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else stepped
-        now = sum(parts[part] for part in lasting) - (0 if layout.spread else away)
+        now = sum(parts[part] for part in lasting) - (0 if layout.sharded else away)
         besides = fixed + (parts["reference states"] if name != "rollout" else 0)
         phases[name] = now + int(working * share) + besides + (sum(temporary.values()) if scoring else 0)
-    return RankPlan(layout, parts, phases, sent(shape, job, layout, passes), limit, chosen)
+    return RankPlan(layout, parts, phases, sent_bytes(shape, job, layout, passes), limit, chosen)
 
 
 def step_passes(config: Config, micros: int, devices: int) -> StepPasses:

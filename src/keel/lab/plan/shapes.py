@@ -1,7 +1,4 @@
-"""The models of a run as shapes: parameters with a size and a dtype and no memory; weights are never read.
-
-`CudaAutocast` shows what autocast widens on CUDA, on such tensors.
-"""
+"""The models of a run as meta tensors; weights are never read. `CudaAutocast` emulates CUDA autocast on them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from keel.models.head import causal_lm
 from keel.models.load import load_tokenizer
 from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora
-from keel.models.prefix_attention import AttendAgain
+from keel.models.prefix_attention import RecomputeContext
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.run.build import build_named_task, build_renderer
 
@@ -78,7 +75,7 @@ def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware)
         model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
     if config.model.gradient_checkpointing:
         # the dry run's own autocast does not reach into the backward pass
-        again = AttendAgain(CudaAutocast) if hardware.kind == "cuda" else AttendAgain()
+        again = RecomputeContext(CudaAutocast) if hardware.kind == "cuda" else RecomputeContext()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again})
     adapters_drop = lora is not None and lora.dropout > 0
     model.train(config.model.gradient_checkpointing or config.model.dropout or adapters_drop)
@@ -139,10 +136,7 @@ def prompt_lengths(config: Config, tokenizer: Any) -> list[int]:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """What autocast does on CUDA beyond what it does on a CPU: these functions compute in fp32, and keep fp32 inputs.
-
-    GPT-2's activation is made of a power, so its intermediate results are twice as large there.
-    """
+    """Emulate the functions that autocast runs in fp32 on CUDA but not on a CPU, such as powers in GPT-2's GELU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""`keel train --plan`: what a step holds, what would make it fit, and how long it takes here."""
+"""`keel train --plan`: print memory of a step, option changes that make it fit, and the measured time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.lab.plan.ranks import RankPlan, fewest
 def show_plan(
     config: Config, hardware: str | None, *, prompt_tokens: int | None = None, nproc: int = 1, as_json: bool = False
 ) -> int:
-    """Print the plan of a step, of one device or of `nproc`; times are measured where no hardware is named.
+    """Print the plan of a step for one device or for `nproc`; without `hardware` it also measures the time.
 
     Returns the exit status: 0 if the step fits.
     """
@@ -37,7 +37,7 @@ def show_plan(
     remedies = [] if estimate.fits else make_it_fit(config, device, prompt_tokens)
     if not as_json:
         _show(estimate, remedies)
-    timed, timing = None, "not measured: the hardware is named"
+    timed, timing = None, "not measured: --hardware is given"
     if hardware is None:
         timed, timing = _time(config, estimate)
     if as_json:
@@ -58,7 +58,7 @@ def _time(config: Config, estimate: Plan) -> tuple[StepTime | None, str]:
         return None, f"not measured: {why}"
     timed = measure(config, lambda text: print(f"{text} …", file=sys.stderr))
     if timed is None:
-        return None, "not measured: memory ran out when a step was tried"
+        return None, "not measured: out of memory"
     extent = "all groups" if timed.groups == timed.of else f"{timed.groups} of {timed.of} groups"
     return timed, f"measured here on random weights, {extent}, completions of full length"
 
@@ -91,16 +91,16 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
         verdict = "fits" if after.fits else "does not fit yet"
         console.print(f"  {' '.join(overrides)}: {_size(after.peak)}, {verdict}", markup=False)
     if not remedies or not remedies[-1][1].fits:
-        console.print("  nothing of this is enough: take a smaller model, a larger device or more of them")
+        console.print("  not enough: use a smaller model, or a larger device or more of them")
     if (several := fewest(plan.ranks)) is not None:
         devices, sharding = several.layout.devices, several.layout.sharding
         console.print(f"  --nproc {devices} parallel.sharding={sharding}: {_size(several.peak)}, fits", markup=False)
 
 
 def _show_devices(ranks: Sequence[RankPlan]) -> None:
-    """Each layout on each number of devices, a line each."""
-    table = Table(title="On several devices (a run takes the starred layout)", title_justify="left")
-    for name in ("devices", "sharding", "peak of a device", "", "sent by it in a step"):
+    """Print one line per layout and number of devices."""
+    table = Table(title="On several devices (* is the layout of a run)", title_justify="left")
+    for name in ("devices", "sharding", "peak per device", "", "sent per device and step"):
         table.add_column(name, justify="left" if name in ("sharding", "") else "right")
     for rank in ranks:
         verdict, star = "fits" if rank.fits else "does not fit", " *" if rank.chosen else ""
@@ -128,12 +128,12 @@ def _show_ranks(ranks: Sequence[RankPlan], hardware: str) -> None:
     console.print(table)
     verdict = "fits" if chosen.fits else "does not fit"
     console.print(
-        f"parallel.sharding={chosen.layout.sharding} is what this run takes, and {verdict}: {_size(chosen.peak)} of "
+        f"this run uses parallel.sharding={chosen.layout.sharding}, which {verdict}: {_size(chosen.peak)} of "
         f"{_size(chosen.limit)} on {hardware}"
     )
     others = [rank.layout.sharding for rank in ranks if rank.fits]
     if not chosen.fits:
-        console.print(f"fits: parallel.sharding={others[0]}" if others else "no layout fits: take more devices")
+        console.print(f"fits: parallel.sharding={others[0]}" if others else "no layout fits: use more devices")
 
 
 def _size(count: int) -> str:

@@ -1,1 +1,1 @@
-"""How plots are drawn: a chart as data, as SVG in a page, as a picture in a file."""
+"""Plots: charts as data, as SVG in a page, and as image files."""

@@ -21,7 +21,7 @@ COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; grey is for wha
 class Curve:
     """One curve: a gap where y is None; `error` (same length) draws a band or, with `dots`, error bars.
 
-    `tag` stands beside the dots of a picture, which has no pointer to ask for the label.
+    `tag` labels the dots in an image file.
     """
 
     label: str
@@ -35,9 +35,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: its title with the unit, what it tells, its curves, the steps of notable events and of checkpoints.
+    """One chart: title, unit, hint, curves, and the steps of events and checkpoints.
 
-    What lies beyond `x_range` or `y_range` is drawn up to there; without one all fits in.
+    Values outside of `x_range` or `y_range` are clipped; by default the ranges fit all values.
     """
 
     title: str
@@ -109,9 +109,9 @@ def svg(panel: Panel) -> str:
 
 
 def constants(panel: Panel) -> str:
-    """The values of a chart in which no curve changes beyond rounding, with their unit; empty where one does.
+    """The values of a chart whose curves are all constant, with their unit; empty if a curve changes.
 
-    A curve changes where it stops being a number too. Intervals are drawn, and so are single points.
+    A curve with gaps counts as changing. Charts with intervals or single points are always drawn.
     """
     by_value: dict[str, list[str]] = {}
     if any(any(series.error) for series in panel.series) or all(len(series.points) < 2 for series in panel.series):
@@ -131,7 +131,7 @@ def constants(panel: Panel) -> str:
 
 
 def thin(series: Curve) -> Curve:
-    """At most about MAX_POINTS points: of every stretch the lowest and the highest stay, so no spike is lost."""
+    """Reduce to about MAX_POINTS points; the minimum and maximum of every stretch stay, so that spikes are visible."""
     count = len(series.points)
     if count <= MAX_POINTS:
         return series
@@ -147,7 +147,7 @@ def thin(series: Curve) -> Curve:
 
 
 def wants_log(ys: Sequence[float]) -> bool:
-    """Only where a linear axis would flatten all but a few points: all positive, the largest 50 times the median."""
+    """Whether to use a log axis: all values are positive and the largest is over 50 times the median."""
     ordered = sorted(ys)
     return len(ordered) > 4 and ordered[0] > 0 and ordered[-1] > 50 * ordered[len(ordered) // 2]
 

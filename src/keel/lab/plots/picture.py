@@ -1,4 +1,4 @@
-"""A picture in a file by matplotlib: what every `--plot` shares, panels that a page has as SVG, and evaluations."""
+"""Image files with matplotlib: shared by every `--plot`, for panels and evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.lab.plots.charts import PALETTE, Curve, Panel, wants_log
 
 KINDS = (".png", ".svg", ".pdf")
 DPI = 130
-CAPTION = "95 % t-intervals over seeds; one that reaches the edge goes on beyond it"
+CAPTION = "95 % t-intervals over seeds; intervals are clipped at the edges"
 EM = 0.65 / 72  # inches of a character's width for each point of its size: more than the mean of any name
 LEGEND_SIZE, NOTE_SIZE, TITLE_SIZE = 8, 7, 11
 TAG_RINGS, TAG_DIRECTIONS = 12, 16  # where the tag of a dot may stand: on rings around it
@@ -42,11 +42,13 @@ def picture(path: Path) -> Iterator[Any]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a name that no picture can have; for commands that work long before they draw."""
+    """Check the file name of a plot before a long computation."""
     if path.suffix not in KINDS:
         raise KeelError(f"cannot write the plot to {str(path)!r}: end its name in {', '.join(KINDS)}")
     if not path.parent.is_dir():
-        raise KeelError(f"cannot write the plot to {path}: there is no folder {path.parent}: choose a writable folder")
+        raise KeelError(
+            f"cannot write the plot to {path}: the folder {path.parent} does not exist: choose a writable folder"
+        )
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _error_lengths(measured: MeasuredPoints) -> tuple[list[float], list[float]]:
 
 
 def plot_evaluation(data: Mapping[str, Any], path: Path) -> None:
-    """Bars of pass@1 and of the largest pass@k with 95 % intervals, the baseline's beside them."""
+    """Bars of pass@1 and of the largest pass@k with 95 % intervals, next to the baseline's."""
     records = data["tasks"]
     ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
     bars = [(data["model"], "pass@1", lambda r: (r.get("pass@1"), r.get("ci95")))]
@@ -256,7 +258,7 @@ def plot_evaluation(data: Mapping[str, Any], path: Path) -> None:
             ]
             axis.bar(middles, values, width * 0.92, yerr=errors, capsize=3, color=colour, label=f"{name}, {model}")
         axis.set_xticks(range(len(records)), [str(record["task"]) for record in records])
-        axis.set(ylabel="right answers (%), with 95 % intervals", ylim=(0, 105))
+        axis.set(ylabel="correct answers (%), with 95 % intervals", ylim=(0, 105))
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)

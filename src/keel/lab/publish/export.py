@@ -25,9 +25,9 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
     model_dir = model_folder(source, checkpoint)
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise KeelError(f"{target} is there already and not empty: name a folder that is not")
+        raise KeelError(f"{target} exists and is not empty: name a new or empty folder")
     if merged and not (model_dir / "adapter_config.json").is_file():
-        raise KeelError(f"--merged is for LoRA adapters, and {model_dir} holds whole weights: leave it out")
+        raise KeelError(f"--merged needs a LoRA adapter, and {model_dir} has full weights: leave --merged out")
     try:
         target.mkdir(parents=True, exist_ok=True)
         if merged:

@@ -21,8 +21,8 @@ def write_report(
 ) -> Path:
     """Read the runs and write their report; returns its path.
 
-    One run's report goes into its own directory, that of several beside the first one as `comparison.html`, unless
-    `out` says otherwise. `looked_at` gives HTML that is folded below a run's findings.
+    Default path: report.html in the run's folder, or comparison.html next to the first of several runs. `looked_at`
+    returns HTML that is folded below a run's findings.
     """
     from keel.lab.report.html import page
     from keel.lab.runs import read_run

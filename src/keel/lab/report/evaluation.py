@@ -1,4 +1,4 @@
-"""What a person reads of an evaluation: its tables."""
+"""Print the tables of an evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show_evaluation(data: Data, console: Console) -> None:
     ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
     greedy = " (greedy)" if all(record["greedy"] for record in records) else ""
     table = _table(
-        f"{data['model']}, temperature {data['temperature']:g}{greedy}: right answers, % [95 % interval]", console
+        f"{data['model']}, temperature {data['temperature']:g}{greedy}: correct answers, % [95 % interval]", console
     )
     table.add_column("problems\n× samples", justify="right")
     for k in (1, *ks):
@@ -64,8 +64,8 @@ def _show_extra(records: Sequence[Data], console: Console) -> None:
     if not rows:
         return
     with_baseline = any("baseline" in record for record in records)
-    table = _table("figures of the tasks' own", console)
-    table.add_column("figure")
+    table = _table("additional metrics of the tasks", console)
+    table.add_column("metric")
     for name in ("before", "after") if with_baseline else ("value",):
         table.add_column(name, justify="right")
     for record, name, value in rows:
@@ -102,7 +102,7 @@ def _share(value: float | None, interval: Sequence[float] | None) -> str:
 
 
 def _difference(difference: Data, figure: str, scale: float, form: str) -> str:
-    """Green where it surely rose, red where it surely fell: the interval does not hold 0."""
+    """Green for a significant rise, red for a significant fall (the interval excludes 0)."""
     mean, interval = difference[figure], difference["ci95"]
     if interval is None:
         return f"{scale * mean:+{form}}"

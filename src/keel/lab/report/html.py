@@ -1,4 +1,4 @@
-"""One page that holds everything: style, script, charts and data, with nothing to load from anywhere."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.lab.runs import RunRecord
 
 
 def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None = None) -> str:
-    """The report of one run, or of several over each other; `looked_at` gives what is folded below the findings."""
+    """The report of one run, or of several runs in the same charts."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     shown, data = charts(runs)
     body = [f"<header><p class='muted'>Keel run report</p><h1>{escape(title)}</h1></header>"]
@@ -28,7 +28,7 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
         body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
     if looked_at is not None:
-        body.append(block("What the doctor looked at", per_run(runs, looked_at, opened=False)))
+        body.append(block("What the doctor checked", per_run(runs, looked_at, opened=False)))
     body.append(block("Curves", shown))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
@@ -44,10 +44,10 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
 def document(
     title: str, body: str, data: str | None = '{"charts":[]}', *, style: str = "", script: str = "", sources: str = ""
 ) -> str:
-    """The frame. The policy lets only our own scripts run and nothing be loaded, whatever a completion contains.
+    """The HTML document. Its content security policy allows only the report's own scripts and no loading.
 
-    Without `data` the body has its own `data_element`. `style` and `script` come after the report's own; `sources` adds
-    to the policy what such a script may ask for.
+    Without `data` the body must contain a `data_element`. `style` and `script` are appended to the report's own;
+    `sources` extends the policy for that script.
     """
     scripts = [text for text in (resource("page.js"), script) if text]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -106,9 +106,9 @@ def block(heading: str, content: str) -> str:
 
 
 def verdict(run: RunRecord, index: int, count: int, progress: str = "") -> str:
-    """The answer first: what happened, in sentences, then the few figures, then what is missing.
+    """The verdict of a run: sentences, key figures, missing files.
 
-    Several runs have their figures in a table of their own, unless `progress` (HTML) says that they are being watched.
+    With several runs the figures are in a separate table, unless `progress` (HTML of the live page) is given.
     """
     name = f"<i class='key k{index % 8}'></i> {escape(run.name)} " if count > 1 else "Verdict "
     lines = "".join(f"<li class='{tone}'>{escape(text)}</li>" for tone, text in sentences(run))
@@ -129,17 +129,14 @@ def verdict(run: RunRecord, index: int, count: int, progress: str = "") -> str:
 
 
 def charts(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The charts of one run, or of several over each other, and their numbers for the script.
-
-    A chart in which no curve changes is not drawn: a line says its value.
-    """
+    """The charts of the runs, and their numbers for the script. Constant charts become a line of text."""
     drawn, unchanging = [], []
     for panel in panels(runs):
         if values := constants(panel):
             unchanging.append(f"<li>{escape(panel.title)}: {escape(values)}</li>")
         elif picture := svg(panel):
             drawn.append((panel, picture))
-    listed = f"<h3>Not drawn: no variation</h3><ul>{''.join(unchanging)}</ul>" if unchanging else ""
+    listed = f"<h3>Constant values</h3><ul>{''.join(unchanging)}</ul>" if unchanging else ""
     grid = curves(drawn, len(runs) > 1) if drawn or not listed else ""
     return grid + listed, chart_data([panel for panel, _ in drawn])
 
@@ -164,10 +161,10 @@ def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> st
             f"<div class='legend'>{keys}</div><output></output></figure>"
         )
     marked = any(panel.events for panel, _ in drawn)
-    notes = ["Dotted lines: guards, rollbacks and resumes of the timeline."] if marked else []
+    notes = ["Dotted lines: guards, rollbacks and resumes (see the timeline)."] if marked else []
     notes += ["Ticks at the bottom: checkpoints."] if any(panel.checkpoints for panel, _ in drawn) else []
     has_abandoned = any(series.label.startswith("abandoned") for panel, _ in drawn for series in panel.series)
-    notes += ["Dashed: attempts that a rollback gave up."] if has_abandoned else []
+    notes += ["Dashed: steps that a rollback discarded."] if has_abandoned else []
     note = f"<p class='muted'>{' '.join(notes)}</p>" if notes else ""
     return f"{note}<div class='charts'>{''.join(parts)}</div>"
 

@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, for one run or several."""
+"""The charts of a report: which metrics are drawn together."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ K1_HINT = "k1 may be negative"
 # (title, unit, hint, [(metric, label)]): in this order on the page.
 PanelSpec = tuple[str, str, str, list[tuple[str, str]]]
 PANELS: list[PanelSpec] = [
-    ("Reward", "mean of a step", "", [("reward/mean", "mean"), ("reward/penalized", "after the KL in the reward")]),
+    ("Reward", "mean per step", "", [("reward/mean", "mean"), ("reward/penalized", "minus the KL in the reward")]),
     ("KL penalty weight", "β", "", [("kl/beta", "β")]),
-    ("KL(policy‖reference) a sequence", "nats per sequence", K1_HINT, [("kl/policy_ref/sequence/mean", "k1")]),
+    ("KL(policy‖reference) per sequence", "nats per sequence", K1_HINT, [("kl/policy_ref/sequence/mean", "k1")]),
     ("Entropy", "nats per token", "falling fast: the policy stops exploring", [("entropy/mean", "entropy")]),
     ("Gradient norm", "before clipping", "", [("grad/norm", "norm")]),
     ("Completion length", "tokens", "", [("length/mean", "mean"), ("length/max", "longest")]),
     (
         "Clipped ratios",
         "fraction of tokens",
-        "how much of the update the clip holds back",
+        "a large share means that clipping limits the update",
         [("ratio/clip_low_fraction", "low"), ("ratio/clip_high_fraction", "high")],
     ),
     (
         "Groups without variance",
         "fraction of groups",
-        "all completions earned the same: no policy gradient from them",
+        "equal rewards within the group give no policy gradient",
         [("reward/zero_variance_fraction", "zero variance")],
     ),
     (
         "Output",
         "fraction of completions",
         "",
-        [("parse/ok_fraction", "answer readable"), ("length/truncated_fraction", "cut at the length limit")],
+        [("parse/ok_fraction", "parsed"), ("length/truncated_fraction", "truncated")],
     ),
     (
         "Turns and tool calls",
-        "an episode",
+        "per episode",
         "",
-        [("turn/count_mean", "turns of the model"), ("tool/calls_mean", "tool calls")],
+        [("turn/count_mean", "model turns"), ("tool/calls_mean", "tool calls")],
     ),
     (
-        "Tool calls that went wrong",
-        "an episode",
+        "Tool call errors",
+        "per episode",
         "",
         [
             ("tool/malformed", "malformed call"),
             ("tool/unknown_tool", "unknown tool"),
             ("tool/bad_arguments", "bad arguments"),
             ("tool/failed", "tool failed"),
-            ("tool/timeout", "tool too slow"),
+            ("tool/timeout", "timeout"),
             ("tool/too_many", "too many calls"),
-            ("tool/too_long", "result cut"),
+            ("tool/too_long", "result truncated"),
         ],
     ),
     (
-        "Episodes without a usable end",
-        "an episode",
+        "Episodes without a valid answer",
+        "per episode",
         "unfinished: stopped by rollout.max_turns",
         [
             ("answer/missing", "no answer"),
             ("answer/list", "answer is a list"),
-            ("answer/unknown_document", "cites no document"),
+            ("answer/unknown_document", "cites an unknown document"),
             ("turn/unfinished_fraction", "unfinished"),
         ],
     ),
@@ -70,45 +70,45 @@ PANELS: list[PanelSpec] = [
     (
         "KL(sampler‖policy)",
         "nats per token",
-        "near 0 unless the engine and the trainer disagree",
+        "near 0 if engine and trainer agree",
         [("kl/sampler_policy/k1/mean", "k1"), ("kl/sampler_policy/k3/mean", "k3")],
     ),
     (
-        "Samples that count",
+        "Effective sample size",
         "share",
-        "low: what sampled is far from the policy, or filters cut much of it off",
-        [("mismatch/ess", "effective, by their weights"), ("rollout/kept_mass/mean", "probability that filters kept")],
+        "low: the sampler is far from the policy, or filters remove much probability",
+        [("mismatch/ess", "effective fraction"), ("rollout/kept_mass/mean", "probability kept by filters")],
     ),
     (
-        "Time a step",
+        "Time per step",
         "seconds",
         "",
         [(f"time/{phase}_s", phase) for phase in ("rollout", "score", "update", "sync", "total")],
     ),
     (
-        "Waits",
+        "Idle time",
         "seconds",
-        "the update for rollouts, and the sampler for weights",
+        "trainer waiting for rollouts, sampler waiting for weights",
         [("time/trainer_wait_s", "trainer"), ("time/sampler_wait_s", "sampler")],
     ),
     (
         "Staleness",
         "updates",
-        "between the weights that sampled and those that learn",
+        "updates between the sampling weights and the trained weights",
         [("staleness/mean", "mean"), ("staleness/max", "largest")],
     ),
     ("Speed", "tokens per second", "", [("speed/tokens_per_s", "tokens/s")]),
     ("Learning rate", "", "", [("optim/learning_rate", "learning rate")]),
 ]
 
-AHEAD = {"Waits", "Staleness"}  # drawn of runs that sample ahead: of others they say nothing new
-# Several runs in place of the phases of one.
-TOTAL_TIME: PanelSpec = ("Time a step, all phases", "seconds", "", [("time/total_s", "total")])
-LAST = 10  # steps that the chart by depth is the mean of
+ASYNC_PANELS = {"Idle time", "Staleness"}  # only for asynchronous sampling
+# For several runs: the total instead of the phases.
+TOTAL_TIME: PanelSpec = ("Time per step, all phases", "seconds", "", [("time/total_s", "total")])
+LAST = 10  # steps averaged in the chart by depth
 REWARD_PART = "reward/part/"
 DEPTH = "kl/sampler_policy/depth_"
 KL_KINDS = ("k3", "k1", "exact")
-FROM_ZERO = {"Completion length", "Time a step", "Speed", "Gradient norm"}
+FROM_ZERO = {"Completion length", "Time per step", "Speed", "Gradient norm"}
 NOTABLE = (
     "guard",
     "rollback",
@@ -122,22 +122,22 @@ NOTABLE = (
     "tool/errors",
     "sampler/",
 )
-# Charts that also show the attempts that a rollback gave up: dashed, and only the chart's first metric.
-WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) a sequence"}
+# Charts whose first metric also shows the steps that a rollback discarded, dashed.
+WITH_ABANDONED = {"Reward", "Gradient norm", "Learning rate", "KL(policy‖reference) per sequence"}
 
 
 def panels(runs: Sequence[RunRecord]) -> list[Panel]:
     """Every chart that has data, the most important first; one colour per metric, or per run if there are several."""
     ahead = any(age for run in runs for _, age in run.series("staleness/max"))
-    specs = [spec for spec in PANELS if ahead or spec[0] not in AHEAD]
-    specs = specs if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time a step" else spec for spec in specs]
+    specs = [spec for spec in PANELS if ahead or spec[0] not in ASYNC_PANELS]
+    specs = specs if len(runs) == 1 else [TOTAL_TIME if spec[0] == "Time per step" else spec for spec in specs]
     drawn = [_from_metrics(runs, *spec) for spec in specs]
     order = (_accuracy(runs), drawn[0], *_parts(runs), *_kl(runs), *drawn[1:])
     return [panel for panel in (*order, _by_depth(runs)) if panel is not None]
 
 
 def event_steps(runs: Sequence[RunRecord]) -> list[float]:
-    """The steps of events that every chart marks; of one run only, since those of several would hide the curves."""
+    """The event steps that charts mark, for a single run only: with several runs they would hide the curves."""
     if len(runs) != 1:
         return []
     steps = {
@@ -165,11 +165,13 @@ def _from_metrics(
         return None
     if title in WITH_ABANDONED:
         curves += _abandoned(runs, names[0][0])
-    return Panel(title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | AHEAD, checkpoint_steps(runs))
+    return Panel(
+        title, unit, curves, hint, event_steps(runs), title in FROM_ZERO | ASYNC_PANELS, checkpoint_steps(runs)
+    )
 
 
 def _by_depth(runs: Sequence[RunRecord]) -> Panel | None:
-    """KL(sampler‖policy) in each stretch of the context, over the last steps of each run."""
+    """KL(sampler‖policy) by context depth, over the last steps of each run."""
     curves: list[Curve] = []
     for index, run in enumerate(runs):
         points: list[tuple[float, float | None]] = []
@@ -199,16 +201,16 @@ def _of_depth(name: str) -> bool:
 
 
 def _parts(runs: Sequence[RunRecord]) -> list[Panel | None]:
-    """What the reward is made of, before weights: all parts together for one run, a chart each for several."""
+    """The unweighted reward parts: one chart for a single run, one chart per part for several."""
     names = sorted({name for run in runs for name in run.metric_names if name.startswith(REWARD_PART)})
     labelled = [(name, name.removeprefix(REWARD_PART)) for name in names]
     if len(runs) == 1:
-        return [_from_metrics(runs, "Reward parts", "mean of a step, before weights", "", labelled)]
-    return [_from_metrics(runs, f"Reward part: {label}", "mean of a step", "", [(n, label)]) for n, label in labelled]
+        return [_from_metrics(runs, "Reward parts", "mean per step, before weights", "", labelled)]
+    return [_from_metrics(runs, f"Reward part: {label}", "mean per step", "", [(n, label)]) for n, label in labelled]
 
 
 def _abandoned(runs: Sequence[RunRecord], metric: str) -> list[Curve]:
-    """The attempts of a single run that a rollback gave up, from colours that the chart has not used."""
+    """The steps of a single run that a rollback discarded, in unused colours."""
     attempts = runs[0].abandoned if len(runs) == 1 else ()
     curves = [(name, curve_of(lines, metric)) for name, lines in attempts]
     return [
@@ -243,7 +245,7 @@ def _series(
 
 
 def _kl(runs: Sequence[RunRecord]) -> list[Panel]:
-    """KL per token with its standard error: all estimators together for one run, a chart each for several."""
+    """KL per token with standard errors: one chart for a single run, one chart per estimator for several."""
     title, unit = "KL(policy‖reference)", "nats per token"
     hint = "band: ± 1 standard error"
     hints = dict.fromkeys(KL_KINDS, hint) | {"k1": f"{hint}; {K1_HINT}"}

@@ -1,4 +1,4 @@
-"""What a person reads: the tables of `keel verify`, the page of an audit, the plot."""
+"""Print the tables of `keel verify` and audits, and plot the estimators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.verify.values import gaussian_moments
 
 
 def show_checks(sections: Iterable[tuple[str, list[Check]]], console: Console) -> list[Check]:
-    """Print each section as it is proven; return all rows."""
+    """Print each section when it is done; return all rows."""
     rows: list[Check] = []
     for title, checks in sections:
         table = Table(title=title, title_justify="left", title_style="bold", expand=False)
@@ -36,7 +36,7 @@ def show_checks(sections: Iterable[tuple[str, list[Check]]], console: Console) -
 DIVERGENCES = {
     "policy||ref": "KL(policy‖ref)",
     "ref||policy": "KL(ref‖policy)",
-    "none": "no KL",
+    "none": "not a KL",
     "zero": "zero",
 }
 
@@ -52,8 +52,8 @@ def _gradient(entry: dict[str, Any]) -> str:
     if name in ("policy||ref", "ref||policy"):
         return f"∇{DIVERGENCES[name]}"
     if name == "zero":
-        return "zero: it regularises nothing"
-    return f"no KL's gradient (off by {_number(entry['relative_error']).lstrip('+')} relative)"
+        return "zero: no regularisation"
+    return f"not a gradient of a KL (off by {_number(entry['relative_error']).lstrip('+')} relative)"
 
 
 def show_audit(report: dict[str, Any], console: Console) -> None:
@@ -66,7 +66,7 @@ def show_audit(report: dict[str, Any], console: Console) -> None:
         table.add_row("known as", report["known_as"])
     table.add_row("its value estimates", DIVERGENCES[value["estimates"]])
     nearest = DIVERGENCES[value["nearest"]]
-    table.add_row("bias, spread", f"{_number(value['bias'])}, {_number(value['std'])} of {nearest}, worst case")
+    table.add_row("bias, std", f"{_number(value['bias'])}, {_number(value['std'])} of {nearest}, worst case")
     table.add_row("sign", "never negative" if value["nonnegative"] else "can be negative")
     table.add_row("in the loss", _gradient(report["in_loss"]))
     table.add_row("in the reward", _gradient(report["in_reward"]))
@@ -89,8 +89,10 @@ def plot_estimators(path: Path) -> None:
             moments = [gaussian_moments(name, m) for m in shifts]
             left.plot(true, [abs(bias) for bias, _ in moments], style, label=name, linewidth=2)
             right.plot(true, [std for _, std in moments], style, label=name, linewidth=2)
-        left.set(title="bias: only k2 has any", ylabel="|bias| / true KL", ylim=(-0.02, 0.6))
-        right.set(title="spread: k1's is large where KL is small", ylabel="standard deviation / true KL", yscale="log")
+        left.set(title="bias: only k2 is biased", ylabel="|bias| / true KL", ylim=(-0.02, 0.6))
+        right.set(
+            title="standard deviation: k1's is large for small KL", ylabel="standard deviation / true KL", yscale="log"
+        )
         for axis in (left, right):
             axis.set(xlabel="true KL (nats)", xscale="log")
             axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Recorded completions as data: what the page and the terminal show of a line of rollouts.jsonl."""
+"""Rollout records as data, for the report and the terminal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Token:
 
 
 def tokens_of(record: Record) -> list[Token]:
-    """The tokens of a completion; empty where none were recorded, or where tokens and KL do not belong together.
+    """The tokens of a completion; empty if none were recorded or if tokens and KL differ in length.
 
-    Lines from before `action` was recorded count a token without KL as not sampled, if others have some.
+    In records without `action`, tokens without KL count as not sampled if other tokens have a KL.
     """
     texts, kls, action = (as_list(record.get(name)) for name in ("tokens", "kl", "action"))
     if not texts or (kls and len(kls) != len(texts)):
@@ -52,10 +52,7 @@ def turns_of(tokens: Sequence[Token]) -> list[tuple[bool, list[Token]]]:
 
 
 def messages_of(record: Record) -> list[dict[str, Any]]:
-    """The prompt as the model was given it, a single message without a role.
-
-    Lines from before that was recorded have the task's chat messages; a plain one is then without a role too.
-    """
+    """The rendered prompt as a single message without a role, or the task's chat messages in older records."""
     if "prompt_tokens_cut" in record:
         return [{"role": "", "content": str(record.get("prompt", ""))}]
     messages = [item for item in as_list(record.get("messages")) if isinstance(item, dict)]
@@ -65,9 +62,9 @@ def messages_of(record: Record) -> list[dict[str, Any]]:
 
 
 def cut_note(record: Record) -> str:
-    """How much of a prompt's left end was cut off; empty where nothing was."""
+    """How many prompt tokens were truncated on the left; empty if none."""
     cut = number(record.get("prompt_tokens_cut"))
-    return f"{cut:.0f} tokens cut off its left end" if cut else ""
+    return f"{cut:.0f} tokens truncated on the left" if cut else ""
 
 
 def message_text(message: Mapping[str, Any]) -> str:
@@ -89,7 +86,7 @@ def colour_scale(records: Sequence[Record]) -> float:
 
 
 def facts(record: Record) -> list[str]:
-    """What is known of a completion besides its text: reward, its parts, advantage, why it stopped, log-ratio."""
+    """The facts about a completion: reward, parts, advantage, stop reason, log-ratio."""
     lines = [f"reward {brief(record.get('reward'))}"]
     parts = record.get("parts")
     if isinstance(parts, dict) and parts:
@@ -107,7 +104,7 @@ def facts(record: Record) -> list[str]:
 
 
 def details_of(record: Record) -> str:
-    """What the judge saw of a completion, such as each test's outcome; empty where it said nothing."""
+    """The details of the reward, such as the outcome of each test; may be empty."""
     details = record.get("details")
     return details if isinstance(details, str) else ""
 
@@ -170,7 +167,7 @@ def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
     if not run.is_dir():
         raise KeelError(f"no run directory at {run}; a run is a folder such as runs/default")
     if not path.is_file():
-        raise KeelError(f"{run} has no {rundir.ROLLOUTS}: nothing was recorded yet, or log.rollouts_every is 0")
+        raise KeelError(f"{run} has no {rundir.ROLLOUTS}: wait for the first step, or set log.rollouts_every above 0")
     steps: dict[int, list[int]] = {}
     for offset, line_step in _line_offsets(path):
         steps.setdefault(line_step, []).append(offset)
@@ -178,7 +175,9 @@ def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
         raise KeelError(f"{path} has no complete line yet: wait for the first step")
     chosen = max(steps) if step is None else step
     if chosen not in steps:
-        raise KeelError(f"step {chosen} of {run} has no rollouts: the nearest that have are {_nearest(steps, chosen)}")
+        raise KeelError(
+            f"step {chosen} of {run} has no rollouts: the nearest steps with rollouts are {_nearest(steps, chosen)}"
+        )
     with path.open("rb") as file:
         return chosen, [_read_at(file, offset) for offset in steps[chosen]]
 

@@ -1,4 +1,4 @@
-"""Completions before and after, every token coloured by its log-ratio to the reference."""
+"""Sample completions as HTML, with tokens coloured by their log-ratio to the reference."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MAX_LATEST_BYTES = 2**18  # of a step's completions where they are fetched again
 
 
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
-    """(first completions, last completions) of a few problems, those recorded furthest apart first.
+    """(first, last) completions of a few problems, the largest distance in steps first.
 
-    Where no problem was recorded twice, those of the first and of the last recorded step stand beside each other.
+    If no problem was recorded twice, completions of the first and of the last recorded step.
     """
     by_problem: dict[str, dict[float, list[Record]]] = {}
     for record in rollouts:
@@ -105,7 +105,7 @@ def all_completions(run: RunRecord, limit: int = MAX_HTML_BYTES) -> str:
     if not html:
         return ""
     left_out = len(by_step) - len(html)
-    total = f" of {len(by_step)} recorded; keel show RUN --step N has the others" if left_out else ""
+    total = f" of {len(by_step)} recorded; keel show RUN --step N prints the others" if left_out else ""
     heading = f"All recorded completions, {len(html)} step{'s' * (len(html) > 1)}{total}"
     return f"<h3>{heading}</h3>{''.join(html[step] for step in sorted(html))}"
 
@@ -117,7 +117,7 @@ def latest(run: RunRecord, limit: int = MAX_LATEST_BYTES) -> str:
         return "<p class='muted'>No completions were recorded yet.</p>"
     records = [record for record in run.rollouts if number(record.get("step")) == steps[-1]]
     shown = fitting(records, limit)
-    more = f"<p class='muted'>{len(records) - len(shown)} more: keel show has them.</p>" * (len(shown) < len(records))
+    more = f"<p class='muted'>{len(records) - len(shown)} more: see keel show.</p>" * (len(shown) < len(records))
     return f"<h4>{escape(run.name)}, step {steps[-1]:g}</h4>{completions(shown)}{more}"
 
 
@@ -172,14 +172,14 @@ def legend(kl_max: float, measured: bool = True) -> str:
     """What the colours mean."""
     if not measured:
         return (
-            "<p class='legend kl'><span class='muted'>KL was not measured here. Grey: not sampled by the policy, not "
+            "<p class='legend kl'><span class='muted'>KL was not measured. Grey: not sampled by the policy, not "
             "trained on.</span></p>"
         )
     return (
         "<p class='legend kl'><span class='ramp'></span>"
         f"<span class='muted'>{K1_SAMPLE}: blue −{kl_max:.2g} · none 0 · orange +{kl_max:.2g} nats per token; "
         "grey: not sampled by the policy, not trained on. "
-        "Hover or tap a token for its number.</span></p>"
+        "Hover or tap a token for its value.</span></p>"
     )
 
 

@@ -167,7 +167,7 @@ def task_figures(run: RunRecord) -> str:
             before, after = number(first.get(figure)), number(last.get(figure)) if len(lines) > 1 else None
             change = "–" if before is None or after is None else f"{after - before:+.3f}"
             rows.append([name, escape(str(figure)), *(brief(value) for value in (before, after)), change])
-    head = ["skill", "figure of its own", "before", "after", "change"]
+    head = ["skill", "metric", "before", "after", "change"]
     return f"<div class='below'>{table(head, rows, 'numbers')}</div>" if rows else ""
 
 
@@ -201,9 +201,11 @@ def timeline(run: RunRecord) -> str:
                 escape(" · ".join(details)),
             ]
         )
-    note = f"<p class='muted'>{left_out} events in the middle are left out.</p>" if left_out else ""
+    note = f"<p class='muted'>{left_out} events in the middle are omitted.</p>" if left_out else ""
     began = (
-        "" if start is None else f"<p class='muted'>Began {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC.</p>"
+        ""
+        if start is None
+        else f"<p class='muted'>Started {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC.</p>"
     )
     return began + table(["step", "time", "event", ""], rows, "events") + note
 
@@ -231,14 +233,14 @@ def since(moment: float | None, start: float | None) -> str:
 def configuration(run: RunRecord) -> str:
     """The resolved configuration as it was written."""
     if run.config_text is None:
-        return "<p class='muted'>config.yaml is not there.</p>"
+        return "<p class='muted'>config.yaml does not exist.</p>"
     return f"<pre class='config'>{escape(run.config_text)}</pre>"
 
 
 def versions(run: RunRecord) -> str:
     """env.json as a table."""
     rows = [[f"<code>{escape(name)}</code>", escape(text_of(value))] for name, value in flatten(run.env).items()]
-    return table(["", ""], rows, "versions") or "<p class='muted'>env.json is not there.</p>"
+    return table(["", ""], rows, "versions") or "<p class='muted'>env.json does not exist.</p>"
 
 
 def headline(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -260,5 +262,5 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("reward", f"{reward:.3g}", "mean of the last step"))
     beta = run.last("kl/beta")
     if beta is not None:
-        cards.append(("β", f"{beta:g}", "weight of the KL"))
+        cards.append(("β", f"{beta:g}", "KL coefficient"))
     return cards

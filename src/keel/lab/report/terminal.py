@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: who said what, which tokens are trained on, where they left the reference, their reward."""
+"""Print rollouts in the terminal: speakers, trained tokens, log-ratios and rewards."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _completion(record: Record, kl_max: float) -> Table:
     moved_most = sorted((t for t in tokens if t.kl), key=lambda t: -abs(t.kl or 0.0))[:_MOST_MOVED]
     if moved_most:
         listed = "  ".join(f"{_shown(token).strip() or repr(token.text)} {token.kl:+.3f}" for token in moved_most)
-        table.add_row("", Text(f"moved most: {listed}", style="dim"))
+        table.add_row("", Text(f"largest log-ratios: {listed}", style="dim"))
     table.add_row("", "")
     return table
 

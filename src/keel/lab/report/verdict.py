@@ -1,4 +1,4 @@
-"""The verdict of a run in sentences: from its files alone, and no stronger than its figures allow."""
+"""The verdict of a run in sentences, from its files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def kl_figures(run: RunRecord) -> dict[str, tuple[float, float | None]]:
 
 
 def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str, float, float | None] | None:
-    """The best figure there is, with its name: exact where measured, as k3's mean may hang on a few tokens."""
+    """The best available estimate with its name: exact if measured, because a few tokens may dominate k3's mean."""
     return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
 
 
@@ -81,9 +81,9 @@ def last_beta(run: RunRecord) -> float | None:
 
 
 def labels(run: RunRecord) -> list[Sentence]:
-    """The verdict in a word or two: the worst finding where it is an error or a warning, then the state.
+    """Short labels: the worst error or warning, if any, and the state.
 
-    A completed run is good only if it was judged and nothing worse than a note was found.
+    A completed run is good only if it was examined without errors and warnings.
     """
     kind, _ = state(run)
     tone, worst = STATE_TONES[kind], worst_finding(run.findings)
@@ -130,7 +130,7 @@ def _accuracy_sentence(run: RunRecord) -> Sentence:
     unmeasured = trained is None or trained.after is None
     if unmeasured and isinstance(reward, Mapping) and number(reward.get("after")) is not None:
         text = f"Held-out reward {brief(reward.get('before'))} → {brief(reward.get('after'))}"
-        return "plain", f"{text}; the problems have no answers, so nothing is right or wrong."
+        return "plain", f"{text}; the problems have no answers, so there is no accuracy."
     if trained is None or (trained.before is None and trained.after is None):
         return "plain", "Accuracy on held-out problems has not been measured yet."
     task, before, after = trained.task, percent(trained.before), percent(trained.after)
@@ -140,10 +140,10 @@ def _accuracy_sentence(run: RunRecord) -> Sentence:
         return "plain", f"{task}: {after} now{ci(trained.ci_after)}; not measured before training."
     change = 100 * (trained.after - trained.before)
     if change == 0:
-        return "warn", f"{task}: {after} on held-out problems, as before training{ci(trained.ci_after)}."
+        return "warn", f"{task}: {after} on held-out problems, unchanged{ci(trained.ci_after)}."
     text = f"{task}: {before} → {after} on held-out problems ({change:+.1f} points"
     if trained.overlap is None:
-        return "plain", f"{text}; no intervals, so it may be chance)."
+        return "plain", f"{text}; no intervals, so the change may be chance)."
     text += f"; 95 % intervals {span(trained.ci_before)} → {span(trained.ci_after)})"
     if trained.overlap:
         return "warn", f"{text}. The intervals overlap: the change may be chance."
@@ -163,10 +163,10 @@ def _kl_sentence(run: RunRecord) -> Sentence:
         text += f", {mean_and_error(*figures['sequence'])} nats per sequence (k1)"
     beta = last_beta(run)
     if beta is not None:
-        text += f", under β = {beta:g}"
+        text += f", at β = {beta:g}"
     limit = kl_limit(run.config, run.thresholds).value
     if mean > limit:
-        return "warn", f"{text}. That is more than {limit:g} nats per token: the policy is far from its reference."
+        return "warn", f"{text}. The limit is {limit:g} nats per token."
     return "plain", f"{text}."
 
 
@@ -181,7 +181,7 @@ def _retention_sentence(run: RunRecord) -> Sentence:
     skills = "the other skill" if len(rows) == 1 else f"the {len(rows)} other skills"
     if any(row.fell for row in rows):
         drop = 100 * run.thresholds["retention_drop"]
-        return "good", f"Retention: {skills} lost at most {drop:g} % of what was there."
+        return "good", f"Retention: {skills} lost at most {drop:g} % of their accuracy."
     return "good", f"Retention: {skills} held within {'its' if len(rows) == 1 else 'their'} intervals."
 
 
@@ -198,7 +198,7 @@ def _count_sentence(run: RunRecord) -> Sentence:
         codes = (run.summary or {}).get("findings")
         if isinstance(codes, list):
             return ("warn" if codes else "good"), f"Findings: {', '.join(map(str, codes)) or 'none'}."
-        return "plain", "Findings: not judged yet."
+        return "plain", "Findings: not examined yet."
     if not run.findings:
         return "good", "Findings: none."
     counts = {kind: sum(finding.get("severity") == kind for finding in run.findings) for kind in SEVERITIES}

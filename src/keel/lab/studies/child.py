@@ -1,4 +1,4 @@
-"""The process of one run of a study: it ends when the study does, from its first moment on."""
+"""The process of one run of a study. It exits when the study's process exits."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 import threading
 from typing import Any
 
-from keel.base.alive import end_with_parent
+from keel.base.watchdog import exit_with_parent
 
 
 def stop(number: int, frame: Any) -> None:
-    """SIGTERM from the study: training finishes its step and saves, anything else ends at once."""
+    """Handle SIGTERM from the study like Ctrl-C: training finishes its step and saves."""
     raise KeyboardInterrupt
 
 
 def main() -> int:
-    """Watch the study, then import what takes seconds.
+    """Start watching the parent before the slow imports.
 
-    The study sends SIGTERM: what a shell starts in the background ignores SIGINT, and so do its children.
+    The study sends SIGTERM, because background processes of a shell and their children ignore SIGINT.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, stop)
     try:
         from keel.lab.studies.point import main as run

@@ -1,4 +1,4 @@
-"""The folder of a study: what it studies, its runs, and which of them are finished."""
+"""The folder of a study: its definition, its runs and their outcomes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: done, stopped by its guard, or failed, and why."""
+    """How a run ended (done, stopped by a guard, or failed) and the reason."""
 
     state: str
     reason: str = ""
 
 
 def digest(study: Study) -> str:
-    """A hash of all that decides the runs; the baseline and the metric only decide how they are read."""
+    """A hash of everything that determines the runs; baseline and metric only affect the report."""
     inputs = {
         "config": fingerprint(study.config),
         "points": [[point.label, fingerprint(point.config)] for point in study.points],
@@ -58,9 +58,9 @@ def digest(study: Study) -> str:
 
 @contextmanager
 def open_folder(path: Path, study: Study, threads: int) -> Iterator[int]:
-    """The study's folder, for one process at a time; yields the threads a run has, as the first start set them.
+    """Lock the study's folder and yield the number of threads per run.
 
-    Sums of floats depend on the number of threads, so a study keeps the number it began with.
+    Float sums depend on the number of threads, so a study keeps the number of its first start.
     """
     with one_line_errors(f"cannot create {path}"):
         path.mkdir(parents=True, exist_ok=True)
@@ -78,15 +78,15 @@ def _claim(path: Path, study: Study, threads: int) -> int:
             stored = json.loads(record.read_text(encoding="utf-8"))
             stored_digest, stored_threads = stored["digest"], int(stored["threads"])
         except (ValueError, KeyError, TypeError):
-            raise KeelError(f"{record} cannot be read: put it back, or choose another --out") from None
+            raise KeelError(f"{record} cannot be read: restore it, or choose another --out") from None
         if stored_digest != study_digest:
             raise KeelError(
-                f"{path} holds another study ({_difference(stored, study)}): choose another --out, or delete the folder"
+                f"{path} contains another study ({_difference(stored, study)}): choose another --out, or delete it"
             )
         return stored_threads
     others = [item.name for item in path.iterdir() if item.name != ".lock"]
     if others:
-        raise KeelError(f"{path} is not empty and holds no study ({sorted(others)[0]}): choose another --out")
+        raise KeelError(f"{path} is not empty and is not a study ({sorted(others)[0]}): choose another --out")
     write_atomic(record, encode(_record(study, study_digest, threads), indent=2) + "\n")
     return threads
 
@@ -128,7 +128,7 @@ def jobs(path: Path, study: Study) -> list[StudyRun]:
 
 
 def finished_outcome(job: StudyRun) -> Outcome | None:
-    """The outcome of a finished run; None where it is to be run, resumed, or tried again after a failure."""
+    """The outcome of a finished run, or None if it must be run, resumed or retried."""
     written = read_outcome(job.folder)
     if written is None or written.state not in (DONE, STOPPED):
         return None

@@ -1,4 +1,4 @@
-"""What a study is: a configuration, the points of a grid, seeds. Everything is checked before anything runs."""
+"""Read a study (configuration, grid, seeds) and check it before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.redact import masked
 from keel.config import Config, load_config, peers, text
 from keel.config.checks import task_specs
-from keel.config.load import is_option, leaves, unknown_option
+from keel.config.load import flatten_options, is_option, unknown_option
 from keel.lab.thresholds import check_thresholds
 
 METRICS = ("accuracy_after", "reward", "retention_after")
@@ -28,7 +28,7 @@ _SET_BY_STUDY = {
 
 @dataclass(frozen=True)
 class Value:
-    """One value of an axis: what it is called, and the options that it sets."""
+    """One value of an axis: its label and the options that it sets."""
 
     label: str
     settings: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of all axes; `values` has the label of each axis, empty where a listed point does not set it."""
+    """One point of the grid; `values` has the label of each axis, empty if a listed point does not set it."""
 
     label: str
     settings: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured after a run: `prompts` × `samples` per task for the drift, held-out text, a target KL's band."""
+    """Measurements after a run: drift with `prompts` × `samples` per task, held-out text, a band around a target KL."""
 
     prompts: int = 32
     samples: int = 4
@@ -106,7 +106,7 @@ def read_study(
     if not isinstance(listed, list) or not all(isinstance(entry, Mapping) and entry for entry in listed):
         raise KeelError("points of a study is a list of mappings such as {kl.beta: 0}")
     if not axes and not listed:
-        raise KeelError("there is nothing to vary: give --grid kl.beta=0,0.01, or a study file with a grid")
+        raise KeelError("the study has no grid: give --grid kl.beta=0,0.01, or a study file with a grid")
     all_overrides = [*shared, *overrides]
     _check_axes(axes, _option_names(all_overrides))
     config = load_config(config_source, all_overrides)
@@ -200,7 +200,7 @@ def _axis(name: str, values: Any) -> Axis:
 def _label(name: str, value: Any) -> str:
     """`beta=0.01`; the options of a mapping by their own names."""
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in leaves("", value))
+        return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in flatten_options("", value))
     return f"{name.rpartition('.')[2]}={text.dump(masked(value, name))}"
 
 
@@ -211,7 +211,7 @@ def native(name: str) -> str:
 
 
 def _options(settings: Mapping[str, Any]) -> set[str]:
-    return {native(name) for name, _ in leaves("", settings)}
+    return {native(name) for name, _ in flatten_options("", settings)}
 
 
 def _overlap(first: str, second: str) -> bool:
@@ -223,7 +223,9 @@ def _option_names(overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for item in overrides:
         name, _, value = item.partition("=")
-        names += [native(option) for option, _ in leaves("", {name.strip().lstrip("+"): text.parse(value, name)})]
+        names += [
+            native(option) for option, _ in flatten_options("", {name.strip().lstrip("+"): text.parse(value, name)})
+        ]
     return names
 
 

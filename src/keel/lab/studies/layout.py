@@ -1,4 +1,4 @@
-"""What plots of many points share: a point's colour, the chart it is in, how far an interval is drawn."""
+"""Layout of plots of many points: colours, charts and axis limits."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def bounds(figure: str, estimate: Estimate | None) -> tuple[float, float] | None
 
 
 def limits(figures: Mapping[str, Sequence[Estimate]]) -> tuple[float, float] | None:
-    """An axis' ends: room for intervals as wide as the means are apart, and nothing impossible.
+    """Axis limits that fit the means and intervals up to the spread of the means.
 
-    A wider interval is cut there, so that one point with little to say does not flatten all others.
+    Wider intervals are clipped, so that one imprecise point does not flatten all others.
     """
     ranges = [
         (estimate.mean, edge, *value_range(name))

@@ -1,4 +1,4 @@
-"""What is measured of a finished run besides its own evaluation: its drift from the start, task by task."""
+"""Measure the drift of a finished run from its start, by task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.run.evaluate import configured_tasks
 from keel.trainer.checkpoint import no_progress_bars
 
 ESTIMATORS = ("exact", "k1", "k2", "k3")
-# Plain English that no task asks about: what a model loses here, it lost by the way.
+# Plain English unrelated to all tasks, to measure forgetting.
 SENTENCES = (
     "The river rises in the hills, runs past three villages, and reaches the sea by a wide and muddy mouth.",
     "When the bell rang, the children put away their books and ran out into the yard.",

@@ -1,4 +1,4 @@
-"""How long a study still takes: a pure function of its plan and of when each piece of work was finished."""
+"""Estimate the remaining time of a study from its plan and the times of finished pieces (pure functions)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 START, EVALUATION, MEASURE = "start", "evaluation", "measure"
 FIRST_STEP, STEP = "first step", "step"  # the first one of a process is slower than the others
 FIRST_SUPERVISED, SUPERVISED = "first supervised step", "supervised step"
-OVERDUE = 0.9  # of a piece is over, at most, while it is not finished
-SHRINK = 3.0  # pieces of its own that a run's pace needs to weigh as much as that of its point, and a point's as all
+OVERDUE = 0.9  # an unfinished piece counts as at most this fraction done
+SHRINK = 3.0  # shrinkage: number of own pieces with the same weight as the mean of the wider scope
 
 
 Scope = tuple[str, ...]  # (), (group,) or (group, label)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keel.eval.statistics import Estimate, frontier
+from keel.eval.statistics import Estimate, pareto_frontier
 from keel.lab.plots.charts import COLOURS, GREY, Curve, Panel, Point
 from keel.lab.plots.picture import LegendEntry, write_panels
 from keel.lab.studies.layout import bounds, colouring, facets, limits
@@ -121,7 +121,7 @@ def split_names(panels: Sequence[Panel]) -> list[Panel]:
 
 def frontier_line(known: Mapping[str, tuple[Estimate, Estimate]]) -> list[tuple[float, float]]:
     """(√KL, reward) of the points that no other beats in both, by rising KL."""
-    best = frontier({label: (kl.mean, reward.mean) for label, (kl, reward) in known.items()})
+    best = pareto_frontier({label: (kl.mean, reward.mean) for label, (kl, reward) in known.items()})
     return [(root(known[label][0].mean), known[label][1].mean) for label in best]
 
 

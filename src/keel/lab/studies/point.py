@@ -1,4 +1,4 @@
-"""One run of a study in a process of its own: warm start linked in, training, drift, outcome."""
+"""One run of a study in its own process: link the warm start, train, measure the drift, write the outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.base.files import LineFile, encode, read_json, write_atomic
+from keel.base.files import JsonlFile, encode, read_json, write_atomic
 from keel.config import Config, load_config
 from keel.lab.hooks import AT_END
 from keel.lab.judge import guard_stop
@@ -25,7 +25,7 @@ from keel.run.build import build_policy, build_warmstart
 from keel.run.train import run_training
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
 from keel.trainer.checkpoint import atomic_folder, no_progress_bars
-from keel.trainer.integrity import damages
+from keel.trainer.integrity import find_damage
 
 
 def shared_warmstart(shared: Path, config: Config) -> Path:
@@ -35,12 +35,12 @@ def shared_warmstart(shared: Path, config: Config) -> Path:
 
 def make_warmstart(config: Config, folder: Path) -> None:
     """Make the warm start as a run itself would, unless it is there and undamaged; it writes a line a step."""
-    if is_complete(folder) and not damages(folder):
+    if is_complete(folder) and not find_damage(folder):
         return
     path = supervised_lines(folder)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars(), closing(LineFile(path)) as lines:
+    with no_progress_bars(), closing(JsonlFile(path)) as lines:
         policy = build_policy(config)
         lines.append({"step": 0})
         recipe = partial(build_warmstart, config)

@@ -1,4 +1,4 @@
-"""How far a process of a study is, by the files that it has written: pieces of its plan, and the phase in words."""
+"""The progress of a process of a study, from the files that it has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of a study as processes of their own, here or on a Ray cluster, and the pools that start them."""
+"""Processes of a study's runs, local or on a Ray cluster, and the pools that start them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Process:
 
 
 def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], None] | None = None) -> int:
-    """Run to the end, output to the log; the process ends by itself when this one dies, since its stdin closes.
+    """Run a process to its end, with output to the log. It exits if this process dies, because its stdin closes.
 
-    The configuration, which may hold secrets, travels in the environment: a command line is for all to see.
+    The configuration may contain secrets, so it is passed in the environment: command lines are visible to all users.
     """
     process.log.parent.mkdir(parents=True, exist_ok=True)
     (process.log.parent / OUTCOME).unlink(missing_ok=True)

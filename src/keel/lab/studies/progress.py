@@ -1,4 +1,4 @@
-"""Progress over the whole grid: bars on a terminal, lines elsewhere, and an estimate of the time that is left."""
+"""Progress of a study: bars on a terminal, else lines, with an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keel.lab.studies.pace import Event, Pace, WorkList, observe, remaining_s, w
 from keel.lab.studies.position import job_phase, job_pieces, job_plan, warmstart_phase, warmstart_pieces
 
 Say = Callable[[str], None]
-LOOK_S = 1.0  # between two looks at the files
-LINE_S = 60.0  # between two lines where there is no bar
+POLL_S = 1.0  # interval between reads of the files
+LINE_S = 60.0  # interval between lines without a terminal
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Progress:
     def refresh(self) -> None:
         """Look at the files again, at most once a second."""
         now = self._clock()
-        if now - self._looked_at < LOOK_S:
+        if now - self._looked_at < POLL_S:
             return
         self._looked_at = now
         for label, watched in self._watched.items():

@@ -1,4 +1,4 @@
-"""What a study leaves: points.csv, table.csv, table.md, pictures and one page."""
+"""Write the results of a study: points.csv, table.csv, table.md, plots and report.html."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row per run: its options, accuracy, reward, KL in both directions, skills before and after, how it ended."""
+"""The results of a run: options, accuracy, reward, KL in both directions, skills before and after, outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.lab.runs import RunRecord, number, read_run
 from keel.lab.studies.folder import DRIFT, Outcome, StudyRun
 from keel.lab.studies.grid import Measure
 
-LAST_STEPS = 10  # of the reward: a single step's mean is mostly noise
+LAST_STEPS = 10  # steps averaged for the reward
 BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PPO's rule
 
 

@@ -1,4 +1,4 @@
-"""The reversed k3, which circulates in tutorials: a study has it to show what it does."""
+"""The reversed k3, a common mistake in tutorials, for a study of its effect."""
 
 from __future__ import annotations
 

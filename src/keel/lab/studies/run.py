@@ -38,14 +38,14 @@ POLL_S = 0.3
 def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
 ) -> dict[str, Outcome]:
-    """Run what is not finished yet; the outcome of each job by label. Killed at any time, it can be started again."""
+    """Run all unfinished jobs and return the outcomes by label. After an interruption, call it again."""
     check_backend(on)
     path = path.resolve()
     with open_folder(path, study, max(1, cores() // parallel)) as threads:
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
-        workers = parallel if on == "local" else None  # a cluster starts as many as it has room for
+        workers = parallel if on == "local" else None  # the cluster decides
         watched = Progress(all_jobs, outcomes, say, workers)
         with watched as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
             try:
@@ -85,7 +85,7 @@ def _make_warmstarts(
     """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
     from keel.lab.studies.point import shared_warmstart
     from keel.run.warmstart import is_complete
-    from keel.trainer.integrity import damages
+    from keel.trainer.integrity import find_damage
 
     by_folder: dict[Path, list[StudyRun]] = {}
     for job in waiting:
@@ -93,7 +93,7 @@ def _make_warmstarts(
             by_folder.setdefault(shared_warmstart(shared, job.config), []).append(job)
     pending: dict[Future[int], tuple[Path, Path, list[StudyRun]]] = {}
     for folder, sharers in by_folder.items():
-        if not is_complete(folder) or damages(folder):
+        if not is_complete(folder) or find_damage(folder):
             command = (_config_json(sharers[0].config), "--shared", str(shared))
             process = Process(command, shared / f"{folder.name}.log", threads)
             progress.say(f"warm start for seed {sharers[0].seed}, shared by {len(sharers)} points")
@@ -160,8 +160,8 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def wait_until_free(folder: Path, limit_s: float = 10.0) -> None:
     """Wait for a run of a study that was just killed to release its folder."""
-    from keel.base.lock import in_use
+    from keel.base.lock import is_locked
 
     deadline = time.monotonic() + limit_s
-    while in_use(folder / ".lock") and time.monotonic() < deadline:
+    while is_locked(folder / ".lock") and time.monotonic() < deadline:
         time.sleep(0.1)

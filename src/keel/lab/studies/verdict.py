@@ -1,4 +1,4 @@
-"""What a study's figures say, in sentences: generated from them alone, and no stronger than they allow."""
+"""The verdict of a study in sentences, with statistical tests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keel.eval.statistics import (
     Correlation,
     Estimate,
     Winner,
-    frontier,
     holm,
+    p_value_of,
     paired,
+    pareto_frontier,
     pearson,
     spearman,
-    tested,
     winner,
 )
 from keel.lab.report.verdict import Sentence
@@ -54,10 +54,10 @@ def _run_states(summaries: Sequence[PointSummary]) -> list[Sentence]:
     most = max(counts.values())
     if most < MIN_SEEDS:
         seeds = f"{most} seed{'s' * (most != 1)} a point"
-        text = f"{seeds}: no point can be told from another beyond chance; run at least {MIN_SEEDS}."
+        text = f"{seeds}: too few to test differences; run at least {MIN_SEEDS}."
         sentences.append(("warn", text))
     elif few:
-        sentences.append(("warn", f"Not tested, for want of {MIN_SEEDS} seeds with a result: {', '.join(few)}."))
+        sentences.append(("warn", f"Not tested, because fewer than {MIN_SEEDS} seeds have a result: {', '.join(few)}."))
     return sentences
 
 
@@ -66,14 +66,14 @@ def best(summaries: Sequence[PointSummary], metric: str) -> list[Sentence]:
     name, known = NAMES[metric], {point.label: values for point in summaries if (values := point.by_seed(metric))}
     result = winner(known)
     if result is None:
-        return [("warn", f"No run has a figure for {name}.")]
+        return [("warn", f"No run has a value for {name}.")]
     missing = [point.label for point in summaries if point.label not in known]
-    sentences: list[Sentence] = [("warn", f"Without a figure for {name}: {_shortened(missing)}.")] if missing else []
+    sentences: list[Sentence] = [("warn", f"Without a value for {name}: {_shortened(missing)}.")] if missing else []
     means = {point.label: estimate for point in summaries if (estimate := point.means[metric]) is not None}
     mean = format_figure(metric, means[result.best])
     tied = [label for label in known if math.isclose(means[label].mean, means[result.best].mean, abs_tol=1e-12)]
     if len(known) == 1:
-        remark = "" if len(summaries) == 1 else ", with nothing to compare it with"
+        remark = "" if len(summaries) == 1 else ", the only point with a result"
         return [*sentences, ("plain", f"{result.best}: {name} {mean}{remark}.")]
     if len(tied) == len(known):
         mean_only = format_figure(metric, replace(means[result.best], low=None, high=None))
@@ -81,7 +81,7 @@ def best(summaries: Sequence[PointSummary], metric: str) -> list[Sentence]:
     if result.name is not None:
         others = [p for p in result.p.values() if p is not None]
         why = f"its interval overlaps no other, and every paired difference has p ≤ {max(others):.2g} (Holm)"
-        return [*sentences, ("good", f"{result.name} has the best {name}, {mean}, and that is significant: {why}.")]
+        return [*sentences, ("good", f"{result.name} has the best {name}, {mean}, significantly: {why}.")]
     if max(len(values) for values in known.values()) < MIN_SEEDS:
         return [*sentences, ("plain", f"The highest mean in {name} is that of {_shortened(tied)}, {mean}.")]
     first = f"{_shortened(tied)} {'share' if len(tied) > 1 else 'has'} the highest mean"
@@ -97,7 +97,7 @@ def _rivals(result: Winner, tied: Sequence[str]) -> str:
     if not rivals:
         return "above all others"
     why = f"overlapping 95 % intervals, no spread to test, or Holm's p ≥ {SIGNIFICANT:g}"
-    return f"not told apart from {_shortened(rivals)} ({why})"
+    return f"not significantly different from {_shortened(rivals)} ({why})"
 
 
 def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
@@ -139,7 +139,7 @@ def lost_skills(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {figure: changes for figure in names if (changes := _changes(summaries, figure))}
     if len(skills) == 1 and _enough_seeds(known.get(f"{skills[0]}:change", {})):
         del known[f"{skills[0]}:change"]
-    family = {f"{figure} {label}": tested(change) for figure in known for label, change in known[figure].items()}
+    family = {f"{figure} {label}": p_value_of(change) for figure in known for label, change in known[figure].items()}
     adjusted = holm(family)
     sentences: list[Sentence] = []
     for figure, changes in known.items():
@@ -171,7 +171,7 @@ def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: s
     """Which points differ from the baseline, seed by seed, after Holm's correction."""
     name = NAMES[metric]
     if len(summaries) > 1 and not any(point.label == baseline and point.by_seed(metric) for point in summaries):
-        return [("warn", f"The baseline {baseline} has no figure for {name}: nothing is compared with it.")]
+        return [("warn", f"The baseline {baseline} has no value for {name}, so there is no comparison.")]
     differences = {
         point.label: difference
         for point in summaries
@@ -192,7 +192,7 @@ def _significant(
 ) -> dict[str, str]:
     """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
     if adjusted is None:
-        adjusted = holm({label: tested(difference) for label, difference in differences.items()})
+        adjusted = holm({label: p_value_of(difference) for label, difference in differences.items()})
     significant = {}
     for label, difference in differences.items():
         p, text = adjusted[label], f"{label} {format_figure(metric, difference, difference=True)}"
@@ -208,7 +208,7 @@ def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {point.label: estimate for point in summaries if (estimate := point.means.get("forgetting")) is not None}
     if max((estimate.n for estimate in known.values()), default=0) < MIN_SEEDS:
         return []
-    adjusted = holm({label: tested(estimate) for label, estimate in known.items()})
+    adjusted = holm({label: p_value_of(estimate) for label, estimate in known.items()})
     lost = [
         label
         for label, estimate in known.items()
@@ -264,7 +264,7 @@ def _axis_effect(summaries: Sequence[PointSummary], axis: Axis, metric: str) -> 
         if difference is not None and difference.n >= MIN_SEEDS:
             differences[value] = difference
         left_out += [" ".join((value, *cell)) for cell in missing]
-    note = f" Left out for want of a result on either side: {_shortened(left_out)}." if left_out else ""
+    note = f" Omitted, because a result is missing: {_shortened(left_out)}." if left_out else ""
     if not differences:
         return [("warn", f"{where}: nothing to compare.{note}")] if left_out else []
     significant = "; ".join(_significant(metric, differences).values()) or "no significant difference"
@@ -292,7 +292,7 @@ def correlation(summaries: Sequence[PointSummary]) -> list[Sentence]:
         rank, linear = spearman(*_columns(pairs)), pearson(*_columns(pairs))
         if rank is not None and linear is not None:
             trend = "grows" if rank.value > 0 else "falls"
-            relation = f"{trend} with {name}" if rank.excludes_zero else f"is not shown to be tied to {name}"
+            relation = f"{trend} with {name}" if rank.excludes_zero else f"is not significantly correlated with {name}"
             text = f"Forgetting {relation} over {len(pairs)} runs"
             figures = f"Spearman {_format_correlation(rank)}, Pearson {_format_correlation(linear)}"
             sentences.append(("plain", f"{text}: {figures} (Fisher's intervals; runs of one seed share their start)."))
@@ -314,6 +314,6 @@ def _frontier(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {name: (kl.mean, reward.mean) for name, (kl, reward) in frontier_points(summaries).items()}
     if len(known) < 2:
         return []
-    labels = frontier(known)
+    labels = pareto_frontier(known)
     listed = ", ".join(f"{name} ({known[name][1]:.3g} at {known[name][0]:.3g})" for name in labels)
     return [("plain", f"On the frontier of mean reward against KL (nats per token): {listed}.")]

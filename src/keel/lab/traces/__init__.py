@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import public_names
+from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.lab.traces.depth import check_depth
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from keel.lab.traces.records import Trace, read_traces, write_traces
     from keel.lab.traces.tokens import check_tokens
 else:
-    __getattr__ = public_names(__name__, "depth drawn records tokens")
+    __getattr__ = lazy_attributes(__name__, "depth drawn records tokens")
 
 __all__ = ["Trace", "check_depth", "check_drawn", "check_tokens", "read_traces", "write_traces"]

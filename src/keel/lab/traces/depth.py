@@ -10,7 +10,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.kl import k3, log_ratio
-from keel.kl.depth import by_depth, occupied, positions
+from keel.kl.depth import mean_by_depth, occupied_bins, positions
 from keel.lab.doctor.checks.depth import growing
 from keel.lab.doctor.findings import Finding
 from keel.lab.thresholds import Thresholds, load_thresholds
@@ -21,11 +21,11 @@ from keel.lab.traces.records import Trace
 class DepthReport:
     """k3 of the sampler against the policy in each stretch of the context: mean and standard error, nats per token."""
 
-    stretches: Mapping[int, tuple[float, float]]
+    depth_bins: Mapping[int, tuple[float, float]]
     finding: Finding | None
 
     def __str__(self) -> str:
-        rows = "; ".join(f"from token {start}: {mean:.2g} ± {se:.1g}" for start, (mean, se) in self.stretches.items())
+        rows = "; ".join(f"from token {start}: {mean:.2g} ± {se:.1g}" for start, (mean, se) in self.depth_bins.items())
         if self.finding is None:
             return f"KL(sampler‖policy) does not grow with depth ({rows})"
         return f"{self.finding.code}: {self.finding.evidence}. {self.finding.cause}. Change: {self.finding.advice}"
@@ -36,8 +36,8 @@ class DepthReport:
 
         with picture(Path(path)) as plt:
             figure, axis = plt.subplots(figsize=(6, 3.6))
-            starts = list(self.stretches)
-            means, errors = zip(*self.stretches.values(), strict=True)
+            starts = list(self.depth_bins)
+            means, errors = zip(*self.depth_bins.values(), strict=True)
             axis.errorbar(starts, means, yerr=errors, marker="o")
             axis.set(
                 xlabel="position in the context (tokens)", ylabel="KL(sampler‖policy), nats per token", ylim=(0, None)
@@ -63,6 +63,6 @@ def check_depth(traces: Sequence[Trace], thresholds: Thresholds | None = None) -
     mask = padded([trace.action for trace in rows]).bool() & sampler.isfinite() & policy.isfinite()
     where = positions([len(trace.prompt_ids) for trace in rows], width)
     values = k3(log_ratio(sampler.nan_to_num(), policy.nan_to_num(), mask).d)
-    found = by_depth(values, mask, where, occupied(where, mask))
-    stretches = {start: (float(mean), float(se)) for start, (mean, se) in found.items()}
-    return DepthReport(stretches, growing(stretches, thresholds or load_thresholds()))
+    found = mean_by_depth(values, mask, where, occupied_bins(where, mask))
+    depth_bins = {start: (float(mean), float(se)) for start, (mean, se) in found.items()}
+    return DepthReport(depth_bins, growing(depth_bins, thresholds or load_thresholds()))

@@ -1,3 +1,3 @@
-"""Runs while they go on: their report as a page on loopback that keeps itself up to date."""
+"""`keel watch`: a live report of running runs on loopback."""
 
-PORT = 5335  # KEEL on a telephone's keys
+PORT = 5335  # KEEL on a phone keypad

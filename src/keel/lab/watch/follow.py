@@ -1,4 +1,4 @@
-"""Runs that are being watched, as pages need them: read where something is new, judged and drawn now and then."""
+"""Watched runs: poll their files, examine their logs and render snapshots for the pages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.lab.judge import standing, state
+from keel.lab.judge import describe_state, state
 from keel.lab.runs import Record, RunReader, RunRecord
-from keel.lab.watch.page import Section, Shown, sections, title
+from keel.lab.watch.page import RunView, Section, sections, title
 
-ROLLOUT_BYTES = 2 * 2**20  # of rollouts.jsonl's beginning and end: they stay in memory as long as the run is watched
-DRAWING_SHARE = 0.1  # of one core, at most, on average: a long run's page is drawn less often
-JUDGING_SHARE = 0.05
-PAGE_S = 15.0  # after its last request a page counts as closed
+ROLLOUT_BYTES = 2 * 2**20  # of the start and the end of rollouts.jsonl, kept in memory
+RENDER_SHARE = 0.1  # maximum average share of a core for rendering
+EXAMINE_SHARE = 0.05  # and for the doctor's checks
+PAGE_S = 15.0  # time after its last request when a page counts as closed
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What pages show at one moment."""
+    """The rendered sections at one time."""
 
     title: str
     sections: tuple[Section, ...]
@@ -58,19 +58,19 @@ class FollowedRun:
     def standing(self) -> str:
         """The same in words, after the worst finding."""
         if self.gone:
-            return "deleted or moved while it was watched"
+            return "deleted or moved"
         record = self.shown.record
-        return "nothing has been written yet" if record is None else standing(record)
+        return "nothing has been written yet" if record is None else describe_state(record)
 
     @property
-    def shown(self) -> Shown:
+    def shown(self) -> RunView:
         """For the page: a run that is not over yet has the findings of its log so far."""
         record, trouble = self.record, self._unread
         if record is not None and _unjudged(record):
             beginning, findings = self._judged
             record = replace(record, findings=findings if beginning == _beginning(record) else None)
             trouble = f"{trouble} {self._unexamined}".strip()
-        return Shown(self._name or self.path.name, self.path, record, self.kind, trouble)
+        return RunView(self._name or self.path.name, self.path, record, self.kind, trouble)
 
     def check(self) -> None:
         """Refuse a folder that is not there or holds no run."""
@@ -81,7 +81,7 @@ class FollowedRun:
         try:
             changed = self._refresh()
         except Exception as error:
-            before, self._unread = self._unread, f"What is new cannot be read: {type(error).__name__}: {error}."
+            before, self._unread = self._unread, f"New data cannot be read: {type(error).__name__}: {error}."
             self._signature = None
             return self._unread != before
         if changed:
@@ -151,7 +151,7 @@ class Watcher:
             for path, name in zip(paths, names, strict=True)
         ]
         self.final = False  # no more will come: pages are told to stop asking
-        self.told_final = False
+        self.final_sent = False
         self._clock = clock
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
@@ -179,7 +179,7 @@ class Watcher:
             if self._snapshot is None or self._outdated:
                 self._outdated = False
                 self._snapshot = self._draw()
-                self._draw_at = self._clock() + (self._clock() - now) / DRAWING_SHARE
+                self._draw_at = self._clock() + (self._clock() - now) / RENDER_SHARE
             return self._snapshot
 
     def _draw(self) -> Snapshot:
@@ -202,7 +202,7 @@ class Watcher:
         if any(judged):
             with self._lock:
                 self._outdated = True
-            self._judge_at = self._clock() + (self._clock() - begun) / JUDGING_SHARE
+            self._judge_at = self._clock() + (self._clock() - begun) / EXAMINE_SHARE
 
     def age(self) -> float:
         """Seconds since a run last wrote something."""

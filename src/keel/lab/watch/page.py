@@ -1,4 +1,4 @@
-"""What a watched run's page shows: the report's own parts, in sections that are fetched again when they change."""
+"""The live page: sections of the report that are fetched again when they change."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from keel.lab.report.html import block, charts, data_element, document, per_run,
 from keel.lab.runs import RunRecord
 from keel.loggers.console import duration
 
-RECENT = 50  # steps whose time tells that of the next ones
-OVER = ("completed", "stopped", "aborted", "interrupted", "gone")  # kinds of runs that write no more
+RECENT = 50  # steps averaged for the remaining time
+ENDED_KINDS = ("completed", "stopped", "aborted", "interrupted", "gone")  # runs that write no more
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A run as the page knows it: `record` is None where there is nothing in its folder yet.
-
-    `trouble` says in words what of the page is older than the run, and why.
-    """
+class RunView:
+    """A run on the page; `record` is None while its folder is empty, `trouble` explains outdated parts."""
 
     name: str
     path: Path
@@ -43,19 +40,19 @@ class Section:
     digest: str
 
 
-def title(runs: Sequence[Shown]) -> str:
+def title(runs: Sequence[RunView]) -> str:
     """The run's name, or all of them."""
     return ", ".join(run.name for run in runs)
 
 
-def sections(runs: Sequence[Shown]) -> Iterator[Section]:
+def sections(runs: Sequence[RunView]) -> Iterator[Section]:
     """All sections, in the order of the page."""
     records = [run.record for run in runs if run.record is not None]
     makers: dict[str, Callable[[], str]] = {
         "state": lambda: states(runs),
         "curves": lambda: curves(records),
         "findings": lambda: block("Findings", findings(records)),
-        "rollouts": lambda: block("Latest rollouts", beside([samples.latest(record) for record in records])),
+        "rollouts": lambda: block("Latest rollouts", side_by_side([samples.latest(record) for record in records])),
         "timeline": lambda: block("Timeline", per_run(records, tables.timeline, opened=False, folded=True)),
         "options": lambda: options(records),
     }
@@ -80,19 +77,19 @@ def resource(name: str) -> str:
     return files("keel.lab.watch").joinpath(name).read_text(encoding="utf-8")
 
 
-def states(runs: Sequence[Shown]) -> str:
+def states(runs: Sequence[RunView]) -> str:
     """Every run's state beside the others': how far it is, the few figures, what they come to."""
-    return beside([_state(run, index, len(runs)) for index, run in enumerate(runs)])
+    return side_by_side([_state(run, index, len(runs)) for index, run in enumerate(runs)])
 
 
-def _state(run: Shown, index: int, count: int) -> str:
+def _state(run: RunView, index: int, count: int) -> str:
     trouble = f"<p class='gone'>{escape(run.trouble)}</p>" if run.trouble else ""
     if run.record is None:
         text = f"Nothing has been written to {run.path} yet."
         said = f"<p class='muted'>{escape(text)}</p>{trouble}"
         return f"<section class='verdict'><h2>{escape(run.name)}</h2>{said}</section>"
     if run.kind == "gone":
-        text = f"{run.path} was deleted or moved while it was watched; below is what was read before."
+        text = f"{run.path} was deleted or moved; the data below were read before."
         return verdict(replace(run.record, running=False), index, count, f"<p class='gone'>{escape(text)}</p>")
     return verdict(run.record, index, count, progress(run.record, run.kind) + trouble)
 
@@ -104,7 +101,7 @@ def progress(run: RunRecord, kind: str) -> str:
     text = f"step {run.steps} of {total}" if total else f"step {run.steps}"
     left = seconds_left(run)
     if kind == "running" and left is not None:
-        text += f" · about {duration(left)} left, evaluations aside"
+        text += f" · about {duration(left)} left (without evaluations)"
     elif kind != "running":
         text += f" · {kind}"
     warmups = [str(event.get("message")) for event in run.events if event.get("kind") == "warmstart"]
@@ -128,13 +125,13 @@ def why_ended(run: RunRecord, kind: str) -> str:
         return ""
     guard = guard_stop(run)
     if guard is not None:
-        return f"A guard ended it: {guard}."
+        return f"Stopped by a guard: {guard}."
     kinds = ("interrupted", "out-of-memory", "resume")
     endings = [event for event in run.events if event.get("kind") in kinds]
     if endings and endings[-1].get("kind") != "resume":
         return str(endings[-1].get("message", ""))
     if kind == "interrupted":
-        return f"It was killed or failed; go on with: keel train --resume {run.path}"
+        return f"Killed or failed; resume with: keel train --resume {run.path}"
     return ""
 
 
@@ -143,7 +140,7 @@ def findings(runs: Sequence[RunRecord]) -> str:
 
     def articles(run: RunRecord) -> str:
         if run.findings is None:
-            return "<p class='muted'>Not judged yet.</p>"
+            return "<p class='muted'>Not examined yet.</p>"
         return tables.findings(run) or "<p class='muted'>None so far.</p>"
 
     return per_run(runs, articles, opened=True)
@@ -162,6 +159,6 @@ def options(runs: Sequence[RunRecord]) -> str:
     return (differing if len(runs) > 1 else "") + whole
 
 
-def beside(parts: Sequence[str]) -> str:
+def side_by_side(parts: Sequence[str]) -> str:
     """Side by side where there is room, below each other where there is not."""
     return f"<div class='beside'>{''.join(f'<div>{part}</div>' for part in parts)}</div>"

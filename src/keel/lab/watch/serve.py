@@ -1,4 +1,4 @@
-"""`keel watch`, and the process beside `keel train --watch`: a server, and a loop that looks at the runs."""
+"""`keel watch` and the server process of `keel train --watch`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.lab.watch.follow import Watcher
-from keel.lab.watch.page import OVER
+from keel.lab.watch.page import ENDED_KINDS
 from keel.lab.watch.server import ADDRESS, REFRESH_S, WatchServer, listen
 
-LOOK_S = 1.0
-LAST_LOOK_S = 5.0  # in which pages that are open fetch how training ended
-EVERY_PAGE_S = REFRESH_S + 0.5  # in which each of them asks once
-QUIET_S = 1.0  # a server that nobody looks at has ended by then, and nothing is said of it
+POLL_S = 1.0
+DRAIN_S = 5.0  # time for open pages to fetch the final state
+EVERY_PAGE_S = REFRESH_S + 0.5  # every open page sends a request within this time
+QUIET_S = 1.0  # a server without open pages exits within this time
 Echo = Callable[[str], None]
 
 
@@ -59,11 +59,11 @@ def watch(runs: Sequence[Path], port: int, *, until_end: bool = False, echo: Ech
                     echo(f"{run.path}: {run.standing}")
             if all(run.gone for run in watcher.runs):
                 raise KeelError(
-                    f"{' and '.join(str(run.path) for run in watcher.runs)} was deleted or moved while it was watched"
+                    f"{' and '.join(str(run.path) for run in watcher.runs)} was deleted or moved: check the path"
                 )
-            if until_end and all(run.kind in OVER for run in watcher.runs):
+            if until_end and all(run.kind in ENDED_KINDS for run in watcher.runs):
                 return show_end(watcher)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 @contextmanager
@@ -83,14 +83,14 @@ def show_end(watcher: Watcher) -> None:
     """Tell the pages that are open that no more will come, and wait until they have fetched the last state."""
     watcher.final = True
     begun = time.monotonic()
-    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.told_final else LAST_LOOK_S):
+    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.final_sent else DRAIN_S):
         time.sleep(0.1)
-    if watcher.told_final:
+    if watcher.final_sent:
         time.sleep(REFRESH_S / 2)  # in which its sections are fetched
 
 
 @contextmanager
-def beside(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
+def serve_while(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
     """Serve the page of a run that is trained within the block, by a process of its own, so that no step waits for it.
 
     At the end pages that are open fetch the last state, and the server ends; it also ends where this process dies.
@@ -116,8 +116,8 @@ def _wait_for_pages(child: subprocess.Popen[bytes], echo: Echo) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
     try:
         if not _ends(child, QUIET_S):
-            echo(f"pages that are open fetch the end of the run, in {2 * LAST_LOOK_S:g} s at most; Ctrl-C does without")
-            _ends(child, 2 * LAST_LOOK_S)
+            echo(f"waiting up to {2 * DRAIN_S:g} s for open pages to fetch the final state; Ctrl-C skips this")
+            _ends(child, 2 * DRAIN_S)
     except KeyboardInterrupt:
         pass
     finally:
@@ -135,14 +135,14 @@ def _ends(child: subprocess.Popen[bytes], within_s: float) -> bool:
     return True
 
 
-def serve_beside(listener: socket.socket, run: Path) -> None:
-    """The other process of `beside`: it serves until its stdin is closed, and until open pages have seen the end."""
+def serve_process(listener: socket.socket, run: Path) -> None:
+    """The server process of `serve_while`: it serves until stdin closes and open pages have the final state."""
     os.nice(5)  # training comes first
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     watcher = Watcher([run])
     with served(watcher, listener):
-        while not ended.wait(LOOK_S):
+        while not ended.wait(POLL_S):
             watcher.refresh()
             watcher.judge()
         show_end(watcher)
@@ -155,4 +155,4 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 if __name__ == "__main__":  # with a socket that listens already, and the run's folder
-    serve_beside(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))
+    serve_process(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

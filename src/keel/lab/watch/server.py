@@ -1,4 +1,4 @@
-"""The page over HTTP, for browsers of this machine and those at the other end of a tunnel to it."""
+"""The HTTP server of the live page, on loopback (also through an SSH tunnel)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_WORTH_PACKING = 1400  # bytes: less fits into one packet as it is
+_MIN_GZIP_BYTES = 1400  # smaller answers fit into one packet
 
 
 def listen(port: int, option: str = "--port") -> socket.socket:
@@ -41,12 +41,14 @@ def listen(port: int, option: str = "--port") -> socket.socket:
         listener.close()
         used = error.errno == errno.EADDRINUSE
         reason = "is in use, perhaps by another keel watch" if used else f"cannot be listened on ({error.strerror})"
-        raise KeelError(f"port {port} of {ADDRESS} {reason}: {option} takes another one, or 0 for a free one") from None
+        raise KeelError(
+            f"port {port} of {ADDRESS} {reason}: set {option} to another one, or to 0 for a free one"
+        ) from None
     return listener
 
 
 def is_local(host: str | None) -> bool:
-    """Whether a request's Host names this machine: another name that leads here is a page's trick to read ours."""
+    """Whether the Host header names this machine; any other name is a DNS-rebinding attack."""
     try:
         return host is not None and urlsplit(f"//{host}").hostname in LOCAL_NAMES
     except ValueError:
@@ -84,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not is_local(hosts[0]):
             names = f"open the page as http://{ADDRESS}:PORT/ or http://localhost:PORT/"
-            return self._answer(HTTPStatus.FORBIDDEN, f"keel watch answers to this machine's own names alone: {names}")
+            return self._answer(HTTPStatus.FORBIDDEN, f"keel watch accepts only local host names: {names}")
         try:
             return self._route(urlsplit(self.path).path)
         except ConnectionError:
@@ -106,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 "age_s": round(watcher.age(), 1),
                 "final": final,
             }
-            watcher.told_final = watcher.told_final or final
+            watcher.final_sent = watcher.final_sent or final
             etag = f"{snapshot.etag}-final" if final else snapshot.etag
             return self._answer(HTTPStatus.OK, json.dumps(state), "application/json", etag)
         for part in snapshot.sections:
@@ -118,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         known = self.headers.get("If-None-Match", "").replace('"', "").split(", ")
         unchanged = etag is not None and etag in known
         data = b"" if unchanged else text.encode("utf-8", "replace")
-        packed = len(data) > _WORTH_PACKING and "gzip" in self.headers.get("Accept-Encoding", "")
+        packed = len(data) > _MIN_GZIP_BYTES and "gzip" in self.headers.get("Accept-Encoding", "")
         data = gzip.compress(data, 3) if packed else data
         self.send_response(HTTPStatus.NOT_MODIFIED if unchanged else status)
         for name, value in _HEADERS.items():

@@ -23,10 +23,10 @@ app.command(name="play", help=PLAY_HELP, context_settings=ANY_OPTION)(play)
 
 DATA_HELP = """Make chess rows: A: (the environment's answer to a move) and P: (an analysis, labelled by Stockfish).
 
-Positions come from random legal games, from an engine that plays itself, and from the lines of an openings file. No
-position comes twice; games are split into OUT/train.jsonl and OUT/held_out.jsonl as the tasks split them. Every row is
-read back and must earn the full reward. Killed at any moment and started again, it continues, and the same files come
-out. Train on them with warmstart.path=OUT/train.jsonl, or data.path='[OUT/train.jsonl, OUT/held_out.jsonl]'.
+Positions come from random legal games, engine self-play and the lines of an openings file. Positions are unique; games
+are split into OUT/train.jsonl and OUT/held_out.jsonl as the tasks split them. Every row is parsed again and must earn
+the full reward. After an interruption, repeat the command: it continues and produces the same files. Train on them
+with warmstart.path=OUT/train.jsonl, or data.path='[OUT/train.jsonl, OUT/held_out.jsonl]'.
 
 Examples:
 
@@ -40,25 +40,27 @@ Examples:
 
 @app.command(name="data", help=DATA_HELP)
 def data(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the two files go.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
     kind: Annotated[str, typer.Option(metavar="a|p|both", help="Which rows; p and both need Stockfish.")] = "a",
-    rows: Annotated[int, typer.Option(min=1, help="Rows in all, on both sides of the split.")] = 10_000,
+    rows: Annotated[int, typer.Option(min=1, help="Total number of rows in both splits.")] = 10_000,
     games: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]...", help="random, engine and openings, taken in turn.")
+        str, typer.Option(metavar="NAME[,NAME]...", help="Sources of games, used in turn: random, engine, openings.")
     ] = "random",
     openings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Table with a column uci or pgn; games go on at random.")
+        Path | None, typer.Option(metavar="FILE", help="Table with a column uci or pgn; games continue at random.")
     ] = None,
     max_pieces: Annotated[
         int | None, typer.Option(help="Games start from random positions of 3 to this many pieces.")
     ] = None,
-    plies: Annotated[int | None, typer.Option(help="Longest game; 80, or 12 with few pieces.")] = None,
+    plies: Annotated[
+        int | None, typer.Option(help="Maximum game length (default: 80, or 12 with --max-pieces).")
+    ] = None,
     history: Annotated[int, typer.Option(help="Moves shown in an A: prompt, 1 to 10.")] = 10,
-    illegal: Annotated[float, typer.Option(help="Share of A: rows whose move is not legal.")] = 0.05,
-    draws: Annotated[str, typer.Option(help="claimed or automatic, as the task's.")] = "claimed",
-    padding: Annotated[str, typer.Option(help="source or none, as the task's.")] = "source",
-    nodes: Annotated[int, typer.Option(help="Nodes an engine spends on a position.")] = 20_000,
-    seed: Annotated[int, typer.Option(help="Other seeds, other games.")] = 0,
+    illegal: Annotated[float, typer.Option(help="Fraction of A: rows with an illegal move.")] = 0.05,
+    draws: Annotated[str, typer.Option(help="claimed or automatic, as in the task.")] = "claimed",
+    padding: Annotated[str, typer.Option(help="source or none, as in the task.")] = "source",
+    nodes: Annotated[int, typer.Option(help="Engine nodes per position.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Seed of the games.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a sentence.")] = False,
 ) -> int:
@@ -93,12 +95,12 @@ def data(
     if as_json:
         print_json({"out": str(out), **asdict(made), "seconds": round(seconds, 3), "rows_per_minute": rate})
         return 0
-    speed = f"{fresh:,} rows in {seconds:.1f} s, {rate:,} a minute" if fresh else "all of it was there"
-    already = f" ({made.found:,} were there already)" if made.found and fresh else ""
-    typer.echo(f"{out}: {made.train:,} rows to train on, {made.held_out:,} held out; {speed}{already}")
-    typer.echo(f"{made.duplicates:,} rows left out because their position had come before")
+    speed = f"{fresh:,} rows in {seconds:.1f} s, {rate:,} a minute" if fresh else "all rows existed"
+    already = f" ({made.found:,} existed already)" if made.found and fresh else ""
+    typer.echo(f"{out}: {made.train:,} training rows, {made.held_out:,} held out; {speed}{already}")
+    typer.echo(f"{made.duplicates:,} rows dropped as duplicate positions")
     if made.unavailable:
-        typer.echo(f"{made.unavailable:,} P: rows are missing: the engine did not answer for their position")
+        typer.echo(f"{made.unavailable:,} P: rows are missing because the engine failed on their positions")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""An engine's analyses on disk: an SQLite file that several processes may read and write at once."""
+"""An SQLite cache of engine analyses, shared by several processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LINES, _ENGINE = "SELECT lines FROM lines WHERE key = ?", "SELECT name FROM eng
 
 
 class AnalysisCache:
-    """Lines by key and engines' names by file. Each entry is written whole or not at all.
+    """Analysis lines by key and engine names by file. Writes are atomic.
 
-    A file that is damaged later stops nothing: an entry that cannot be read is analysed again.
+    Entries that cannot be read are analysed again.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Chess problems out of a user's data: rows of text (P: and A:), or columns fen, move, history and game."""
+"""Chess problems from data: rows of text (P: and A:), or columns fen, move, history and game."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from keel.base.types import Problem
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import check_sides, split_held_out
+from keel.envs.problems import check_split, split_held_out
 from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows
-from keel.recipes.chess.notation import need_uci
+from keel.recipes.chess.notation import require_uci
 from keel.recipes.chess.rules import identity
 
 TEXT = "text"
@@ -23,7 +23,7 @@ Ask = Callable[["ChessRow"], Problem]
 
 @dataclass(frozen=True)
 class ChessRow:
-    """One row: its location, its text where it is one, or else its columns, and the game it belongs to."""
+    """One row: its location, its text or else its columns, and its game."""
 
     location: str
     text: str | None
@@ -34,10 +34,10 @@ class ChessRow:
 
 
 def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, name: str) -> Dataset:
-    """The problems that `ask` makes of the rows that concern it: those whose text begins with `mark`, or with columns.
+    """Build problems with `ask` from rows with columns and from texts that start with `mark`.
 
-    What `ask` refuses is a broken row, named by its location. Rows are split by game where there is a column `game`,
-    else by position; a position that is held out is not trained on, whatever game it comes from.
+    A row that `ask` refuses is a broken row. Rows are split by the column `game` if it exists, else by position.
+    Training rows with a held-out position are dropped.
     """
     source = source_of(data)
     if source.path is None:
@@ -55,15 +55,15 @@ def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, na
     train, held = _split(records, held_out)
     distinct = len({record.game or identity(record.fen) for record, _ in records})
     rule = " (rows of one game, or of one position, stay together)"
-    check_sides(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
+    check_split(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
     left_out = len(records) - len(train) - len(held)
-    summary = f"{rows.source}: {len(train)} problems of {name} to train on, {len(held)} held out"
-    again = f", {left_out} left out because their positions are held out" if left_out else ""
+    summary = f"{rows.source}: {len(train)} training problems of {name}, {len(held)} held out"
+    again = f", {left_out} dropped because their positions are held out" if left_out else ""
     return Dataset(f"{name}/{data_name(source)}", train, held, NoGrader(), (*notes, summary + again))
 
 
 def usable(rows: DataRows, source: SourceOptions, read: Callable[[DataRow], T]) -> tuple[list[T], tuple[str, ...]]:
-    """What `read` makes of each row, and a note on those left out; a row that it refuses is a broken one."""
+    """Apply `read` to each row; rows for which it raises are broken. Returns a note on skipped rows."""
     made, broken = [], list(rows.broken)
     for row in rows.rows:
         try:
@@ -96,7 +96,7 @@ def _record(row: DataRow, source: SourceOptions) -> ChessRow:
         raise KeelError(f"its history is {moves!r}: give the moves before, as text or a list")
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
     for move in history:
-        need_uci(move)
+        require_uci(move)
     return ChessRow(row.location, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
 
 

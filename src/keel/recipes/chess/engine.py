@@ -1,4 +1,4 @@
-"""Stockfish, or another UCI engine, as a pool of processes whose answers repeat and are cached on disk."""
+"""A pool of Stockfish (or other UCI engine) processes with reproducible, cached analyses."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from keel.recipes.chess.rules import board_of, legal_moves
 
 USUAL_PATHS = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
 INSTALL = "apt-get install stockfish"
-ATTEMPTS = 3  # at a position, each after a failure with a new process
-START_S = 10.0  # in which a program must have answered 'uci'
-PAWN_CAP = 50.0  # the highest evaluation that is no mate
+ATTEMPTS = 3  # per position, each with a new process
+START_S = 10.0  # time limit for the answer to 'uci'
+PAWN_CAP = 50.0  # largest evaluation without a mate
 MATE = 100.0  # mate in n moves is worth 100 - n pawns, and at least 51
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class StockfishOptions:
-    """`task.engine`: which engine, how long it thinks and where its answers are cached.
-
-    `path` (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes` a position, `hash_mb` a
-    process, `workers` processes (default: one a core), `timeout_s` a position, `cache` a file.
+    """`task.engine`: `path` of the engine (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes`
+    and `timeout_s` per position, `hash_mb` per process, number of `workers` (default: one per core), and the file of
+    the `cache`.
     """
 
     path: str | None = None
@@ -90,7 +89,7 @@ def find_engine(path: str | None = None) -> str:
         if program is None:
             where = "task.engine.path" if path else "KEEL_STOCKFISH"
             raise KeelError(
-                f"{where} is {configured}, which is no program here: install it with {INSTALL}, or name another"
+                f"{where} is {configured}, which is not a program: install it with {INSTALL}, or name another"
             )
         return program
     program = shutil.which("stockfish") or next(
@@ -116,12 +115,12 @@ def pawns_of(score: chess.engine.Score) -> float:
 
 
 class EnginePool:
-    """Engines that are started when they are needed, one position at a time each, over one cache.
+    """Engine processes that are started on demand, with a shared cache.
 
-    Every search starts from nothing (one thread, a new game before each position) and is limited by nodes, so that an
-    answer depends neither on the order of questions nor on the machine's load. A process that ends or hangs is
-    replaced and the position asked again; after `ATTEMPTS` it is `unavailable`: None, never a score. `counts` has
-    analysed, cached, started, crashed, timed_out, unavailable and unkept (answers that the disk would not take).
+    Every search is independent (one thread, a new game per position) and limited by nodes, so that results depend
+    neither on order nor on load. A process that exits or hangs is replaced and the position retried; after `ATTEMPTS`
+    the result is None (`unavailable`). `counts` has analysed, cached, started, crashed, timed_out, unavailable and
+    unkept (results that could not be cached).
     """
 
     def __init__(self, options: StockfishOptions = StockfishOptions()) -> None:
@@ -137,7 +136,7 @@ class EnginePool:
         self.name = self._identify()
 
     def analyse(self, queries: Sequence[Query]) -> list[Lines | None]:
-        """The lines of each position, best first by score for the side to move; None where no engine answered."""
+        """The lines of each position, best first for the side to move; None if the engine failed."""
         for query in queries:
             legal = legal_moves(query.fen)
             wrong = next((move for move in query.moves if move not in legal), None)
@@ -159,7 +158,7 @@ class EnginePool:
         return [transport.get_pid() for transport, _ in list(self._engines)]
 
     def close(self) -> None:
-        """End every process; a later question starts new ones."""
+        """Stop all processes; a later query starts new ones."""
         for transport, _ in list(self._engines):
             with suppress(ProcessLookupError, OSError):
                 transport.kill()
@@ -239,9 +238,9 @@ class EnginePool:
         raise TimeoutError
 
     async def _search(self, protocol: Any, query: Query) -> Lines:
-        """The deepest iteration that is complete: lines of one depth compare, those of a cut-off one do not.
+        """The lines of the deepest complete iteration, because scores of different depths are not comparable.
 
-        Where so few nodes complete none, the one that came furthest: its lines are fewer, and of one depth.
+        If none is complete, the iteration with the most lines.
         """
         board = board_of(query.fen)
         roots = [chess.Move.from_uci(move) for move in query.moves] or None
@@ -293,7 +292,9 @@ class EnginePool:
                 why = f"it did not answer 'uci' in {START_S:g} s" if isinstance(error, TimeoutError) else "it ended"
                 if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                     why = str(error.strerror or error)
-                raise KeelError(f"{self.path} is no UCI engine ({why}): {INSTALL}, or set task.engine.path") from error
+                raise KeelError(
+                    f"{self.path} is not a UCI engine ({why}): {INSTALL}, or set task.engine.path"
+                ) from error
 
     def _key(self, query: Query) -> str:
         options = self.options

@@ -13,7 +13,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.recipes.chess.data import ChessRow
 from keel.recipes.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
-from keel.recipes.chess.notation import is_real, need_uci
+from keel.recipes.chess.notation import is_real, require_uci
 from keel.recipes.chess.positions import Position, any_move, games_of
 from keel.recipes.chess.rewards import env_reward
 from keel.recipes.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
@@ -102,7 +102,7 @@ def _of_record(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]]
         board_of(record.fen)
         if not record.move:
             raise KeelError("it has no column 'move': an environment answers to a move")
-        return env_problem(record.fen, need_uci(record.move), shown(record.history), draws, record.location)
+        return env_problem(record.fen, require_uci(record.move), shown(record.history), draws, record.location)
     fen, move, moves, stated = read_env_row(record.text)
     board_of(fen)
     problem = env_problem(fen, move, moves[:-1], draws, record.location)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keel.base.errors import KeelError, unknown
-from keel.recipes.chess.notation import fen_fault, is_number, is_uci, looks_like_san, need_uci
+from keel.recipes.chess.notation import fen_fault, is_number, is_uci, looks_like_san, require_uci
 
 LINES = 5  # moves in a P: row, where the position has as many
 HISTORY = 10  # moves in an A: row, the current one included
@@ -231,7 +231,7 @@ def read_env_row(row: str) -> tuple[str, str, tuple[str, ...], Verdict]:
         raise KeelError(f"the FEN {fen!r} is broken: {fault}")
     history = tuple(moves.split())
     for uci in (move, *history):
-        need_uci(uci)
+        require_uci(uci)
     env_prompt(fen, move, history)
     answer = read_env(rest)
     if answer.faults:

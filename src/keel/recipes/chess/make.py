@@ -12,7 +12,7 @@ import chess
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
-from keel.envs.problems import HELD_OUT_FRACTION, is_held_out, stream
+from keel.envs.problems import HELD_OUT_FRACTION, is_held_out, seeded_rng
 from keel.recipes.chess.engine import EnginePool, Query, StockfishOptions, pool_of
 from keel.recipes.chess.env import EnvGrader, env_problem
 from keel.recipes.chess.format import HISTORY, padding_of, read_env_row, read_policy_row
@@ -103,7 +103,7 @@ def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
     """The positions of one game with their rows ("" for P: where no engine answered), all on one side of the split."""
     source = options.games[number % len(options.games)]
     name = f"{source}-{options.seed}-{number}"
-    rng = stream("chess data", name)
+    rng = seeded_rng("chess data", name)
     plies = list(_plies(options, source, number, rng))
     held = is_held_out(name, HELD_OUT_FRACTION)
     for ply, lines in zip(plies, _labels(options, plies), strict=True):

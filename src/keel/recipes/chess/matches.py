@@ -10,7 +10,7 @@ import chess
 import chess.pgn
 
 from keel.envs import Episode
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 from keel.recipes.chess.engine import EnginePool, Query
 from keel.recipes.chess.rules import fen_of
 from keel.recipes.chess.selfplay import is_over
@@ -100,7 +100,7 @@ def random_mover(seed: int) -> Player:
     """Any legal move, by a stream of each game's own."""
 
     def move(game: Game) -> str | None:
-        rng = stream("chess", "mover", seed, game.number, len(game.board.move_stack))
+        rng = seeded_rng("chess", "mover", seed, game.number, len(game.board.move_stack))
         return rng.choice(sorted(move.uci() for move in game.board.legal_moves))
 
     return lambda games: [move(game) for game in games]
@@ -134,7 +134,7 @@ def play_games(
     """
     games = [Game(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
     for game in games:
-        rng = stream("chess opening", seed, game.number // 2)
+        rng = seeded_rng("chess opening", seed, game.number // 2)
         while len(game.board.move_stack) < opening_plies and not game.board.is_game_over():
             game.board.push(rng.choice(list(game.board.legal_moves)))
     with ThreadPoolExecutor(at_once) as pool:

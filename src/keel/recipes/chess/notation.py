@@ -53,7 +53,7 @@ def fen_fault(fen: str) -> str | None:
     return None
 
 
-def need_uci(move: str) -> str:
+def require_uci(move: str) -> str:
     """The move, or a KeelError that names its notation, or that it goes nowhere."""
     if is_uci(move):
         if move[:2] == move[2:4]:

@@ -14,11 +14,10 @@ from keel.base.errors import KeelError, unknown
 from keel.cli.app import bar, print_json, split
 
 OPPONENTS = ("random", "stockfish")
-PLAY_HELP = """Let a model play whole games of chess, by the best move of its P: answers.
+PLAY_HELP = """Let a model play whole games of chess with the best move of its P: answers.
 
-Colours alternate, and two games in a row begin with the same random moves, so that games differ even without noise. An
-answer without a readable, legal best move loses the game and counts as a forfeit. Prints wins, draws, losses and the
-score with its 95 % interval (Wilson's, a draw counting half).
+Colours alternate, and each pair of games starts with the same random moves. An answer without a legal best move loses
+the game and counts as a forfeit. Prints wins, draws, losses and the score (draw: 0.5) with its 95 % Wilson interval.
 
 Examples:
 
@@ -30,29 +29,32 @@ Examples:
 
 def play(
     args: Annotated[
-        list[str], typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="Who plays, and options of its own.")
+        list[str], typer.Argument(metavar="MODEL|RUN|CONFIG [KEY=VALUE]...", help="The model, and its options.")
     ],
-    opponent: Annotated[str, typer.Option(metavar="random|stockfish", help="Against whom.")] = "random",
-    nodes: Annotated[int | None, typer.Option(help="Nodes Stockfish spends on a move; 1000 by default.")] = None,
-    games: Annotated[int, typer.Option(min=1, help="Games, played at the same time.")] = 10,
-    opening_plies: Annotated[int, typer.Option(min=0, help="Random moves a game begins with.")] = 4,
-    max_plies: Annotated[int, typer.Option(min=1, help="After which a game is a draw.")] = 200,
-    padding: Annotated[str, typer.Option(help="source or none, as the model was trained.")] = "source",
-    checkpoint: Annotated[str | None, typer.Option(help="Of a run: best, start, warmstart or a step.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of openings, of the random mover, of sampling.")] = 0,
+    opponent: Annotated[str, typer.Option(metavar="random|stockfish", help="The opponent.")] = "random",
+    nodes: Annotated[int | None, typer.Option(help="Stockfish nodes per move (default: 1000).")] = None,
+    games: Annotated[int, typer.Option(min=1, help="Number of games, played concurrently.")] = 10,
+    opening_plies: Annotated[int, typer.Option(min=0, help="Random moves at the start of a game.")] = 4,
+    max_plies: Annotated[int, typer.Option(min=1, help="Game length after which it is a draw.")] = 200,
+    padding: Annotated[str, typer.Option(help="source or none, as in training.")] = "source",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint of a run: best, start, warmstart or a step.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of openings, random mover and sampling.")] = 0,
     pgn: Annotated[Path | None, typer.Option(metavar="FILE.pgn", help="Write the games to this file.")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write each game's last position there.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write each game's last position to this folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
 ) -> int:
-
     if opponent not in OPPONENTS:
         raise unknown("--opponent", opponent, OPPONENTS)
     if nodes is not None and opponent != "stockfish":
-        raise KeelError("--nodes is Stockfish's: add --opponent stockfish, or leave it out")
+        raise KeelError("--nodes needs --opponent stockfish: add it, or leave --nodes out")
     if pgn is not None and not pgn.parent.is_dir():
-        raise KeelError(f"cannot write {pgn}: there is no folder {pgn.parent}")
+        raise KeelError(f"cannot write {pgn}: the folder {pgn.parent} does not exist")
     paths, overrides = split(args)
     if len(paths) != 1:
         raise KeelError(f"chess play takes one model, run or configuration, not {len(paths)}: {' '.join(paths)}")

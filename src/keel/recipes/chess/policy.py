@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.dataset import Dataset
-from keel.envs.problems import HELD_OUT_FRACTION, stream
+from keel.envs.problems import HELD_OUT_FRACTION, seeded_rng
 from keel.recipes.chess.data import ChessRow
 from keel.recipes.chess.engine import Query, StockfishOptions, engine_options, pool_of
 from keel.recipes.chess.format import (
@@ -50,7 +50,7 @@ class PolicyGrader(ChessGrader):
         if not lines:
             raise KeelError(f"the position {problem.info['fen']!r} has no labels: the engine could not be asked")
         best = lines[0][0]
-        stream("chess shuffle", problem.info["fen"]).shuffle(lines)
+        seeded_rng("chess shuffle", problem.info["fen"]).shuffle(lines)
         moves, values = zip(*lines, strict=True)
         return policy_completion(Analysis(moves, values, best), self.padding)
 
@@ -66,9 +66,9 @@ class PolicyGrader(ChessGrader):
         if losses:
             metrics["centipawn_loss"] = 100 * fmean(losses)
         metrics |= mate_in_one(groups, self.padding)
-        return {**metrics, **self.totals()}
+        return {**metrics, **self.counters()}
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """How often the engine failed since this process began."""
         if self.engine is None:
             return {}

@@ -14,7 +14,7 @@ from keel.recipes.chess.rules import fen_of, identity
 
 PLIES = (0, 80)
 PLIES_FEW = (0, 12)
-_PATIENCE = 1000
+_MAX_GAMES = 1000
 _SQUARES = [chess.square_name(square) for square in chess.SQUARES]
 
 
@@ -36,7 +36,7 @@ class Games:
 
     def draw(self, rng: random.Random, accept: Callable[[str], bool] = lambda identity: True) -> Position:
         """A position that can be played on and is wanted: if the game's is not, the game goes on, or another begins."""
-        for _ in range(_PATIENCE):
+        for _ in range(_MAX_GAMES):
             board = self._start(rng)
             plies = rng.randint(*self.plies)
             while True:
@@ -48,7 +48,7 @@ class Games:
                 if len(board.move_stack) >= self.plies[1]:
                     break
                 board.push(rng.choice(list(board.legal_moves)))
-        raise KeelError(f"{_PATIENCE} random games had no position to ask about: widen plies, which is {self.plies}")
+        raise KeelError(f"{_MAX_GAMES} random games had no position to ask about: widen plies, which is {self.plies}")
 
     def _start(self, rng: random.Random) -> chess.Board:
         return chess.Board() if self.pieces is None else few_pieces(rng, rng.randint(3, self.pieces))

@@ -14,7 +14,7 @@ from keel.envs import Task, TaskWrapper
 from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import check_sides, split_held_out
+from keel.envs.problems import check_split, split_held_out
 from keel.envs.rows import DataRow, read_rows
 from keel.recipes.chess.data import usable
 from keel.recipes.chess.format import (
@@ -26,7 +26,7 @@ from keel.recipes.chess.format import (
     policy_prompt,
     read_policy,
 )
-from keel.recipes.chess.notation import need_uci
+from keel.recipes.chess.notation import require_uci
 from keel.recipes.chess.rewards import malformed_value
 from keel.recipes.chess.rules import board_of, fen_of, identity, legal_moves, mating_moves
 from keel.recipes.chess.task import ChessGrader, ChessTask, mate_in_one, part_means
@@ -108,7 +108,7 @@ def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
     if share < 1:
         evaluate = ", or held_out=1 to evaluate alone"
         distinct = len(set(positions))
-        check_sides(rows.source, len(puzzles), len(train), len(held), distinct=distinct, more=evaluate)
+        check_split(rows.source, len(puzzles), len(train), len(held), distinct=distinct, more=evaluate)
     summary = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
     return Dataset(f"chess_puzzles/{data_name(source)}", train, held, NoGrader(), (*notes, summary))
 
@@ -129,7 +129,7 @@ def _problem(row: DataRow, padding: Padding) -> Problem:
     if not isinstance(fen, str) or not isinstance(moves, str):
         raise KeelError("FEN or Moves is empty")
     board = board_of(fen.strip())
-    line = [need_uci(move) for move in moves.split()]
+    line = [require_uci(move) for move in moves.split()]
     if len(line) < 2:
         raise KeelError(f"Moves is {moves!r}: the opponent's move and the answer are two at least")
     for move in line[:2]:

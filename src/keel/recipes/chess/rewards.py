@@ -1,8 +1,7 @@
-"""What chess answers earn: a graduated reward (default) and the binary cliff, each part named.
+"""Rewards of chess answers: graduated (default) or binary, with named parts.
 
-Every system has one worst value, `malformed`, and an answer that cannot be read earns exactly that, an empty one too:
-silence never pays. What needs no chess (form alone, a copy of the prompt, one guess for every position) earns little
-above 0; that a move can be read at all is the step up from `malformed` to there.
+An answer that cannot be parsed, or an empty one, earns the lowest value, `malformed`. Answers that need no chess
+(format alone, a copy of the prompt, one guess for every position) earn little more than 0.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import chess
 from keel.base.errors import KeelError
 from keel.recipes.chess.engine import EnginePool, Query
 from keel.recipes.chess.format import HISTORY
-from keel.recipes.chess.notation import need_uci
+from keel.recipes.chess.notation import require_uci
 from keel.recipes.chess.positions import Position
 from keel.recipes.chess.rules import fen_of
 
@@ -114,7 +114,7 @@ def _line(text: str, column: str) -> tuple[str, ...]:
     board = chess.Board()
     if column == "uci":
         for move in text.split():
-            board.push_uci(need_uci(move))
+            board.push_uci(require_uci(move))
     else:
         for san in _san_moves(text):
             try:

@@ -1,7 +1,7 @@
-"""Rows made shard by shard: each shard is written whole or not at all, and the result does not depend on who made it.
+"""Generate rows in shards, resumable and with the same result for any number of processes.
 
-A shard is a function of its number, its rows are merged in the order of numbers, and what is already on disk is
-read back instead of made again. Killed at any moment and started again, the same files come out.
+A shard depends only on its number and is written atomically. Rows are merged in shard order, and shards on disk are
+reused, so that an interrupted run that is repeated produces the same files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keel.base.files import write_atomic
 
 SETTINGS, PARTS = "data.json", "parts"
 FILES = {False: "train.jsonl", True: "held_out.jsonl"}
-_PATIENCE = 20  # shards in a row that may bring nothing new before the games count as used up
+_MAX_BARREN = 20  # consecutive shards without new rows before giving up
 
 # What is never repeated, its rows as JSON ("" for one that could not be made), whether they are held out.
 Item = tuple[str, tuple[str, ...], bool]
@@ -72,9 +72,9 @@ def make_shards(
             before = ledger.count
             write_atomic(_part(parts, number), ledger.take(waiting.pop(number)()))
             number, barren = number + 1, 0 if ledger.count > before else barren + 1
-            if barren >= _PATIENCE:
+            if barren >= _MAX_BARREN:
                 raise KeelError(
-                    f"no more than {ledger.count} different rows can be made so: ask for fewer, in a new folder"
+                    f"only {ledger.count} different rows exist with these settings: set fewer --rows, with a new --out"
                 )
     return _finish(
         out,
@@ -154,11 +154,11 @@ def _begin(out: Path, full_settings: Mapping[str, Any]) -> ShardCounts | None:
         differing = sorted(name for name in {*written, *full_settings} if written.get(name) != full_settings.get(name))
         if differing:
             raise KeelError(
-                f"{out} was begun with another {', '.join(differing)}: give another --out, or delete that folder"
+                f"{out} was started with another {', '.join(differing)}: give another --out, or delete that folder"
             )
         return None if counts is None else ShardCounts(**{**counts, "found": counts["train"] + counts["held_out"]})
     if any((out / name).exists() for name in FILES.values()):
-        raise KeelError(f"{out} holds data that was not made here: give another --out")
+        raise KeelError(f"{out} contains other data: give another --out")
     try:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,7 +12,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.layouts import source_of
-from keel.envs.problems import Draw, held_out_problems, is_held_out, stream, training_problems
+from keel.envs.problems import Draw, held_out_problems, is_held_out, seeded_rng, training_problems
 from keel.recipes.chess.data import ChessRow, load
 from keel.recipes.chess.format import PARSES, Padding, read_policy
 from keel.recipes.chess.positions import Games, Position
@@ -32,7 +32,7 @@ class ChessGrader:
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         raise NotImplementedError
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         return {}
 
 
@@ -47,10 +47,10 @@ class RandomPositions(Task):
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         draw = self._draw(lambda position: not self._held(position))
-        return training_problems(draw, count, stream(self.name, "train", seed, step), self._held)
+        return training_problems(draw, count, seeded_rng(self.name, "train", seed, step), self._held)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        return held_out_problems(self._draw(self._held), count, stream(self.name, "held-out", seed), self._held)
+        return held_out_problems(self._draw(self._held), count, seeded_rng(self.name, "held-out", seed), self._held)
 
     def _held(self, position: str) -> bool:
         return is_held_out(position, self.share)
@@ -86,9 +86,9 @@ class ChessTask(TaskWrapper):
         """Rates over all completions of an evaluation."""
         return self.grader.metrics(groups)
 
-    def totals(self) -> Mapping[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """What went wrong with the engine so far, where there is one."""
-        return self.grader.totals()
+        return self.grader.counters()
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """The board of an answer, as SVG, for the report."""

@@ -1,4 +1,4 @@
-"""Rows of one's own, proven: `python -m keel.recipes.multihop FILE [OPTION=VALUE]...` plays an oracle on each."""
+"""Check data rows: `python -m keel.recipes.multihop FILE [OPTION=VALUE]...` plays an oracle on each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from keel.recipes.multihop.question import read_questions
 MOST_NAMED = 5
 HELP = """Play an oracle on every row of FILE.
 
-Every row must load, and in each form of calls and answers a demonstration, which asks only with what it has read,
-must retrieve all support and earn the maximum. Options are those of the task; the retriever is golden unless one is
-named. Exit status 0: all do; 1: some do not, by name; 2: not readable.
+Every row must load. In each format of calls and answers a demonstration, which queries only with text it has read,
+must retrieve all supporting documents and earn the maximum reward. Options are those of the task (default: the golden
+retriever). Exit status: 0 all rows pass, 1 some rows fail, 2 the file cannot be read.
 """
 app = typer.Typer(
     add_completion=False,
@@ -63,7 +63,7 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
         for question in questions:
             problem = task.problem(question)
             earned, maximum = task.reward(problem, task.gold_turns(problem)), task.max_reward(problem)
-            demonstrations += task.demonstrates(problem)
+            demonstrations += task.usable_for_sft(problem)
             complete += earned.parts["retrieval_recall"] == 1.0
             if abs(earned.total - maximum) > 1e-9:
                 lacking = ", ".join(name for name in task.weights if earned.parts[name] < 1.0)

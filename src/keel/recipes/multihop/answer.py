@@ -1,4 +1,4 @@
-"""How an episode answers: the tools it is offered, and what a final answer says, in tags or in a call."""
+"""The tools of an episode, and parsing of the final answer from tags or a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AROUND = "()#.:"
 
 @dataclass(frozen=True)
 class Answer:
-    """What an episode ended with; an empty text is none, and `listed` says that it was given as a list."""
+    """The final answer; `text` is None if there is none, `listed` tells that it was a list."""
 
     text: str | None
     cited: tuple[str, ...] = ()
@@ -45,9 +45,9 @@ def complete(reasoning: str, final_answer: str | list[str], cited_doc_ids: list[
 
 
 def read_answer(text: Any, cited: Any) -> Answer:
-    """An answer as it was given: a list is its entries joined by commas, so that it is one answer and not several.
+    """Parse an answer. A list becomes one answer, joined by commas.
 
-    Ids may stand as the retrieval prints them or as one cites: `Document ID: 3`, `(3)`, `#3` and `3.` are all `3`.
+    Ids are accepted in several notations: `Document ID: 3`, `(3)`, `#3` and `3.` are all `3`.
     """
     several = _as_list(text)
     answer = str(text).strip() if several is None else ", ".join(map(str, several))

@@ -59,12 +59,12 @@ def multihop(
     instruction: str | None = "auto",
     held_out: int | float = HELD_OUT_FRACTION,
 ) -> Multihop:
-    """The task `multihop`: rows of `data.path` in MuSiQue's form, or without one made-up worlds of `documents` each.
+    """The task `multihop`: rows of `data.path` in MuSiQue's format, or synthetic worlds with `documents` documents.
 
-    `retriever` is golden, lexical or hybrid (with `embedding`); a call returns `top_n` documents, cut at
-    `max_characters`. `hops` keeps questions with those numbers of supporting documents, `noise_rate` each other
-    document with that probability, and over `curriculum_steps` the longer chains come in. `tools` adds a user's own.
-    `instruction: null` asks the question alone.
+    `retriever` is golden, lexical or hybrid (with `embedding`); a call returns `top_n` documents, truncated to
+    `max_characters`. `hops` selects questions by their number of supporting documents; `noise_rate` is the probability
+    of keeping each distractor; longer chains are added over `curriculum_steps`. `tools` adds custom tools.
+    `instruction: null` uses the bare question as the prompt.
     """
     for option, value, choices in (
         ("tool_format", tool_format, FORMATS),
@@ -86,7 +86,7 @@ def multihop(
         check_size(lengths, size)
         questions = Worlds(size, noise_rate)
     elif documents is not None:
-        raise KeelError("multihop documents is the size of built-in worlds: leave it out where data.path is given")
+        raise KeelError("multihop documents is the size of synthetic worlds: leave it out with data.path")
     else:
         rows = rows_of(source, noise_rate, lengths, held_out)
         questions, lengths, where = rows, rows.lengths, data_name(source)

@@ -1,4 +1,4 @@
-"""Queries that a policy could write: of the question, its sub-questions, and what earlier turns have shown."""
+"""Queries for demonstrations, built only from text that a policy has seen."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from itertools import islice
 from keel.recipes.multihop.question import Question
 from keel.recipes.multihop.score import normalise
 
-MOST_QUERIES = 100  # tried for one document: each may cost an embedding
+MAX_QUERIES = 100  # tried per document, because each may compute an embedding
 _REFERENCE = re.compile(r"#(\d+)")
 
 
 def queries(question: Question, id: str, shown: str) -> list[str]:
-    """What a document may be looked up with, best first; `shown` is all that the episode has returned so far.
+    """Queries for a document, best first; `shown` is the text that the episode has returned so far.
 
-    Its sub-questions, with the answers of earlier ones where `shown` has them; those words of its title that have been
-    seen; the question; and shorter parts of the sub-questions. No name is in them that the question and `shown` lack:
-    a policy that has not read it could not ask for it.
+    They are the document's sub-questions with known answers filled in, the seen words of its title, the question, and
+    shorter parts of the sub-questions. They contain only names that occur in the question or in `shown`.
     """
     document = question.document(id)
     seen = f" {normalise(f'{question.text} {shown}')} "
@@ -43,7 +42,7 @@ def queries(question: Question, id: str, shown: str) -> list[str]:
     seen_title = [word for word in title if is_seen(word)]
     whole = [*sub_questions, seen_title if seen_title == title or is_named(seen_title) else [], question.text.split()]
     shorter = (part for words in sub_questions or [question.text.split()] for part in _shorter(words) if is_named(part))
-    texts = (" ".join(words) for words in (*whole, *islice(shorter, MOST_QUERIES - len(whole))))
+    texts = (" ".join(words) for words in (*whole, *islice(shorter, MAX_QUERIES - len(whole))))
     return list(dict.fromkeys(text for text in texts if normalise(text)))
 
 

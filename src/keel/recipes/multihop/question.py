@@ -9,7 +9,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.envs.options import SourceOptions
-from keel.envs.problems import stream
+from keel.envs.problems import seeded_rng
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows, row_order
 
 _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>\d+))?")
@@ -101,7 +101,7 @@ def with_noise(question: Question, noise_rate: float) -> Question:
     documents = tuple(
         document
         for document in question.documents
-        if document.supporting or stream("noise", question.key, document.id).random() < noise_rate
+        if document.supporting or seeded_rng("noise", question.key, document.id).random() < noise_rate
     )
     return replace(question, documents=documents)
 

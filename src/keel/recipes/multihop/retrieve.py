@@ -21,7 +21,7 @@ Retriever = Callable[[Question, str], list[Document]]  # documents of a question
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What a retrieval returned: written as text for the model, read by id for the reward."""
+    """The retrieved documents; `str` is the text for the model."""
 
     documents: tuple[Document, ...]
 
@@ -30,9 +30,9 @@ class Retrieved:
 
 
 def golden(question: Question, query: str) -> list[Document]:
-    """The supporting documents and no other: an upper bound.
+    """Only the supporting documents: an upper bound.
 
-    First come those that share most words with the query in their title, then in their text, then in the chain's order.
+    Sorted by the number of words shared with the query in the title, then in the text, then by the chain's order.
     """
     query_words = set(normalise(query).split())
 
@@ -92,10 +92,12 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
     if name not in RETRIEVERS:
         raise unknown("multihop retriever", name, RETRIEVERS)
     if name != "hybrid" and embedding is not None:
-        raise KeelError(f"multihop embedding is given, but retriever is {name}: set retriever=hybrid, or leave it out")
+        raise KeelError(
+            f"multihop embedding has no effect with retriever={name}: set retriever=hybrid, or leave it out"
+        )
     if name == "golden":
         return golden
-    need_bm25()
+    require_bm25()
     if name == "lexical":
         return lexical
     if embedding is None:
@@ -103,8 +105,8 @@ def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | Non
     return Hybrid(import_object(embedding, "embedding") if isinstance(embedding, str) else embedding)
 
 
-def need_bm25() -> Any:
-    """bm25s, or one line that says how to get it."""
+def require_bm25() -> Any:
+    """Import bm25s, or raise a KeelError with the pip command."""
     try:
         import bm25s
     except ImportError as error:
@@ -115,7 +117,7 @@ def need_bm25() -> Any:
 @lru_cache(maxsize=1024)
 def _bm25(question: Question) -> Callable[[str], list[float]]:
     """Scores of a question's documents by query; the index is made once."""
-    bm25s = need_bm25()
+    bm25s = require_bm25()
     index = bm25s.BM25()
     texts = [normalise(f"{document.title} {document.text}").split() or [""] for document in question.documents]
     index.index(texts, show_progress=False)

@@ -12,7 +12,7 @@ from keel.base.types import Problem
 from keel.envs.dataset import Dataset, NoGrader, split
 from keel.envs.layouts import LoadedProblems
 from keel.envs.options import SourceOptions
-from keel.envs.problems import held_out_problems, stream, training_problems
+from keel.envs.problems import held_out_problems, seeded_rng, training_problems
 from keel.recipes.multihop.question import Question, read_questions, with_noise
 from keel.recipes.multihop.world import draw_question
 
@@ -26,14 +26,14 @@ class Worlds:
     notes: tuple[str, ...] = ()
 
     def sample(self, count: int, seed: int, step: int, hops: Sequence[int]) -> list[Question]:
-        rng = stream("multihop", "train", seed, step)
+        rng = seeded_rng("multihop", "train", seed, step)
         return [p.info["question"] for p in training_problems(self._drawer(hops), count, rng)]
 
     def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
-        rng = stream("multihop", "held-out", seed)
+        rng = seeded_rng("multihop", "held-out", seed)
         return [p.info["question"] for p in held_out_problems(self._drawer(hops), count, rng)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> None:
+    def filter_problems(self, fits: Callable[[Question], bool]) -> None:
         return None
 
     def fingerprint(self) -> None:
@@ -63,8 +63,8 @@ class QuestionRows:
     def held_out(self, count: int, seed: int, hops: Sequence[int]) -> list[Question]:
         return [p.info["question"] for p in self.data.held_out(count, seed=seed)]
 
-    def keep(self, fits: Callable[[Question], bool]) -> tuple[QuestionRows, int]:
-        data, left_out = self.data.keep(lambda problem: fits(problem.info["question"]))
+    def filter_problems(self, fits: Callable[[Question], bool]) -> tuple[QuestionRows, int]:
+        data, left_out = self.data.filter_problems(lambda problem: fits(problem.info["question"]))
         return replace(self, data=data, _stages={}), left_out
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The task `multihop`: episodes of retrieval and an answer with citations, from rows or from made-up worlds."""
+"""The task `multihop`: retrieval episodes that end with an answer and citations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Episode, Task
 from keel.envs.answers import last_tag
-from keel.envs.base import played
+from keel.envs.base import play_turns
 from keel.envs.tool_calls import write_call
-from keel.envs.toolbox import MOST_CALLS, Toolbox, ToolEpisode
+from keel.envs.toolbox import MAX_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
 from keel.recipes.multihop import score
 from keel.recipes.multihop.answer import Answer, complete, read_answer, retrieve_documents
@@ -31,7 +31,7 @@ _OWN_TAGS = {"think", "cite", "answer", "result"}
 
 @dataclass(frozen=True)
 class Multihop(Task):
-    """Questions that take several documents; the reward is (hops / 2) × the weighted mean of its parts."""
+    """Questions that need several documents. The reward is (hops / 2) × the weighted mean of its parts."""
 
     name: str
     source: QuestionSource
@@ -67,9 +67,9 @@ class Multihop(Task):
         """Problems of all hops that are never trained on."""
         return self._problems(self.source.held_out(count, seed, self.hops))
 
-    def keep(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
-        kept = self.source.keep(lambda question: fits(self.problem(question)))
+        kept = self.source.filter_problems(lambda question: fits(self.problem(question)))
         return None if kept is None else (replace(self, source=kept[0]), kept[1])
 
     def hops_at(self, step: int) -> tuple[int, ...]:
@@ -79,9 +79,9 @@ class Multihop(Task):
         return self.hops[: 1 + step * len(self.hops) // self.curriculum_steps]
 
     def gold_turns(self, problem: Problem) -> list[str]:
-        """Retrieve the supporting documents with queries that a policy could write; then answer and cite them.
+        """Retrieve the supporting documents with queries from seen text, then answer and cite them.
 
-        A document that no such query brings is neither retrieved nor cited: the episode earns less than the maximum.
+        A document that no such query finds is neither retrieved nor cited; then the reward is below the maximum.
         """
         search = self._search(_question(problem))
         tools = self.tools(problem)
@@ -92,8 +92,8 @@ class Multihop(Task):
         """The last turn of such an episode."""
         return self._final_turn(problem, self._search(_question(problem)))
 
-    def demonstrates(self, problem: Problem) -> bool:
-        """Whether the question or a result shows the answer: to state another would teach invention."""
+    def usable_for_sft(self, problem: Problem) -> bool:
+        """Whether the answer occurs in the question or a result; otherwise training on it would teach guessing."""
         question = _question(problem)
         return self._search(question).shown_answer(question) is not None
 
@@ -112,9 +112,9 @@ class Multihop(Task):
     def _next_query(
         self, question: Question, retrieved: Collection[str], shown_text: str
     ) -> tuple[str, tuple[str, list[Document]]] | None:
-        """The first query that brings a supporting document that is not there yet, in the chain's order, and its reply.
+        """The next query that finds a missing supporting document, in the chain's order, and its reply.
 
-        Where none does, an episode that has asked nothing yet asks its first all the same, and may read a name there.
+        If there is none, the first turn still asks its first query, whose result may contain a needed name.
         """
         for id in question.chain:
             for query in queries(question, id, shown_text) if id not in retrieved else ():
@@ -181,7 +181,7 @@ class Multihop(Task):
     def vocabulary(self) -> tuple[str, ...]:
         """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer.
 
-        Among the replies are those to calls that went wrong: a model that cannot read them cannot mend its calls.
+        It includes the error replies, so that a model can correct its calls.
         """
         if not isinstance(self.source, Worlds):
             raise KeelError("multihop has a closed vocabulary only for its built-in worlds: leave data.path out")
@@ -194,13 +194,13 @@ class Multihop(Task):
         return tuple(dict.fromkeys([*world_words(self.source.documents), *marks, ",", *instruction, *reply_words]))
 
     def _errors(self) -> list[str]:
-        """What the tools say to a call that is not closed, and to one too many: all that these words can do wrong."""
+        """The error replies to an unclosed call and to too many calls."""
         (problem,) = self.sample(1, seed=0, step=0)
         tag = self._base.tag
-        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MOST_CALLS + 1))
+        wrong = (f"<{tag}>", f"<{tag}>{{</{tag}>" * (MAX_CALLS + 1))
         replies = []
         for text in wrong:
-            with played(self, problem, [text]) as (episode, _):
+            with play_turns(self, problem, [text]) as (episode, _):
                 assert isinstance(episode, MultihopEpisode)
                 replies.append(episode.every_result[-1].content)
         return replies
@@ -247,8 +247,8 @@ class MultihopEpisode(ToolEpisode):
     def reward(self) -> Reward:
         """The parts of an episode, each in [0, 1], and (hops / 2) × their weighted mean.
 
-        A document is retrieved once the model was shown the whole of it: what the last turn asked for, or what was cut
-        off a long result, it never saw.
+        A document counts as retrieved if the model has seen all of it: not if it was truncated or requested in the last
+        turn.
         """
         question, answer, weights = self.question, self._answer(), self.task.weights
         shown = [document.id for turn in self.results[:-1] for r in turn for document in _shown(r.value, r.content)]
@@ -267,7 +267,7 @@ class MultihopEpisode(ToolEpisode):
     def counts(self) -> dict[str, float]:
         """Calls and errors of the tools; answers that are missing or lists; cited documents that do not exist.
 
-        A last turn without an answer but with a tag that is none of the tools' was meant as a call of an unknown tool.
+        A last turn without an answer but with an unknown tag counts as a call of an unknown tool.
         """
         answer, counted = self._answer(), super().counts()
         if self.task.tool_format == "tags" and self.is_over and answer.text is None and not self.results[-1]:

@@ -1,4 +1,4 @@
-"""Small worlds of people, places and works, made on the spot: multi-hop questions in a closed vocabulary."""
+"""Synthetic worlds of people, places and works, for multi-hop questions in a closed vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from keel.base.errors import KeelError
 from keel.recipes.multihop.question import Document, Question
 
-MOST_HOPS = 4
+MAX_HOPS = 4
 _STEMS = {
     "person": (("Al", "Bo", "Cei", "Dar", "Eli", "Fen", "Gor", "Hal"), ("dan", "ra", "mir", "nia", "ton", "vik")),
     "place": (("Ash", "Bir", "Cold", "Dun", "Elm", "Fox", "Gold", "High"), ("ford", "ton", "field", "mouth")),
@@ -68,9 +68,9 @@ def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Qu
 
 
 def check_size(hops: Sequence[int], documents: int) -> None:
-    """Refuse worlds that cannot be made."""
-    if min(hops) < 1 or max(hops) > MOST_HOPS:
-        raise KeelError(f"multihop hops are {list(hops)}: the built-in worlds have chains of 1 to {MOST_HOPS}")
+    """Refuse sizes for which no world exists."""
+    if min(hops) < 1 or max(hops) > MAX_HOPS:
+        raise KeelError(f"multihop hops are {list(hops)}: the built-in worlds have chains of 1 to {MAX_HOPS}")
     if not max(hops) <= documents <= 20:
         raise KeelError(f"multihop documents is {documents}: give {max(hops)} (the longest chain) to 20")
 

@@ -1,4 +1,4 @@
-"""The engine that samples from the policy's own weights: scheduling, KV cache, decoding."""
+"""The native engine: scheduling, KV cache, decoding."""
 
 from keel.rollout.native.engine import NativeEngine
 

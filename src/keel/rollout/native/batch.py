@@ -1,4 +1,4 @@
-"""Rows that are decoded together: those that end leave, those that wait join."""
+"""The batch of rows that are decoded together: finished rows leave, waiting rows join."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from keel.rollout.request import OpenRow
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
 
-class _Drawn:
-    """The tokens drawn for these rows, with their log-probabilities `[3, B]`, on their way from the device."""
+class _PendingTokens:
+    """Drawn tokens and their log-probabilities `[3, B]`, being copied from the device."""
 
     def __init__(self, rows: list[OpenRow], numbers: Tensor) -> None:
         self.rows = rows
@@ -28,7 +28,7 @@ class _Drawn:
             self._arrived.record()
 
     def numbers(self) -> list[list[float]]:
-        """Tokens, log-probabilities and those after filters, once they are here."""
+        """Wait for the tokens, log-probabilities and filtered log-probabilities."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[list[float]] = self._numbers.tolist()
@@ -36,9 +36,9 @@ class _Drawn:
 
 
 class DecodeBatch:
-    """The rows that a scheduler lets run; `record` appends drawn tokens and sets the stop_reason of finished rows.
+    """The running rows; `record` appends drawn tokens and sets the stop_reason of finished rows.
 
-    `stops` are the tokens that end a row, for decoders that draw for themselves.
+    `stops` are the tokens that end a row, for decoders that draw on the device.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class DecodeBatch:
         stops: Sequence[int] = (),
     ) -> None:
         self._stops = stops
-        self.rows: list[OpenRow] = []  # as the decoder has them; some may have ended
+        self.rows: list[OpenRow] = []  # in the decoder's order; some may have ended
         self.scheduler = scheduler
         self._new_decoder, self._turn_cache, self._sampling, self._record = decoder, turn_cache, sampling, record
         self._decoder: Any = None
         self._logits: Tensor
         self._noise: _Noise | None = None
-        self._pending: _Drawn | None = None  # drawn and not yet recorded
+        self._pending: _PendingTokens | None = None  # drawn and not yet recorded
         self._ended: list[OpenRow] = []
 
     @property
@@ -65,8 +65,8 @@ class DecodeBatch:
         return self.scheduler.live
 
     def admit(self, waiting: list[OpenRow]) -> list[OpenRow]:
-        """Let in the first waiting rows, as many as the scheduler admits; returns the others."""
-        self._settle_pending()
+        """Add waiting rows, as many as the scheduler admits; returns the others."""
+        self._record_pending()
         groups = groupby(waiting, key=lambda row: id(row.request))
         count = self.scheduler.admit(len(list(members)) for _, members in groups)
         if count:
@@ -74,45 +74,46 @@ class DecodeBatch:
         return waiting[count:]
 
     def take_ended(self) -> list[OpenRow]:
-        """The rows that have ended since this was last asked."""
+        """The rows that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def step(self) -> None:
-        """Draw a token for each row and decode it; rows that end are for `take_ended`."""
+        """Draw a token for each row and decode it; finished rows go to `take_ended`."""
         if self._decoder.traits.graphed:
             self._step_ahead()
             return
         assert self._noise is not None
         token, *logp = draw(self._logits, self._sampling, self._noise.next())
-        order = self._settle(_Drawn(list(self.rows), torch.stack([x.double() for x in (token, *logp)])))
+        order = self._record_drawn(_PendingTokens(list(self.rows), torch.stack([x.double() for x in (token, *logp)])))
         if self.live:
             live = token if order is None else token[torch.tensor(order, device=token.device)]
             self._logits = self._decoder.step(live)
             self.scheduler.step()
 
     def _step_ahead(self) -> None:
-        """The same where steps are graphs, with drawing in them: the next step is under way before the tokens are
-        looked at. The device does not wait for the host, and a row whose end only the host finds is computed once more.
+        """A step for CUDA graphs, which also draw: the next step starts before the host reads the tokens.
+
+        The device does not wait for the host; a row whose end only the host detects is computed once more.
         """
         unrecorded = 1 if self._pending is None else 2
         last = all(row.stop_reason or len(row.tokens) + unrecorded >= row.limit for row in self.rows)
-        drawn = _Drawn(list(self.rows), self._decoder.draw_and_step(self._sampling, last=last))
-        self._settle_pending()
+        drawn = _PendingTokens(list(self.rows), self._decoder.draw_and_step(self._sampling, last=last))
+        self._record_pending()
         if self.live:
             self._pending = drawn
             self.scheduler.step()
         if last:
-            self._settle_pending()
+            self._record_pending()
 
-    def _settle_pending(self) -> None:
-        """Record what was drawn in the step before, where that is still to do."""
+    def _record_pending(self) -> None:
+        """Record the tokens of the previous step, if not done yet."""
         drawn, self._pending = self._pending, None
         if drawn is not None:
-            self._settle(drawn)
+            self._record_drawn(drawn)
 
-    def _settle(self, drawn: _Drawn) -> list[int] | None:
-        """Record drawn tokens, and drop rows that have ended where it pays: the old index of each that is left."""
+    def _record_drawn(self, drawn: _PendingTokens) -> list[int] | None:
+        """Record drawn tokens and drop finished rows if worthwhile; returns the old index of each remaining row."""
         running = [row for row in drawn.rows if not row.stop_reason]
         self._record(drawn.rows, drawn.numbers(), self._sampling)
         ended = [row for row in running if row.stop_reason]
@@ -125,7 +126,7 @@ class DecodeBatch:
         return self._drop_ended() if drops and self.live else None
 
     def _drop_ended(self) -> list[int]:
-        """Drop the rows that have ended; returns the old index of each row that is left."""
+        """Drop finished rows; returns the old index of each remaining row."""
         order: list[int] = self._decoder.keep_rows([i for i, row in enumerate(self.rows) if not row.stop_reason])
         self.rows = [self.rows[i] for i in order]
         if self._noise is not None:
@@ -158,16 +159,16 @@ class DecodeBatch:
             self._noise = _Noise(self.rows, self._logits, self._sampling)
 
     def _begin_drawing(self) -> None:
-        """Hand the rows' logits and noise over to a decoder that draws for itself."""
+        """Pass the rows' logits and noise keys to a decoder that draws on the device."""
         keys, positions = [row.key for row in self.rows], [row.request.start + len(row.tokens) for row in self.rows]
         left = [row.limit - len(row.tokens) for row in self.rows]
         self._decoder.begin(self._logits, keys, positions, left, self._stops)
         del self._logits
 
     def _prefill(self, rows: list[OpenRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
-        """Prefill rows that all have a cached past, or none of them; returns the logits of their first tokens."""
+        """Prefill rows, which all have a cached past or none has; returns the logits of their first tokens."""
         contexts = [row.request.tokens for row in rows]
-        # rows that join others are given columns there
+        # for joining rows, `join` allocates the columns
         length = max(row.limit for row in rows) if self._decoder is None else 1
         logits: Tensor
         if pasts:
@@ -185,17 +186,17 @@ class DecodeBatch:
         return logits
 
     def _cache_contexts(self, ended: list[OpenRow]) -> None:
-        """Put rows that have just ended into the turn cache, all but their last token, which was never forwarded."""
+        """Store finished rows in the turn cache, without their last token, which was never forwarded."""
         ended_ids = set(map(id, ended))
         for index, row in enumerate(self.rows):
             if id(row) in ended_ids and row.prompt is not None:
                 suffix = (*row.request.tokens[len(row.prompt.tokens) :], *row.tokens[:-1])
-                kv = self._decoder.row_kv(index)[:, :, :, : len(suffix)]  # it may have been computed once more
+                kv = self._decoder.row_kv(index)[:, :, :, : len(suffix)]  # the row may have been computed once more
                 self._turn_cache.put(row.key, CachedRow(row.prompt, suffix, kv))
 
 
 class _Noise:
-    """Noise for the rows of a batch, made for several positions at a time."""
+    """Noise for the rows of a batch, computed for several positions at a time."""
 
     def __init__(self, rows: list[OpenRow], logits: Tensor, sampling: SamplingParams) -> None:
         device = logits.device

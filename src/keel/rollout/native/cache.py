@@ -1,4 +1,4 @@
-"""The KV cache of a rollout: each prompt once, each row's suffix after it, and attention over both."""
+"""The KV cache of a rollout: each prompt once, a suffix per row, and attention over both."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from keel.models.prefix_attention import refuse_variants
+from keel.models.prefix_attention import refuse_unsupported_attention
 
 ATTENTION = "keel_shared_prefix"
-_GROWTH = 64  # columns by which the buffer of rows that have joined grows
+_GROWTH = 64  # columns by which the buffer grows after rows joined
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prefix:
         object.__setattr__(self, "lengths", lengths)
 
     def select(self, groups: list[int]) -> Prefix:
-        """These prompts alone, no wider than the longest of them."""
+        """Only these prompts, padded to the longest of them."""
         tokens = tuple(self.tokens[group] for group in groups)
         width, index = max(map(len, tokens)), torch.tensor(groups, device=self.lengths.device)
         keys, values = (tuple(kv[index, :, :width] for kv in layers) for layers in (self.keys, self.values))
@@ -55,10 +55,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Which rows belong to which prompt, as a table of slots `[G, n]` so that a prompt meets all its rows at once.
+    """The rows of each prompt, as a table of slots `[G, n]`, so that a prompt attends to all its rows at once.
 
-    `slots` maps slots to rows and `rows` maps rows to slots; both are None while the rows stand in regular order, when
-    a view does the same without a copy. A slot without a row computes row 0 again, and nobody reads it.
+    `slots` maps slots to rows and `rows` maps rows to slots; both are None while rows are in regular order, where a
+    view suffices. An empty slot computes row 0 again, and its result is not read.
     """
 
     groups: int
@@ -98,13 +98,13 @@ class SlotLayout:
 
 
 class SharedPrefixCache(Cache):
-    """A transformers cache whose rows share their prompts; one new token a row and step, or a few to begin with.
+    """A transformers cache whose rows share prompts; one new token per row and step, or several at first.
 
-    `suffix_kv`, one preallocated buffer `[layers, 2, B, kv_heads, T, D]`, holds what follows the prompts: a step writes
-    in place, and a row that leaves is replaced by the last one, so that live rows are always a leading slice and
-    nothing is reallocated. Rows with a past (`past_lengths`, tokens after the prompt) are left-padded, so that all rows
-    write into the same column; pad columns are masked. `length` tokens may follow; the buffer has columns for all of
-    them, or for `reserve` and then grows. `origin` is the position of the first token.
+    `suffix_kv`, one preallocated buffer `[layers, 2, B, kv_heads, T, D]`, holds the tokens after the prompts. A step
+    writes in place, and the last row replaces a row that leaves, so live rows are a leading slice and nothing is
+    reallocated. Rows with a past (`past_lengths`, tokens after the prompt) are left-padded, so that all rows write into
+    the same column; pad columns are masked. `length` more tokens may follow; the buffer has columns for all of them, or
+    for `reserve` and then grows. `origin` is the position of the first token.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class SharedPrefixCache(Cache):
         past_lengths = past_lengths or [0] * len(group_of)
         self.past = max(past_lengths)
         self.left_pad = [self.past - past_length for past_length in past_lengths]  # pad columns before each row's past
-        self.max_columns = self.past + length  # columns that may come to be used
+        self.max_columns = self.past + length  # largest number of columns
         columns = min(self.max_columns, self.past + (length if reserve is None else reserve))
         self.suffix_kv = first.new_empty(len(prefix.keys), 2, len(group_of), heads, columns, size)
-        self.suffix_kv[..., : self.past, :] = 0.0  # a masked column still enters a product, with weight 0
+        self.suffix_kv[..., : self.past, :] = 0.0  # masked columns have weight 0 but must be finite
         self.layer = 0
         self._update_layout()
 
@@ -141,7 +141,7 @@ class SharedPrefixCache(Cache):
         self.positions = lengths[torch.tensor(self.group_of, device=device)] - left_pad + self.origin
         padding = torch.arange(width, device=device) >= lengths[:, None]
         prompt_bias = torch.zeros(groups, 1, 1, width, dtype=self.suffix_kv.dtype, device=device)
-        # None where no prompt is padded: one pass over the scores less
+        # None if no prompt is padded, which saves a pass over the scores
         self.prompt_bias = prompt_bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
         pad_mask = torch.arange(self.past, device=device) < left_pad[:, None]
         self.pad_mask = pad_mask[:, None, None] if any(self.left_pad) else None
@@ -149,7 +149,7 @@ class SharedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What a transformers layer calls just before its attention."""
+        """Called by a transformers layer before its attention."""
         self.store(layer_idx, torch.stack((key_states, value_states)))
         self.layer = layer_idx
         return key_states, value_states
@@ -159,7 +159,7 @@ class SharedPrefixCache(Cache):
         self.suffix_kv[layer, :, : pair.shape[1], :, self.length : self.length + pair.shape[3]] = pair
 
     def advance(self, count: int = 1) -> None:
-        """Count the tokens that every layer has just stored."""
+        """Count the tokens that all layers have stored."""
         self.length += count
 
     def row_kv(self, row: int) -> Tensor:
@@ -167,7 +167,7 @@ class SharedPrefixCache(Cache):
         return self.suffix_kv[:, :, row, :, self.left_pad[row] : self.length].clone()
 
     def keep_rows(self, live: list[int]) -> list[int]:
-        """Drop all rows but these; returns the old index of each row as they now stand."""
+        """Drop all rows but these; returns the old index of each row in the new order."""
         count = len(live)
         order = list(range(count))
         holes = sorted(set(order) - set(live))
@@ -185,7 +185,7 @@ class SharedPrefixCache(Cache):
         return order
 
     def joined(self, other: SharedPrefixCache, length: int) -> SharedPrefixCache:
-        """These rows, then the other's, with room for `length` more tokens of each; a prompt of both is held once."""
+        """These rows, then the other's, with room for `length` more tokens; a common prompt is stored once."""
         prefix, group_index = self.prefix, {tokens: group for group, tokens in enumerate(self.prefix.tokens)}
         new_groups = sorted({group for group in other.group_of if other.prefix.tokens[group] not in group_index})
         if new_groups:
@@ -193,7 +193,7 @@ class SharedPrefixCache(Cache):
             group_index = {tokens: group for group, tokens in enumerate(prefix.tokens)}
         other_groups = [group_index[other.prefix.tokens[group]] for group in other.group_of]
         past_lengths = [cache.length - padding for cache in (self, other) for padding in cache.left_pad]
-        # not at full length: a row near its end beside one that begins would double the columns of both
+        # not full length: old and new rows together would double the columns
         reserve = _GROWTH // 4 + -(max(past_lengths) + _GROWTH // 4) % _GROWTH
         joined = SharedPrefixCache(prefix, [*self.group_of, *other_groups], length, past_lengths, reserve, self.origin)
         first = 0
@@ -206,7 +206,7 @@ class SharedPrefixCache(Cache):
         return joined
 
     def grow_if_full(self) -> None:
-        """Add columns to the buffer where the next token would find it full."""
+        """Add columns to the buffer if it is full."""
         if self.length == self.suffix_kv.shape[4]:
             rows, columns = len(self.group_of), min(self.max_columns, self.length + _GROWTH)
             grown = self.suffix_kv.new_empty(
@@ -216,7 +216,7 @@ class SharedPrefixCache(Cache):
             self.suffix_kv = grown
 
     def _drop_unused_prompts(self) -> None:
-        """Drop prompts without rows once they are half of all: copying at each would cost more than it saves."""
+        """Drop prompts without rows once they are half of all; copying more often would cost more than it saves."""
         used = sorted(set(self.group_of))
         if 2 * len(used) <= len(self.prefix.lengths):
             self.prefix = self.prefix.select(used)
@@ -250,8 +250,8 @@ class SharedPrefixCache(Cache):
     ) -> Tensor:
         """Attention over the prompts and the first columns of the suffixes; `mask` masks the scores of the latter.
 
-        Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, are one matrix,
-        so that neither heads nor prompts are ever repeated in memory. The softmax runs over both parts together.
+        Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, form one matrix,
+        so heads and prompts are never repeated in memory. The softmax covers both parts.
         """
         rows, _, repeats, _ = query.shape
         keys, values = self.suffix_kv[layer, :, :rows, :, :columns]
@@ -282,14 +282,14 @@ def _shared_prefix_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention that models call while a SharedPrefixCache decodes; refuses any variant it does not compute."""
+    """The attention function of models during decoding with a SharedPrefixCache; refuses unsupported variants."""
     window, context = (
         kwargs.get("sliding_window"),
         getattr(getattr(module, "config", None), "max_position_embeddings", 0),
     )
     if isinstance(window, int) and isinstance(context, int) and 0 < context <= window:
-        kwargs.pop("sliding_window")  # no context leaves it
-    refuse_variants(kwargs)
+        kwargs.pop("sliding_window")  # every context fits in the window
+    refuse_unsupported_attention(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
     rows, heads, count, size = query.shape
@@ -303,9 +303,9 @@ AttentionInterface.register(ATTENTION, _shared_prefix_attention)
 
 @contextmanager
 def shared_prefix_attention(config: Any, cache: SharedPrefixCache) -> Iterator[None]:
-    """Let the model of this config attend through `cache`, and put its own attention back afterwards.
+    """Let the model of this config attend through `cache`; its own attention is restored afterwards.
 
-    Our name is registered for attention and not for masks, so transformers builds no mask at all.
+    The name is registered for attention but not for masks, so transformers builds no mask.
     """
     before = config._attn_implementation
     config._attn_implementation = ATTENTION

@@ -1,4 +1,4 @@
-"""Choose a model's decoder: candidates are probed against the model's own forwards, fastest first."""
+"""Choose a model's decoder: probe candidates against the model's own forward, fastest first."""
 
 from __future__ import annotations
 
@@ -18,63 +18,62 @@ from keel.models.probe import last_logits, length_past, local_windows, longest_p
 from keel.models.rope import length_regimes
 from keel.models.tokenizer import context_length
 from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
-from keel.rollout.native.fused import why_not_fused
-from keel.rollout.native.graph import DecodeGraphs, why_not_graphed
+from keel.rollout.native.fused import fusion_obstacle
+from keel.rollout.native.graph import DecodeGraphs, graph_obstacle
 from keel.rollout.native.llama import LlamaStep, is_llama_shaped
 from keel.rollout.native.turn_cache import CachedRow
 
-_PROBE_STEPS = 4  # tokens that a probe decodes after its prompts
-_PROBE_LENGTH = 32  # room for tokens in a probe: enough that steps run as graphs where they may
-_HALF_TRIES, _HALF_FAULTS = 7, 4  # in half precision: draws of a probe, and how many must show what counts as wrong
-_HALF_NOISE = (0.2, 1.0)  # of the logits' spread: what rounding may always do, and what no rounding excuses
+_PROBE_STEPS = 4  # tokens decoded in a probe
+_PROBE_LENGTH = 32  # cache length of a probe, long enough for CUDA graphs
+_HALF_DRAWS, _HALF_FAILURES = 7, 4  # in half precision: draws of a probe, and failing draws that reject a decoder
+_HALF_TOLERANCE = (0.2, 1.0)  # of the logits' deviation: always allowed, and never allowed, in half precision
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What a probe decodes: prompts of these lengths and `steps` tokens, the first token at position `origin`."""
+class _ProbeCase:
+    """A probe: prompts of these lengths and `steps` decoded tokens, the first token at position `origin`."""
 
     prompts: tuple[int, ...] = (3, 7)
     origin: int = 0
-    steps: int = _PROBE_STEPS - 1  # one more is decoded when rows have left
+    steps: int = _PROBE_STEPS - 1  # one more is decoded after rows left
 
 
-def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_Case]:
-    """Contexts that cross every length at which the model may change, as far as a probe reaches.
+def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_ProbeCase]:
+    """Probes that cross every length at which the model's computation may change, as far as a probe can reach.
 
-    What depends on positions (scaled queries, rotary tables) shows with `shared` prompts in a few tokens at them; what
-    depends on how many tokens there are (windows, chunks) needs as many, and so does a cache of the model's own, which
-    may count tokens by itself. An `own_step` is not the model's code: it is also probed at the end of the context,
-    where whatever no config names would show.
+    Effects of positions (scaled queries, rotary tables) show with `shared` prompts in a few tokens at these positions.
+    Effects of length (windows, chunks) need that many tokens, and so does a model's own cache, which may count tokens.
+    An `own_step` replaces the model's code, so it is also probed at the end of the context.
     """
     limit, longest_allowed = context_length(causal_lm(model)), longest_probe(model)
     switches = position_switches(model)
     lengths = [window for window in local_windows(model) if _beyond(window, longest_allowed, limit) is not None]
-    cases = [_Case()]
+    cases = [_ProbeCase()]
     if shared:
         origins = {point - 5 if limit is None else min(point - 5, limit - 16) for point in switches}
-        cases += [_Case(origin=origin) for origin in sorted(origins) if origin > 0]
+        cases += [_ProbeCase(origin=origin) for origin in sorted(origins) if origin > 0]
         if own_step and limit is not None and limit > 64:
-            cases.append(_Case((3, 4), limit - 16, steps=1))
+            cases.append(_ProbeCase((3, 4), limit - 16, steps=1))
     else:
         lengths += [point for point in switches if _beyond(point, longest_allowed, limit) is not None]
     for length in sorted(set(lengths)):
         longest = _beyond(length, longest_allowed, limit)
         if longest is not None and longest > 1:
-            cases.append(_Case((max(1, min(length - 1, longest - 1)), longest)))
+            cases.append(_ProbeCase((max(1, min(length - 1, longest - 1)), longest)))
     return cases
 
 
 def _beyond(length: int, longest_allowed: int, limit: int | None) -> int | None:
-    """A prompt whose probe crosses `length`, well past it where that fits; None where nothing that fits crosses it."""
+    """A prompt length whose probe crosses `length`, well past it if possible; None if no probe can cross it."""
     room = longest_allowed if limit is None else min(longest_allowed, limit - _PROBE_STEPS)
     longest = min(length_past(length), room)
     return longest if longest + _PROBE_STEPS > length else None
 
 
 def _verified_length(model: nn.Module) -> int | None:
-    """The longest context that is known to be decoded rightly: the shortest window that no probe could cross.
+    """The longest verified context: the shortest window that no probe can cross; None if all were crossed.
 
-    Contexts up to a window never leave it. None where every window was crossed.
+    Contexts within a window are not affected by it.
     """
     longest_allowed, limit = longest_probe(model), context_length(causal_lm(model))
     return min(
@@ -82,8 +81,8 @@ def _verified_length(model: nn.Module) -> int | None:
     )
 
 
-def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, seed: int = 0) -> Tensor:
-    """A decoder's largest difference from plain full forwards, by row and step, relative to the logits' own spread."""
+def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeCase, seed: int = 0) -> Tensor:
+    """The largest difference of a decoder's logits from full forwards, by row and step, relative to their deviation."""
     vocabulary = causal_lm(model).config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (sum(case.prompts),), generator=generator).tolist()
@@ -103,7 +102,7 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, 
         for row in decoded:
             decoded[row].append(resumed[row])
             contexts[row].append(-1)  # the same context twice
-    else:  # rows leave, in one bucket the first and in the other the last, and the others go on
+    else:  # drop the first row of one bucket and the last of the other, and continue
         order = decoder.keep_rows([1, 2])
         more = torch.randint(0, vocabulary, (4,), generator=generator)
         step = decoder.step(more[order].to(device))
@@ -122,9 +121,9 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _Case, 
 
 
 def _reference_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
-    """The model's own logits after `first` tokens and after each one more, by plain forwards of the context alone.
+    """The model's own logits after `first` tokens and each further token, by full forwards.
 
-    One forward where the logits of a context do not depend on what follows it; else one a regime of lengths.
+    One forward suffices if logits do not depend on the context's later length; else one per length regime.
     """
     device = next(model.parameters()).device
     regimes = length_regimes(causal_lm(model))
@@ -144,7 +143,7 @@ def _resumed(
     prompt_of: Sequence[int],
     contexts: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Logits after `contexts`, resumed from the decoder's own cache less some last tokens."""
+    """Logits after `contexts`, resumed from the decoder's own cache without some last tokens."""
     prompt_kv = decoder.prompt_kv(prompts)
     rows = []
     for row, prompt in enumerate(prompt_of):
@@ -156,75 +155,77 @@ def _resumed(
 
 @dataclass(frozen=True)
 class DecoderChoice:
-    """The fastest decoder that is exact for a model; `reason` says why prompts are not shared where they are not.
+    """The fastest decoder that is exact for a model; `reason` says why prompts are not shared, if they are not.
 
-    `verified_length` is the longest context that a probe vouches for, None where there is no limit. `ungraphed` says
-    why steps are no CUDA graphs where they should have been.
+    `verified_length` is the longest context that a probe verified, None without a limit. `no_graph_reason` says why
+    steps do not run as CUDA graphs although requested.
     """
 
     decoder: Callable[[nn.Module], Decoder]
     reason: str | None = None
     verified_length: int | None = None
-    ungraphed: str | None = None
+    no_graph_reason: str | None = None
 
 
 def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> DecoderChoice:
-    """Probe the candidates, fastest first, across the lengths at which the model changes: the first that is exact.
+    """Choose the first candidate, fastest first, whose probes match the model.
 
-    The cache's layer types tell of windows and recurrent states; the probe finds everything else, since a model that
-    computes attention in its own way gives other numbers without an error.
+    The cache's layer types reveal windows and recurrent states. The probe finds everything else: a model with its own
+    attention would give wrong results without an error.
     """
     inner = causal_lm(model)
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
     shared, reason = _shared_candidates(inner)
     regimes = length_regimes(inner)
-    ungraphed = None
+    no_graph_reason = None
     if graphs is not None:
-        ungraphed = why_not_graphed(inner) or why_not_fused(inner) or (None if shared else reason)
-        if ungraphed is None:
+        no_graph_reason = graph_obstacle(inner) or fusion_obstacle(inner) or (None if shared else reason)
+        if no_graph_reason is None:
             shared = [partial(SharedPrefixDecoder, graphs=graphs), *shared]
     for candidate in (*shared, *_UNSHARED):
         make_decoder = candidate if regimes is None else partial(SwitchingDecoder, inner=candidate, regimes=regimes)
-        # a model's own cache may be wrong by little (NemotronH, Zamba 2): where rounding is finer, so is the limit
-        allowed = _HALF_NOISE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
+        # some models' own caches are slightly wrong (NemotronH, Zamba 2), so the fp32 limit is tight
+        allowed = (
+            _HALF_TOLERANCE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
+        )
         own_step = isinstance(candidate, partial) and not candidate.keywords.keys().isdisjoint(("own_step", "graphs"))
         plain = candidate is _UNSHARED[-1]
-        # without a cache it is the plain forward itself: in half precision only rounding can differ
+        # without a cache it is the plain forward, which can differ only by rounding
         limit = math.inf if plain and half else allowed
         cases = _cases(model, shared=candidate in shared, own_step=own_step)
-        fault = _fault(model, make_decoder, cases, limit, half=half)
+        fault = _probe_error(model, make_decoder, cases, limit, half=half)
         if fault is None:
-            note = None if candidate in shared else f"{reason}{_REREAD_NOTES.get(candidate, '')}"
-            return DecoderChoice(make_decoder, note, None if plain else _verified_length(model), ungraphed)
+            note = None if candidate in shared else f"{reason}{_RECOMPUTE_NOTES.get(candidate, '')}"
+            return DecoderChoice(make_decoder, note, None if plain else _verified_length(model), no_graph_reason)
         if isinstance(candidate, partial) and "graphs" in candidate.keywords:
-            ungraphed = fault
+            no_graph_reason = fault
         reason = reason if reason and candidate in _UNSHARED else fault
     if (model_fault := _model_fault(model)) is not None:
-        return DecoderChoice(UnsharedPrefixDecoder, model_fault, ungraphed=ungraphed)
-    if (apart := _apart_in_company(model)) > 1e-3:  # the widest limit of a decoder in full precision
+        return DecoderChoice(UnsharedPrefixDecoder, model_fault, no_graph_reason=no_graph_reason)
+    if (difference := _batch_dependence(model)) > 1e-3:  # the widest limit of a decoder in full precision
         raise KeelError(
-            f"{type(inner).__name__} cannot be sampled from: what it gives a row depends on the rows beside it (logits "
-            f"differ by {apart:.2g} between a row alone and in a batch of two): let its forward keep rows apart, "
-            "without statistics or capacities of a whole batch"
+            f"{type(inner).__name__} cannot be sampled from: a row's logits depend on other rows of the batch (they "
+            f"differ by {difference:.2g} between a row alone and in a batch of two): make its forward independent of "
+            "the batch, without batch statistics or expert capacities"
         )
     raise KeelError(
-        f"{type(inner).__name__} cannot be sampled from: without any cache its logits still are not those of a plain "
-        f"forward of the same tokens ({reason}): give an engine of your own as rollout.engine=module:attr"
+        f"{type(inner).__name__} cannot be sampled from: even without a cache its logits differ from those of a plain "
+        f"forward of the same tokens ({reason}): use your own engine with rollout.engine=module:attr"
     )
 
 
 def _model_fault(model: nn.Module) -> str | None:
-    """Why a model has no logits that a decoder could be compared with: not finite, or not deterministic."""
+    """Why a decoder cannot be compared with the model: its logits are not finite or not deterministic."""
     ids = torch.arange(3, 11, device=next(model.parameters()).device).unsqueeze(0)
     with torch.no_grad():
         first, again = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     if not bool(first.isfinite().all()):
         return "its logits are not finite"
-    return None if torch.equal(first, again) else "it answers the same tokens differently each time"
+    return None if torch.equal(first, again) else "it is not deterministic: the same tokens give different logits"
 
 
-def _apart_in_company(model: nn.Module) -> float:
-    """How far a row's logits are from those that it has beside another row of the same length."""
+def _batch_dependence(model: nn.Module) -> float:
+    """The largest difference between a row's logits alone and beside another row of the same length."""
     ids = torch.arange(3, 19, device=next(model.parameters()).device).reshape(2, 8)
     with torch.no_grad():
         alone, beside = (model(input_ids=rows, use_cache=False).logits[0] for rows in (ids[:1], ids))
@@ -237,16 +238,16 @@ _UNSHARED: tuple[Callable[..., Decoder], ...] = (
     partial(UnsharedPrefixDecoder, drop=None),
     partial(UnsharedPrefixDecoder, drop=None, cached=False),
 )
-_REREAD_NOTES = {
-    _UNSHARED[2]: "; its cache cannot drop rows, so that contexts are read again when one ends",
-    _UNSHARED[3]: "; its own cache does not serve, so that contexts are read again at every step",
+_RECOMPUTE_NOTES = {
+    _UNSHARED[2]: "; its cache cannot drop rows, so contexts are prefilled again when one ends",
+    _UNSHARED[3]: "; its own cache is wrong, so contexts are computed again at every step",
 }
 
 
 def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
-    """The decoders with shared prompts that the model's cache allows, or why it allows none."""
+    """The decoders with shared prompts that suit the model's cache, or why there are none."""
     try:
-        layers = [layer for layer in DynamicCache(config=inner.config).layers if not _never_slides(inner, layer)]
+        layers = [layer for layer in DynamicCache(config=inner.config).layers if not _is_full_attention(inner, layer)]
     except Exception as error:
         return [], _error_line(error)
     odd = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__}
@@ -258,46 +259,51 @@ def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
     return candidates, ""
 
 
-def _never_slides(inner: nn.Module, layer: Any) -> bool:
-    """Whether a layer's window is no shorter than the model's context, so that it is full attention."""
+def _is_full_attention(inner: nn.Module, layer: Any) -> bool:
+    """Whether a layer's window covers the model's context, so that it is full attention."""
     context = context_length(inner)
     return type(layer) is DynamicSlidingWindowLayer and context is not None and layer.sliding_window >= context
 
 
-def _fault(
-    model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_Case], allowed: float, *, half: bool = False
+def _probe_error(
+    model: nn.Module,
+    decoder: Callable[..., Decoder],
+    cases: Sequence[_ProbeCase],
+    allowed: float,
+    *,
+    half: bool = False,
 ) -> str | None:
-    """What is wrong with a decoder, None if nothing is."""
+    """What is wrong with a decoder, or None."""
     for case in cases:
         try:
             difference = _probe(model, decoder, case)
             if bool((difference < allowed).all()) or (half and not _is_systematic(model, decoder, case, difference)):
                 continue
         except torch.OutOfMemoryError:
-            raise  # says nothing of the decoder
-        except Exception as error:  # whatever a foreign model raises here, it can still run another way
+            raise  # not the decoder's fault
+        except Exception as error:  # a user's model may raise anything; other decoders may work
             return _error_line(error)
         where = f" at positions from {case.origin}" if case.origin else ""
         return f"its logits differ by {float(difference.max()):.1g} of their spread{where}"
     return None
 
 
-def _is_systematic(model: nn.Module, decoder: Callable[..., Decoder], case: _Case, difference: Tensor) -> bool:
-    """Whether a difference in half precision is there whatever the tokens, and not the model's own noise.
+def _is_systematic(model: nn.Module, decoder: Callable[..., Decoder], case: _ProbeCase, difference: Tensor) -> bool:
+    """Whether a difference in half precision occurs for all tokens, and is not the model's own noise.
 
-    Rounding sends a token to another expert here and there, which moves its logits as much as a fault would; a fault is
-    at the same row and step of every draw. What plain forwards in other batches already do is allowed.
+    Rounding may route a token to another expert, which changes its logits as much as a bug. A bug occurs at the same
+    row and step of every draw. Differences of plain forwards between batches are allowed.
     """
     regimes = length_regimes(causal_lm(model))
     plain = _UNSHARED[-1] if regimes is None else partial(SwitchingDecoder, inner=_UNSHARED[-1], regimes=regimes)
-    least, most = _HALF_NOISE
+    least, most = _HALF_TOLERANCE
     allowed = min(max(2 * float(_probe(model, plain, case).median()), least), most)
     wrong = (~(difference < allowed)).int()
-    for seed in range(1, _HALF_TRIES):
-        if int(wrong.max()) >= _HALF_FAULTS or int(wrong.max()) + _HALF_TRIES - seed < _HALF_FAULTS:
+    for seed in range(1, _HALF_DRAWS):
+        if int(wrong.max()) >= _HALF_FAILURES or int(wrong.max()) + _HALF_DRAWS - seed < _HALF_FAILURES:
             break
         wrong += ~(_probe(model, decoder, case, seed) < allowed)
-    return int(wrong.max()) >= _HALF_FAULTS
+    return int(wrong.max()) >= _HALF_FAILURES
 
 
 def _error_line(error: Exception) -> str:

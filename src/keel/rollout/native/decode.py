@@ -1,4 +1,4 @@
-"""Decoders: prefill and decode steps of a model, with shared prompts where that is exact, plainly elsewhere."""
+"""Decoders: prefill and decode steps of a model, with shared prompts where that is exact."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from keel.rollout.sampling import SamplingParams
 
 
 class Decoder(Protocol):
-    """What the engine drives: `prefill` reads prompts, `step` takes one token a row, `keep_rows` drops the other rows.
+    """The interface to the engine: `prefill` reads prompts, `step` takes a token per row, `keep_rows` drops other rows.
 
-    `traits` are for the scheduler. A decoder with `can_resume` also copies out its KV cache, resumes from such copies,
-    and joins others of its kind. One whose traits are `graphed` draws for itself: `begin` and `draw_and_step`.
+    `traits` inform the scheduler. A decoder with `can_resume` can also export its KV cache, resume from it, and join
+    decoders of its kind. One with `traits.graphed` draws on the device: `begin` and `draw_and_step`.
     """
 
     can_resume: bool
@@ -44,8 +44,7 @@ class Decoder(Protocol):
 def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
     """Give the LM head only the hidden state at each row's `last` position.
 
-    A hook on its input rather than a call of its weight, so that whatever the model does to logits afterwards (a
-    softcap, a scale) still happens.
+    A hook on the input, so that the model's later operations on logits (softcap, scale) still apply.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -60,10 +59,9 @@ def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
 
 
 class SharedPrefixDecoder:
-    """Prefills every distinct prompt once and holds its keys and values once.
+    """Prefills every distinct prompt once and stores its keys and values once.
 
-    With an `own_step` decode steps are Keel's own in place of the model's forward; with `graphs` they are fused and run
-    as CUDA graphs.
+    With `own_step`, Keel's step replaces the model's forward; with `graphs`, steps are fused and run as CUDA graphs.
     """
 
     can_resume = True
@@ -77,7 +75,7 @@ class SharedPrefixDecoder:
         origin: int = 0,
     ) -> None:
         self.model = model
-        self.origin = origin  # the position of the first token, which a probe moves to where a model might change
+        self.origin = origin  # the position of the first token, set by probes
         self.inner = causal_lm(model)
         self.graphs = graphs
         if graphs is not None:
@@ -93,10 +91,10 @@ class SharedPrefixDecoder:
         return logits[torch.tensor(prompt_of, device=self.device)]
 
     def resume(self, rows: Sequence[CachedRow], contexts: Sequence[Sequence[int]], length: int) -> Tensor:
-        """Prefill what `contexts`, all tokens of each row, have after the cached `rows`.
+        """Prefill the tokens of `contexts` (all tokens of each row) after the cached `rows`.
 
-        Contexts end in one column. A row with fewer new tokens than the longest computes a few of its last ones again,
-        or pad columns before its past, which are masked: all rows have one shape.
+        All rows have one shape and end in the same column: a row with fewer new tokens recomputes some of its last
+        ones, or computes masked pad columns before its past.
         """
         prompts = {row.prompt.tokens: row.prompt for row in rows}
         group_index = {key: index for index, key in enumerate(prompts)}
@@ -138,7 +136,7 @@ class SharedPrefixDecoder:
         ]
 
     def row_kv(self, row: int) -> Tensor:
-        """A copy of the keys and values of a row's tokens after its prompt, all but the newest."""
+        """A copy of the keys and values of a row's tokens after its prompt, without the newest."""
         return self.cache.row_kv(row)
 
     def _prefill_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[Prefix, Tensor]:
@@ -155,7 +153,7 @@ class SharedPrefixDecoder:
         return Prefix(tuple(map(tuple, prompts)), tuple(keys), tuple(values)), logits
 
     def _prefill_chunk(self, prompts: Sequence[Sequence[int]], width: int) -> tuple[Any, Tensor]:
-        """Right-padded and causal: no prompt token can see the padding, so no mask is needed."""
+        """Prefill right-padded prompts; causal attention never reads the padding, so no mask is needed."""
         ids = torch.tensor([[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         positions = (self.origin + torch.arange(width, device=self.device)).expand(len(prompts), -1)
@@ -181,17 +179,17 @@ class SharedPrefixDecoder:
         return out.logits[:, -1]
 
     def logits(self) -> Tensor:
-        """What the rows draw from next."""
+        """The rows' next logits."""
         assert self.graphs is not None
         return self.graphs.logits(self.cache)
 
     def begin(self, logits: Tensor, *draws: Sequence[int]) -> None:
-        """Let the rows draw for themselves from here on: see `DecodeState.begin`."""
+        """Start drawing on the device: see `DecodeState.begin`."""
         assert self.graphs is not None
         self.graphs.begin(self.cache, logits, *draws)
 
     def draw_and_step(self, sampling: SamplingParams, *, last: bool) -> Tensor:
-        """Draw a token a row, and decode it unless it is the `last`: tokens and log-probabilities `[3, B]`."""
+        """Draw a token per row and decode it unless `last`; returns tokens and log-probabilities `[3, B]`."""
         assert self.graphs is not None
         self.cache.grow_if_full()
         numbers = self.graphs.draw_and_step(self.cache, sampling, last=last)
@@ -205,22 +203,21 @@ class SharedPrefixDecoder:
         return order
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
-        """Put the other's rows behind these, with room for `length` more tokens of each."""
+        """Append the other's rows, with room for `length` more tokens of each."""
         self.cache = self.cache.joined(other.cache, length)
 
 
 class UnsharedPrefixDecoder:
-    """The plain way, for models with attention of their own: each row prefills its prompt into transformers' cache.
+    """The fallback for models with their own attention: each row prefills its prompt into transformers' cache.
 
-    Rows of one prompt length run together, so that nothing is padded and no mask is needed: right for sliding windows
-    and recurrent layers, where padding is not neutral. Positions are passed wherever the model takes them, since not
-    every model (Bamba) counts on from its cache. `drop` is the cache's method that drops rows, None where none works:
-    then the rows that are left are prefilled again. A model that returns no cache, or (`cached` False) one whose cache
-    is wrong, is given all of its tokens at every step.
+    Rows of equal prompt length run together without padding or mask, which sliding windows and recurrent layers need.
+    Positions are passed if the model takes them, since some models (Bamba) do not continue from their cache. `drop` is
+    the cache's method that drops rows; with None the remaining rows are prefilled again. A model without a cache, or
+    with a wrong one (`cached` False), reads all tokens at every step.
     """
 
     can_resume = False
-    traits = Traits()  # rows that join would be a bucket of their own, one forward more in every later step
+    traits = Traits()  # joining rows would form their own bucket: one more forward per step
 
     def __init__(
         self, model: nn.Module, *, drop: str | None = "reorder_cache", cached: bool = True, origin: int = 0
@@ -282,14 +279,14 @@ class UnsharedPrefixDecoder:
 
 
 class SwitchingDecoder:
-    """For models that change all rotary tables once a context is longer than some length (LongRoPE).
+    """For models whose rotary tables change beyond some context length (LongRoPE).
 
-    Rows on either side of it are decoded apart, each side by its own decoder, and a row that crosses it is prefilled
-    again: its cached keys were rotated for shorter contexts.
+    Rows of each length regime have their own decoder. A row that crosses the length is prefilled again, because its
+    cached keys were rotated for shorter contexts.
     """
 
     can_resume = False
-    traits = Traits()  # rows that join would have to be split by length again
+    traits = Traits()  # joining rows would have to be split by length
 
     def __init__(
         self, model: nn.Module, *, inner: Callable[..., Decoder], regimes: LengthRegimes, origin: int = 0
@@ -340,7 +337,7 @@ class SwitchingDecoder:
         self.parts = parts
 
     def _prefill_rows(self, rows: Sequence[int], logits: dict[int, Tensor]) -> None:
-        """Prefill the whole contexts of these rows, those of a regime together."""
+        """Prefill the whole contexts of these rows, grouped by regime."""
         for regime in sorted({self._regime(self.contexts[row]) for row in rows}):
             members = [row for row in rows if self._regime(self.contexts[row]) == regime]
             prompt_index: dict[tuple[int, ...], int] = {}

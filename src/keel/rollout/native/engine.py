@@ -1,4 +1,4 @@
-"""The native rollout engine: batched sampling from the policy, exact about tokens, log-probabilities and noise."""
+"""The native rollout engine: batched sampling from a transformers model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from keel.rollout.stops import StopStrings
 class NativeEngine(Engine):
     """Samples from a transformers model, plain or adapted by peft.
 
-    By default it shares the policy's weights and there is nothing to sync. With `copy=True` (implied by a `dtype` or
-    `device`) it holds its own, `merge=True` with the active adapters merged into them; `sync` updates them and
-    `is_stale` tells whether that is due. `kept_bytes` is the memory of the KV cache between turns: a request that
-    continues a turn prefills only its new tokens, the prompt of a group is held once, and `release` frees it.
-    `graphs` lets decode steps run as CUDA graphs where they can; these are held from one rollout to the next, with
-    little memory, and `captured_graphs` counts them.
+    By default it shares the policy's weights. With `copy=True` (implied by a `dtype` or `device`) it holds a copy, with
+    `merge=True` with the active adapters merged; `sync` updates the copy and `is_stale` says whether that is needed.
+    `kv_cache_bytes` limits the KV cache between turns: a request that continues a turn prefills only new tokens, a
+    group's prompt is stored once, and `release` frees the cache. With `graphs`, decode steps run as CUDA graphs where
+    possible; graphs are kept across rollouts, and `captured_graphs` counts them.
     """
 
     native = True
@@ -49,7 +48,7 @@ class NativeEngine(Engine):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         merge: bool = False,
-        kept_bytes: int = 0,
+        kv_cache_bytes: int = 0,
         graphs: bool = True,
     ) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
@@ -67,12 +66,12 @@ class NativeEngine(Engine):
         self._graphs = DecodeGraphs()
         with evaluating(self.model), self._graphs.raising():
             chosen = choose_decoder(self.model, graphs=self._graphs if graphs else None)
-            if graphs and chosen.ungraphed is None:
+            if graphs and chosen.no_graph_reason is None:
                 self._graphs.warm()
         self._decoder, self.fallback_reason = chosen.decoder, chosen.reason
-        self._verified_length, self._ungraphed = chosen.verified_length, chosen.ungraphed
+        self._verified_length, self._ungraphed = chosen.verified_length, chosen.no_graph_reason
         self._traits = self._new_decoder().traits
-        self.turn_cache = TurnCache(kept_bytes)
+        self.turn_cache = TurnCache(kv_cache_bytes)
         if self.fallback_reason:
             warnings.warn(
                 f"decoding without shared prompts, which is slower: {self.fallback_reason}",
@@ -92,13 +91,13 @@ class NativeEngine(Engine):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What this model decodes without, and why."""
-        ungraphed = self._graphs.failure or (self._ungraphed if next(self.model.parameters()).is_cuda else None)
-        reasons = {"shared prompts": self.fallback_reason, "CUDA graphs": ungraphed}
-        return tuple(f"sampling goes without {what}: {reason}" for what, reason in reasons.items() if reason)
+        """The fast paths that this model cannot use, and why."""
+        no_graph_reason = self._graphs.failure or (self._ungraphed if next(self.model.parameters()).is_cuda else None)
+        reasons = {"shared prompts": self.fallback_reason, "CUDA graphs": no_graph_reason}
+        return tuple(f"sampling without {what}: {reason}" for what, reason in reasons.items() if reason)
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        """Take over the policy's weights; nothing to do where they are shared."""
+        """Copy the policy's weights, unless they are shared."""
         self.release()
         if self._copy is not None:
             self._copy.sync(policy)
@@ -118,7 +117,7 @@ class NativeEngine(Engine):
         self._graphs.release()
 
     def is_stale(self, policy: nn.Module) -> bool:
-        """Whether sampling now would use other weights than the policy's."""
+        """Whether the sampling weights differ from the policy's."""
         return policy is not self._policy if self._copy is None else self._copy.is_stale(policy)
 
     def generate(
@@ -140,9 +139,10 @@ class NativeEngine(Engine):
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: `answer` takes turns that have ended and returns the requests that continue
-        them, which join the rows still running. When it is called depends on what is sampled, never on the clock;
-        where slots have stood empty it is called again, without a turn, for requests that have become ready.
+        """Sample multi-turn episodes: requests returned by `answer` join the running rows.
+
+        When `answer` is called depends on the samples, not on timing. While slots are empty it is called again without
+        turns, for requests that became ready.
         """
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
@@ -160,7 +160,7 @@ class NativeEngine(Engine):
         noise: tuple[int, int, int],
         seen: set[tuple[str, int, int]],
     ) -> list[OpenRow]:
-        """`open_rows`, none longer than what is verified."""
+        """`open_rows`, with a check of the verified length."""
         batch = list(requests)
         rows = open_rows(batch, sampling, self.context, noise, seen)
         for request in batch:
@@ -168,13 +168,13 @@ class NativeEngine(Engine):
         return rows
 
     def _check_verified_length(self, request: Request, sampling: SamplingParams) -> None:
-        """Refuse contexts beyond a window that no probe could cross: nothing has verified how they are decoded."""
+        """Refuse contexts beyond a window that no probe could cross: their decoding is not verified."""
         longest = len(request.tokens) + request.limit(sampling)
         if self._verified_length is not None and longest > self._verified_length:
             raise KeelError(
                 f"problem {request.key!r} may reach {longest} tokens and {type(causal_lm(self._policy)).__name__} is "
-                f"known to decode rightly up to {self._verified_length}, a window that no probe could cross: shorten "
-                "prompt and completion"
+                f"verified to decode correctly up to {self._verified_length}, a window that no probe could cross: "
+                "shorten prompt and completion"
             )
 
     def _run(
@@ -184,7 +184,7 @@ class NativeEngine(Engine):
         noise: tuple[int, int, int],
         next_rows: Callable[[list[OpenRow]], list[OpenRow]] | None = None,
     ) -> None:
-        """Sample rows to their ends, and the rows that `next_rows` returns for those that have ended."""
+        """Sample rows to their ends, and those that `next_rows` returns for finished rows."""
         waiting = _by_length(rows)
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
         stops = () if sampling.ignore_eos else tuple(self.eos_ids)
@@ -194,7 +194,7 @@ class NativeEngine(Engine):
                 if self.turn_cache.limit:
                     self.turn_cache.use_for(*noise, weights_version(self.model))
                 waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
-                if next_rows is not None:  # a user's code: the model is as it was outside
+                if next_rows is not None:  # may call user code, so the model is restored first
                     waiting = [*_by_length(next_rows(ended)), *waiting]
         finally:
             self._graphs.release()
@@ -202,7 +202,7 @@ class NativeEngine(Engine):
     def _sample(
         self, batch: DecodeBatch, waiting: list[OpenRow], *, pausing: bool
     ) -> tuple[list[OpenRow], list[OpenRow]]:
-        """Decode until nothing is left, or (`pausing`) until others could join; (waiting, ended)."""
+        """Decode until nothing is left, or with `pausing` until rows could join; returns (waiting, ended)."""
         ended: list[OpenRow] = []
         with evaluating(self.model):
             while True:
@@ -225,13 +225,13 @@ class NativeEngine(Engine):
         return self._decoder(self.model)
 
     def _record(self, rows: list[OpenRow], numbers: list[list[float]], sampling: SamplingParams) -> None:
-        """Append each row's token, and set the stop_reason of rows that are done."""
+        """Append each row's token, and set the stop_reason of finished rows."""
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
-            if row.stop_reason:  # it has ended and is still computed
+            if row.stop_reason:  # ended, but still in the batch
                 continue
             row.append((int(drawn), row_logp, row_filtered), self._stops, sampling, self.eos_ids)
 
 
 def _by_length(rows: Sequence[OpenRow]) -> list[OpenRow]:
-    """Contexts of like length together: less padding, and the rows of a request stay neighbours."""
+    """Sort by context length, for less padding; rows of a request stay neighbours."""
     return sorted(rows, key=lambda row: len(row.request.tokens))

@@ -1,8 +1,8 @@
 """The decode step on a GPU, for models of Llama's shape (Llama, Qwen2, Qwen3, Mistral, Gemma) and GPT-2's.
 
-Past the matrix products of a step there is little to compute and much to launch: norms, rotations, attention and
-activations are one kernel each (`kernels.py`), nine launches a layer in place of fifty. It reads the modules' live
-weights and is used only where a numerical probe has found it equal to the model.
+Launches dominate the cost outside of matrix products, so norms, rotations, attention and activations are one kernel
+each (`kernels.py`): nine launches per layer instead of fifty. It reads the modules' live weights and is used only if a
+numerical probe finds it equal to the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.state import DecodeState
 from keel.rollout.sampling import SamplingParams
 
-_ACTIVATIONS = {  # by the name of its module's class
+_ACTIVATIONS = {  # by class name of the module
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "NewGELUActivation": "gelu_tanh",
@@ -33,7 +33,7 @@ _GPT2 = {"wte", "wpe", "drop", "h", "ln_f"}
 
 
 class FusedStep:
-    """Runs the newest token of each row through the model's weights and its KV cache, all in a `DecodeState`."""
+    """Computes the next logits of each row from the model's weights and a `DecodeState`."""
 
     def __init__(self, inner: Any) -> None:
         self.blocks: _Llama | _GPT2Blocks = _Llama(inner) if is_llama_shaped(inner) else _GPT2Blocks(inner)
@@ -60,7 +60,7 @@ class FusedStep:
 
 
 def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
-    """Draw a token for each of the first rows: by a kernel, or by torch where a filter or a maximum is asked for."""
+    """Draw a token for each of the first rows: by a kernel, or by torch with filters or greedy sampling."""
     if sampling.greedy or sampling.filtered:
         state.draw(rows, sampling)
         return
@@ -100,8 +100,8 @@ class _Llama:
 class _LlamaLayer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._qkv = _Together((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._gate_up = _Together((mlp.gate_proj, mlp.up_proj))
+        self._qkv = _JoinedLinear((attention.q_proj, attention.k_proj, attention.v_proj))
+        self._gate_up = _JoinedLinear((mlp.gate_proj, mlp.up_proj))
         self.out, self._down = attention.o_proj, mlp.down_proj
         self.first_norm, self.second_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self.scaling = attention.scaling
@@ -137,7 +137,7 @@ class _GPT2Blocks:
         return hidden
 
     def rotations(self, hidden: Tensor, positions: Tensor) -> None:
-        """Positions are in the embedding."""
+        """None: positions are in the embedding."""
 
 
 class _GPT2Layer:
@@ -155,14 +155,14 @@ class _GPT2Layer:
         return y
 
 
-class _Together:
-    """Projections of one input, side by side: one product where their weights are neighbours in memory."""
+class _JoinedLinear:
+    """Several linear layers with the same input, as one product if their weights are contiguous in memory."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = modules
-        self.joined = all(map(is_plain_linear, modules)) and are_neighbours([module.weight for module in modules])
+        self.joined = all(map(is_plain_linear, modules)) and are_contiguous([module.weight for module in modules])
         biases = [module.bias for module in modules if self.joined and module.bias is not None]
-        self.joined = self.joined and len(biases) in (0, len(modules)) and (not biases or are_neighbours(biases))
+        self.joined = self.joined and len(biases) in (0, len(modules)) and (not biases or are_contiguous(biases))
         self.sizes = [module.out_features for module in modules]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Together:
 
 
 def _project(module: Any, x: Tensor, out: Tensor) -> None:
-    """Write module(x) into `out`, without a copy where the layer is plain."""
+    """Write module(x) into `out`, without a copy for a plain linear layer."""
     if not is_plain_linear(module):
         out.copy_(module(x))
     elif module.bias is None:
@@ -187,15 +187,15 @@ def _project(module: Any, x: Tensor, out: Tensor) -> None:
         torch.addmm(module.bias.detach(), x, module.weight.detach().t(), out=out)
 
 
-def are_neighbours(weights: Sequence[Tensor]) -> bool:
-    """Whether matrices follow each other in one storage."""
+def are_contiguous(weights: Sequence[Tensor]) -> bool:
+    """Whether matrices are contiguous in one storage."""
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     same = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     return same and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False))
 
 
 def join_projections(model: nn.Module) -> None:
-    """Let the weights of projections with one input share a storage, in place: for a model that nobody saves."""
+    """Move the weights of projections with the same input into one storage, in place; only for unsaved copies."""
     for module in model.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             parts = [getattr(module, name, None) for name in names]
@@ -216,10 +216,12 @@ def _activation(module: nn.Module) -> str:
     return _ACTIVATIONS[name]
 
 
-def why_not_fused(inner: Any) -> str | None:
-    """Why the fused step is not for this model: its shape is not known here, or Triton is not installed; or None."""
+def fusion_obstacle(inner: Any) -> str | None:
+    """Why the fused step does not support this model, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     base = getattr(inner, "transformer", None)
     gpt2 = isinstance(base, nn.Module) and {name for name, _ in base.named_children()} == _GPT2
-    return None if gpt2 or is_llama_shaped(inner) else f"{type(inner).__name__} has neither Llama's shape nor GPT-2's"
+    return (
+        None if gpt2 or is_llama_shaped(inner) else f"{type(inner).__name__} is neither Llama-shaped nor GPT-2-shaped"
+    )

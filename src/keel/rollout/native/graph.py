@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: the hundreds of small kernels of a step are launched at once.
+"""Decode steps as CUDA graphs: all kernels of a step are launched at once.
 
-A graph repeats fixed addresses and sizes. Those of a `DecodeState` do not change, so that a graph serves for as long as
-the weights stay where they are: one a bucket of rows and a way to draw, captured once and replayed in every rollout.
+A graph has fixed addresses and sizes. Those of a `DecodeState` do not change, so a graph is valid while the weights
+stay at their addresses. There is one per bucket of rows and sampling setting, captured once and replayed in every
+rollout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from keel.rollout.sampling import SamplingParams, sorts_all
 
 @dataclass(frozen=True)
 class _GraphPool:
-    """What graphs of a device share: one stream, one memory pool, and a graph that keeps the pool alive."""
+    """A device's stream and memory pool for graphs, and a graph that keeps the pool alive."""
 
     stream: Any
     handle: Any
@@ -39,7 +40,7 @@ _pools: dict[torch.device, _GraphPool] = {}
 
 
 def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture `work` as a graph and return its replay. Nothing is computed yet."""
+    """Capture `work` as a graph, without running it, and return its replay."""
     with torch.cuda.device(device):
         pool = _pools.get(device) or _GraphPool(torch.cuda.Stream(), torch.cuda.graph_pool_handle(), None)
         if pool.anchor is None:
@@ -64,9 +65,9 @@ def _capture_graph(work: Callable[[], Any], pool: _GraphPool) -> Any:
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # it complains about the same failure
+            with suppress(RuntimeError):  # raises for the same failure
                 graph.capture_end()
-            random.graphsafe_set_state(before)  # a capture that failed leaves it in the midst of one
+            random.graphsafe_set_state(before)  # a failed capture leaves it in capture mode
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(pool.stream)
@@ -74,10 +75,9 @@ def _capture_graph(work: Callable[[], Any], pool: _GraphPool) -> Any:
 
 
 class DecodeGraphs:
-    """The graphs of one engine, with the state that they work on.
+    """The graphs of one engine and their state.
 
-    `captured` counts the graphs captured so far, `failure` says why no more can be, where that is so: steps then run
-    as they are.
+    `captured` counts the captured graphs. `failure` says why capturing failed; steps then run without graphs.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class DecodeGraphs:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise where no graph can be captured, in place of going on without."""
+        """Raise if a graph cannot be captured, instead of falling back."""
         self._raises = True
         try:
             yield
@@ -101,7 +101,7 @@ class DecodeGraphs:
             self._raises = False
 
     def warm(self) -> None:
-        """Compile what a rollout will need, on rows of which none is computed."""
+        """Compile the kernels of a rollout, on inactive rows."""
         if self.state is not None:
             self.release()
             self.state.restart(0, 0)
@@ -110,7 +110,7 @@ class DecodeGraphs:
                 self._work(min(8, self.state.rows), tile, SamplingParams())
 
     def use(self, model: nn.Module) -> None:
-        """Decode with this model's weights, wherever they are now."""
+        """Use this model's weights; graphs are dropped if addresses changed."""
         weights = weights_layout(model)
         if weights != self._weights:
             self.clear()
@@ -125,20 +125,20 @@ class DecodeGraphs:
         return self.logits(cache)
 
     def logits(self, cache: SharedPrefixCache) -> Tensor:
-        """What the cache's rows draw from next."""
+        """The next logits of the cache's rows."""
         return self._attach(cache).logits[: len(cache.group_of)].clone()  # the next step overwrites them
 
     def begin(self, cache: SharedPrefixCache, logits: Tensor, *draws: Sequence[int]) -> None:
-        """Let the cache's rows draw for themselves: see `DecodeState.begin`."""
-        self._loaded = ()  # rows may have ended that are there again
+        """Start drawing on the device: see `DecodeState.begin`."""
+        self._loaded = ()  # row indices may be reused
         self._attach(cache).begin(logits, *draws)
 
     def draw_and_step(self, cache: SharedPrefixCache, sampling: SamplingParams, *, last: bool) -> Tensor:
-        """Draw a token a row, and (unless it is the `last`) decode it: tokens and log-probabilities `[3, B]`."""
+        """Draw a token per row and decode it unless `last`; returns tokens and log-probabilities `[3, B]`."""
         state, rows = self._attach(cache), len(cache.group_of)
         if last:
             draw(state, rows, sampling)
-        elif sorts_all(sampling, state.logits.shape[-1]):  # the host looks at how many tokens it takes
+        elif sorts_all(sampling, state.logits.shape[-1]):  # the number of kept tokens is needed on the host
             draw(state, rows, sampling)
             self._run(rows, None)
         else:
@@ -146,13 +146,13 @@ class DecodeGraphs:
         return state.numbers[:, :rows]
 
     def select(self, cache: SharedPrefixCache, order: Sequence[int]) -> None:
-        """Go on with these rows of the ones before, as the cache has them now."""
+        """Keep these rows, in the cache's new order."""
         if self.state is not None and self._loaded and self._loaded[0] is cache:
             self.state.select(order)
             self._load(cache)
 
     def release(self) -> None:
-        """Let go of the KV cache; graphs stay."""
+        """Release the KV cache; graphs stay."""
         self._loaded = ()
         if self.state is not None:
             self.state.release()
@@ -185,7 +185,7 @@ class DecodeGraphs:
         self._loaded = (cache, cache.layout, cache.suffix_kv)
 
     def _run(self, rows: int, sampling: SamplingParams | None) -> None:
-        """Replay the graph of these rows. Its first use captures those of all fewer rows, which are about to come."""
+        """Replay the graph of this row count; its first use also captures those of all smaller counts."""
         assert self.state is not None
         tile = self.state.tile
         way: tuple[Any, ...] = (tile, None)
@@ -207,30 +207,30 @@ class DecodeGraphs:
         assert self.state is not None
         if self.failure is not None:
             return work
-        if way not in self._warm:  # once as it is, which compiles kernels and sets libraries up
+        if way not in self._warm:  # run once without a graph, to compile kernels and initialise libraries
             self._warm.add(way)
             with self.state.unchanged():
                 work()
         try:
             replay = capture(work, self.state.lengths.device)
-        except RuntimeError as error:  # out of memory, or an operation that no graph can hold
+        except RuntimeError as error:  # out of memory, or an operation that cannot be captured
             if self._raises:
                 raise
             self.failure = first_line(error)
-            warnings.warn(f"decoding goes on without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"decoding continues without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
             return work
         self.captured += 1
         return replay
 
 
-def why_not_graphed(model: Any) -> str | None:
-    """Why a step of this model cannot be replayed: not on CUDA, or rotary tables that a batch changes; or None."""
+def graph_obstacle(model: Any) -> str | None:
+    """Why a step of this model cannot be a CUDA graph, or None."""
     if not next(model.parameters()).is_cuda:
         return "it is not on a CUDA device"
-    return None if has_fixed_rotations(model) else "its rotary tables change with the length of a context"
+    return None if has_fixed_rotations(model) else "its rotary tables change with the context length"
 
 
 def has_fixed_rotations(model: Any) -> bool:
-    """Whether a token's rotation depends on its own position alone."""
+    """Whether a token's rotation depends only on its position."""
     rotations = getattr(getattr(model, "model", None), "rotary_emb", None)
     return getattr(rotations, "rope_type", "default") not in ("dynamic", "longrope")

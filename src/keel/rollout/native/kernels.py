@@ -1,6 +1,6 @@
-"""Triton kernels of a decode step: what stands between its matrix products, a few launches a layer.
+"""Triton kernels of a decode step, for everything except matrix products.
 
-Imported on a GPU alone. Activations are rows `[B, features]`; everything is computed in fp32 and rounded once.
+Imported only on a GPU. Activations are rows `[B, features]`; everything is computed in fp32 and rounded once.
 """
 
 # mypy: ignore-errors
@@ -64,7 +64,7 @@ def norm(
     offset: float = 0.0,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """residual + x (where there is an x), and its RMS norm, or layer norm where `centred`."""
+    """residual + x (if given), and its RMS norm, or layer norm if `centred`."""
     rows, width = residual.shape
     total, out = residual if x is None else torch.empty_like(residual), torch.empty_like(residual)
     _norm_kernel[(rows,)](
@@ -109,7 +109,7 @@ def _activate_kernel(
 
 
 def activate(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """act(gate) · up, or act(gate) alone; rows may lie apart."""
+    """act(gate) · up, or act(gate) without `up`; rows need not be contiguous."""
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
@@ -121,7 +121,7 @@ def activate(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 @triton.jit
 def _attend_block(q, k, v, inside, peak, total, out, scale):
-    """One block of keys into a running softmax, in base 2."""
+    """Add one block of keys to an online softmax, in base 2."""
     scores = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -float("inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
@@ -172,7 +172,7 @@ def _rotated(
 
 @triton.jit
 def _store_part(part, part_lse, entry, d, peak, total, out, real, SIZE: tl.constexpr):
-    """What a piece of the keys gives: its values, and the log of its weight in base 2."""
+    """Store the result of a piece of keys: its values, and the log2 of its weight."""
     safe = tl.where(total > 0, total, 1.0)
     tl.store(part_lse + entry, tl.where(total > 0, peak + tl.log2(safe), -1e30), mask=real)
     tl.store(part + entry[:, None] * SIZE + d[None, :], out / safe[:, None], mask=real[:, None] & (d < SIZE)[None, :])
@@ -289,7 +289,7 @@ def _suffix_kernel(
     no program loads it from the cache. With one piece a row, a program loads the parts of the prompt; with several, it
     stores its own part and loads none.
 
-    Where a row's keys are one piece, those of its prompt are added to it at once.
+    If a row's keys are one piece, the prompt's parts are merged here.
     """
     row = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits

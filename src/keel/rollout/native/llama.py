@@ -1,9 +1,9 @@
 """The decode step of a Llama-shaped model (Llama, Qwen2, Qwen3), without the model's own forward.
 
-transformers' modules spend a third of a small model's step outside its matrix products. Here activations stand as
-columns `[features, rows]`, so that every projection is `W @ X`: with few rows that product is up to 1.8 times as fast
-on a CPU as `X @ W.T`, and results lie as the next product reads them. It reads the modules' live weights (nothing is
-copied, nothing goes stale) and is used only where a numerical probe has found it equal to the model.
+transformers' modules spend a third of a small model's step outside matrix products. Here activations are columns
+`[features, rows]`, so every projection is `W @ X`: with few rows up to 1.8 times as fast on a CPU as `X @ W.T`, and
+already in the layout of the next product. It reads the modules' live weights and is used only if a numerical probe
+finds it equal to the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Cache(Protocol):
-    """What a step needs of a KV cache."""
+    """The KV cache interface of a step."""
 
     @property
     def next_positions(self) -> Tensor: ...
@@ -38,7 +38,7 @@ def _children(module: nn.Module) -> set[str]:
 
 
 def is_llama_shaped(inner: Any) -> bool:
-    """Whether the modules have Llama's names and no others; what they compute is for the probe to tell."""
+    """Whether the modules have exactly Llama's names; the probe verifies what they compute."""
     if _children(inner) != _MODEL or _children(inner.model) != _BASE:
         return False
     for layer in inner.model.layers:
@@ -50,7 +50,7 @@ def is_llama_shaped(inner: Any) -> bool:
 
 
 def _project(module: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """`module` applied to columns; a layer that peft has wrapped is called as it is."""
+    """`module` applied to columns; a peft layer is called itself."""
     if type(module) is not nn.Linear:
         y = module(x.t()).t()
         return y if out is None else out.copy_(y)
@@ -59,7 +59,7 @@ def _project(module: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _add_projection(module: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + module(x), in one product where the layer is plain."""
+    """residual + module(x), in one product for a plain linear layer."""
     if type(module) is nn.Linear and module.bias is None:
         return residual.addmm_(module.weight, x)
     return residual.add_(_project(module, x))

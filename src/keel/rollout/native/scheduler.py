@@ -1,4 +1,4 @@
-"""The scheduler: which rows share a pass, who joins, who leaves, what prefill costs; from counts alone."""
+"""The scheduler: which rows run, join and leave, and the chunks of prefill; computed from counts only."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 PREFILL_TOKENS = 16384  # prompts are prefilled in chunks of about this many tokens, to bound activations
 RESUME_SCORES = 2**25  # attention scores of one chunk of a resumed context, for the same reason
-NOISE_AHEAD = 16  # positions whose noise is made at once: it costs many small operations
-JOIN_STEPS = 4.0  # what a join costs: moving the KV cache
-CPU_ROWS = 16  # with more slots a CPU's step costs by the row, and an empty slot hardly anything
+NOISE_AHEAD = 16  # positions whose noise is computed at once, to save small operations
+JOIN_STEPS = 4.0  # cost of a join in decode steps: moving the KV cache
+CPU_ROWS = 16  # above this a CPU's step scales with rows, so empty slots cost little
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a decoder can do: let rows join those running (`joins`), run decode steps as CUDA graphs (`graphed`)."""
+    """A decoder's capabilities: rows can join (`joins`), steps are CUDA graphs (`graphed`)."""
 
     device: str = "cpu"
     joins: bool = False
     graphed: bool = False
 
     def join_steps(self, slots: int) -> float:
-        """What it costs to let rows join those running, in decode steps; infinite where they never should."""
+        """The cost of a join in decode steps; infinite if rows should not join."""
         if not self.joins or (self.device == "cpu" and slots > CPU_ROWS):
             return math.inf
         return JOIN_STEPS
@@ -34,20 +34,20 @@ class Traits:
 
 
 def bucket(rows: int) -> int:
-    """The rows of the graph that serves this many: 8, 16, 32, 48, 64, 96, 128, 192 and so on."""
+    """The graph size for this many rows: 8, 16, 32, 48, 64, 96, 128, 192 and so on."""
     power = max(8, 1 << (rows - 1).bit_length())
     return power * 3 // 4 if power >= 64 and rows <= power * 3 // 4 else power
 
 
 def buckets(rows: int) -> list[int]:
-    """The graphs that a rollout of this many rows comes to use as they leave, largest first."""
+    """The graph sizes that a rollout of this many rows uses, largest first."""
     return sorted({bucket(count) for count in range(1, rows + 1)}, reverse=True)
 
 
 class Scheduler:
-    """Decides for `rows` completions, of which at most `max_batch` (None: all) run at a time.
+    """Schedules `rows` completions, of which at most `max_batch` (None: all) run at a time.
 
-    `live` counts the rows that run, `rows` those that a step computes: a graph's, of which some may have ended.
+    `live` is the number of running rows, `rows` the number that a step computes, which may include finished rows.
     """
 
     def __init__(self, rows: int, max_batch: int | None, traits: Traits) -> None:
@@ -57,17 +57,17 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether slots have been empty for long enough that filling them is worth it.
+        """Whether slots have been empty long enough to fill them.
 
-        Rows that join cost time: the KV cache of the others is moved. They join once the empty slots have cost as much,
-        so that the two together are at most twice what the best moment would have cost.
+        A join moves the KV cache of the other rows. Rows join once empty slots have cost as much as a join, so the
+        total cost is at most twice that of the best time.
         """
         return not self.live or self._idle_steps >= self.traits.join_steps(self.slots)
 
     def admit(self, waiting: Iterable[int]) -> int:
-        """How many rows join now, of requests that wait with these many rows each, in their order.
+        """The number of rows that join now; `waiting` are the rows of each waiting request, in order.
 
-        A request's rows join together, so that their prompt is prefilled once, unless they are more than the slots.
+        A request's rows join together, so that their prompt is prefilled once, unless they exceed the slots.
         """
         room, count = self.slots - self.live, 0
         for rows in waiting:
@@ -76,7 +76,7 @@ class Scheduler:
                 break
             count += rows
         else:
-            self._idle_steps = 0.0  # nothing waits any more
+            self._idle_steps = 0.0  # nothing is waiting
         if count:
             self._idle_steps = 0.0
             self.live += count
@@ -84,25 +84,25 @@ class Scheduler:
         return count
 
     def finish(self, count: int) -> bool:
-        """Count rows that have ended; whether the decoder should drop them now."""
+        """Count finished rows; returns whether the decoder should drop them now."""
         self.live -= count
         computed, before = self.traits.computed(self.live), self.rows
         self.rows = computed
         return computed < before
 
     def step(self) -> None:
-        """Count a decode step, and what its empty slots have cost."""
+        """Count a decode step and the cost of its empty slots."""
         self._idle_steps += 1 - self.live / self.slots
 
 
 def prefill_chunks(prompts: int, width: int) -> list[int]:
-    """Prompts of `width` tokens in each chunk of prefill."""
+    """The number of prompts in each chunk of prefill."""
     rows = max(1, PREFILL_TOKENS // width)
     return [min(rows, prompts - start) for start in range(0, prompts, rows)]
 
 
 def resume_columns(rows: int, heads: int, columns: int) -> int:
-    """Tokens of each row in one chunk of a resumed prefill, attending over this many columns."""
+    """Tokens per row in one chunk of a resumed prefill that attends over this many columns."""
     return max(1, RESUME_SCORES // (rows * heads * columns))
 
 
@@ -115,7 +115,7 @@ class RolloutPasses:
 
 
 def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits: Traits) -> RolloutPasses:
-    """What the engine will do for requests of these many completions with these many tokens each."""
+    """Simulate the engine for requests of (completions, tokens each)."""
     waiting = deque((rows, length) for rows, length in requests if rows)
     scheduler = Scheduler(sum(rows for rows, _ in waiting), max_batch, traits)
     ends: Counter[int] = Counter()  # rows by the draw that is their last

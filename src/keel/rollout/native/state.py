@@ -1,7 +1,7 @@
-"""What a decode step on a GPU reads and writes besides weights: rows at fixed addresses, whatever comes and goes.
+"""The state of a decode step on a GPU, at fixed addresses.
 
-A graph repeats addresses and sizes. So everything that changes between rollouts stands in tables on the device, the
-places of the KV cache among them: a graph of some rows serves any prompts, lengths and buffers.
+A CUDA graph has fixed addresses and sizes. Everything that changes between rollouts, including the addresses of the KV
+cache, is in tables on the device, so a graph works for any prompts, lengths and buffers.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
-KEY_BLOCK = 64  # keys that an attention kernel reads at a time
-PROMPT_PARTS = SUFFIX_PARTS = 8  # pieces of a prompt, and of a row's own keys, that are attended to apart at most
-PROMPT_PROGRAMS = 132  # pieces of prompts that should be there at least: as many as a large GPU has processors
-ENDED = -(2**30)  # the length of a row that is not computed
-_STOPS = 64  # end-of-sequence tokens that the device looks for; the host finds any others
+KEY_BLOCK = 64  # keys per block of an attention kernel
+PROMPT_PARTS = SUFFIX_PARTS = 8  # largest number of pieces of a prompt, and of a row's own keys
+PROMPT_PROGRAMS = 132  # target number of prompt pieces: the multiprocessors of a large GPU
+ENDED = -(2**30)  # the length of an inactive row
+_STOPS = 64  # end-of-sequence tokens checked on the device; the host checks the others
 
 
 def prompt_items(
     widths: Sequence[int], lengths: Sequence[int], repeats: int, kv_heads: int, tile: int
 ) -> list[tuple[int, ...]]:
-    """Pieces of prompts that are attended to by themselves, of prompts with `widths` rows and `lengths` tokens.
+    """Work items of the prompt attention, for prompts with `widths` rows and `lengths` tokens.
 
-    (prompt, its first row, its rows, the first of `tile` queries, first key, end of keys, number of the piece, 0): rows
-    are counted prompt by prompt, and a row has `repeats` queries a KV head. A prompt is cut into at most PROMPT_PARTS
-    pieces, of whole blocks of keys and of one length for all.
+    (prompt, its first row, its rows, first of `tile` queries, first key, end of keys, piece index, 0): rows are
+    numbered prompt by prompt, and a row has `repeats` queries per KV head. A prompt is split into at most PROMPT_PARTS
+    pieces of whole key blocks, of equal length.
     """
     tiles = [-(-width * repeats // tile) for width in widths]
     pieces = min(PROMPT_PARTS, -(-PROMPT_PROGRAMS // max(1, kv_heads * sum(tiles))))
@@ -45,7 +45,7 @@ def prompt_items(
 
 
 class DecodeState:
-    """At most `rows` rows being decoded: their next logits, noise and lengths, and where their keys and values lie."""
+    """Up to `rows` rows being decoded: next logits, noise, lengths, and the addresses of their keys and values."""
 
     def __init__(self, rows: int, vocabulary: int, cache: SharedPrefixCache) -> None:
         like, layers = cache.suffix_kv, len(cache.prefix.keys)
@@ -58,14 +58,14 @@ class DecodeState:
         self.logits = torch.zeros(rows, vocabulary, dtype=like.dtype, device=device)
         self.numbers = torch.zeros(3, rows, dtype=torch.float64, device=device)  # token, its log-probabilities
         self.tokens, self.keys, self.positions = (ints(rows, dtype=torch.int64) for _ in range(3))
-        self.lengths = ints(rows).fill_(ENDED)  # tokens after the prompt with the newest, ENDED for rows that are not
+        self.lengths = ints(rows).fill_(ENDED)  # tokens after the prompt including the newest; ENDED for inactive rows
         self.left, self.starts, self.offsets, self.prompt_parts = (ints(rows) for _ in range(4))
         self.stops = ints(_STOPS, dtype=torch.int64).fill_(-1)
         self.members = ints(rows)
         self.items = ints(PROMPT_PARTS * rows * 8, 8)
         self.geometry = ints(8, dtype=torch.int64)
         self.prompt_at = ints(layers, 2, dtype=torch.int64)
-        self.anchor = torch.zeros(16, dtype=like.dtype, device=device)  # places are told as distances from it
+        self.anchor = torch.zeros(16, dtype=like.dtype, device=device)  # addresses are stored as offsets from it
         self.tile = 16
         self.buffers: tuple[Tensor, ...] = ()  # own keys and values, then each layer's prompt keys and prompt values
 
@@ -74,14 +74,14 @@ class DecodeState:
         return len(cache.group_of) <= self.rows and self.anchor.dtype == cache.suffix_kv.dtype
 
     def load(self, cache: SharedPrefixCache, repeats: int) -> None:
-        """Point at a cache: its buffers, which rows read which prompt, and where each row's own keys begin."""
+        """Load the tables of a cache: buffers, the prompt of each row, and the start of its own keys."""
         kv_heads, size = cache.suffix_kv.shape[3], cache.suffix_kv.shape[5]
         rows_of: list[list[int]] = [[] for _ in cache.prefix.tokens]
         for row, group in enumerate(cache.group_of):
             rows_of[group].append(row)
         widths, lengths = [len(rows) for rows in rows_of], [len(tokens) for tokens in cache.prefix.tokens]
         if max(widths) * repeats > self.tile:
-            self.tile = 64  # few sizes, and never back: each is compiled and captured once
+            self.tile = 64  # only two sizes, never reduced: each is compiled and captured once
         items = prompt_items(widths, lengths, repeats, kv_heads, self.tile)
         prompts = [kv.contiguous() for pair in zip(cache.prefix.keys, cache.prefix.values, strict=True) for kv in pair]
         self.buffers = (cache.suffix_kv, *prompts)
@@ -97,23 +97,23 @@ class DecodeState:
         self._fill(self.starts, cache.left_pad)
         self._fill(self.prompt_parts, [parts[group] for group in cache.group_of])
         self.offsets[: len(cache.group_of)] = cache.positions
-        assert size == suffix[4], "the last dimension of a KV cache lies together"
+        assert size == suffix[4], "the last dimension of a KV cache must be contiguous"
 
     def restart(self, rows: int, length: int) -> None:
-        """Compute the first `rows` rows, each with `length` tokens after its prompt so far, and no others."""
+        """Activate the first `rows` rows, each with `length` tokens after its prompt, and no others."""
         self.lengths.fill_(ENDED)[:rows] = length
 
     def begin(
         self, logits: Tensor, keys: Sequence[int], positions: Sequence[int], left: Sequence[int], stops: Sequence[int]
     ) -> None:
-        """Set what the first rows draw from: logits, noise, how many tokens each may still have, and what ends it."""
+        """Set logits, noise keys and positions, remaining tokens and stop tokens of the first rows."""
         self.logits[: len(keys)] = logits
         for table, values in ((self.keys, keys), (self.positions, positions), (self.left, left)):
             self._fill(table, values)
         self._fill(self.stops, [*sorted(stops)[:_STOPS], *[-1] * (_STOPS - len(stops))])
 
     def select(self, order: Sequence[int]) -> None:
-        """Let the rows with these old indices be the first, and all others end."""
+        """Move the rows with these old indices to the front, and deactivate all others."""
         index = torch.tensor(order, device=self.lengths.device)
         for table in (self.logits, self.keys, self.positions, self.left, self.lengths):
             table[: len(order)] = table[index]
@@ -121,7 +121,7 @@ class DecodeState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whatever a step changes is put back afterwards, all but the newest keys, which it will store again."""
+        """Restore the tables after a step, except the newest keys, which the next step stores again."""
         tables = (self.logits, self.numbers, self.tokens, self.positions, self.left, self.lengths)
         before = [table.clone() for table in tables]
         yield
@@ -129,11 +129,11 @@ class DecodeState:
             table.copy_(values)
 
     def release(self) -> None:
-        """Let go of the cache."""
+        """Release the cache."""
         self.buffers = ()
 
     def draw(self, rows: int, sampling: SamplingParams) -> None:
-        """Draw a token for each row by torch's own operations, and count it; rows that end with it are not computed."""
+        """Draw a token for each row with torch operations; rows that end become inactive."""
         logits, ended = self.logits[:rows], self.lengths[:rows] < 0
         noise = None
         if not sampling.greedy:
@@ -147,7 +147,7 @@ class DecodeState:
         self.lengths[:rows] = (self.lengths[:rows] + 1).masked_fill(ended, ENDED)
 
     def feed(self, tokens: Tensor) -> None:
-        """Take these tokens as drawn."""
+        """Set the drawn tokens."""
         self.tokens[: len(tokens)] = tokens
         self.lengths.add_(self.lengths >= 0)
 

@@ -1,4 +1,4 @@
-"""The KV cache between the turns of an episode: a turn prefills only the tokens that are new."""
+"""The KV cache between the turns of an episode: a turn prefills only new tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.models.adapters import adapter_layers
 
 @dataclass(frozen=True, eq=False)
 class CachedPrompt:
-    """A prompt's tokens with its keys and values `[layers, 2, kv_heads, P, D]`, shared by all rows that begin so."""
+    """A prompt's tokens with its keys and values `[layers, 2, kv_heads, P, D]`, shared by all rows with that prompt."""
 
     tokens: tuple[int, ...]
     kv: Tensor
@@ -21,7 +21,7 @@ class CachedPrompt:
 
 @dataclass(frozen=True, eq=False)
 class CachedRow:
-    """A context in the cache: its prompt, the tokens after it (`suffix`), and the keys and values of those."""
+    """A cached context: its prompt, the tokens after it (`suffix`), and the suffix's keys and values."""
 
     prompt: CachedPrompt
     suffix: tuple[int, ...]
@@ -32,7 +32,7 @@ class CachedRow:
         return len(self.prompt.tokens) + len(self.suffix)
 
     def is_prefix_of(self, tokens: tuple[int, ...]) -> bool:
-        """Whether `tokens` go on where this context ends."""
+        """Whether `tokens` continue this context."""
         start = len(self.prompt.tokens)
         return (
             self.length < len(tokens)
@@ -43,9 +43,9 @@ class CachedRow:
 
 @dataclass
 class TurnCache:
-    """KV of one rollout's contexts, at most `limit` bytes; a context that finds no room is prefilled again.
+    """The KV cache of a rollout's contexts, at most `limit` bytes; contexts that do not fit are prefilled again.
 
-    Entries are valid for one version of the weights and one stream of noise; any other empties the cache.
+    Entries are valid for one version of the weights and one noise stream; any other clears the cache.
     """
 
     limit: int
@@ -55,7 +55,7 @@ class TurnCache:
     _version: Any = None
 
     def use_for(self, *version: Any) -> None:
-        """Clear the cache unless its entries are of this version."""
+        """Clear the cache unless its entries have this version."""
         if version != self._version:
             self.clear()
             self._version = version
@@ -71,7 +71,7 @@ class TurnCache:
         return row if row is not None and row.is_prefix_of(tokens) else None
 
     def put(self, key: int, row: CachedRow) -> None:
-        """Replace the row of the turn before, if there is room."""
+        """Replace the row of the previous turn, if there is room."""
         previous = self.rows.pop(key, None)
         if previous is not None:
             self._prompt_rows[id(previous.prompt.kv)] -= 1
@@ -82,13 +82,13 @@ class TurnCache:
             self.rows[key] = row
 
     def _unshared_bytes(self, row: CachedRow) -> int:
-        """The bytes of a row that no other row shares."""
+        """The bytes of a row that are not shared with other rows."""
         tensors = [row.kv] if self._prompt_rows[id(row.prompt.kv)] else [row.kv, row.prompt.kv]
         return sum(kv.numel() * kv.element_size() for kv in tensors)
 
 
 def weights_layout(model: nn.Module) -> tuple[Any, ...]:
-    """Changes when a weight is replaced or an adapter switched: a graph that was captured before is another model's."""
+    """A key that changes when a weight is replaced or an adapter switched; captured graphs are then invalid."""
     adapters = tuple(
         (str(layer.active_adapters), layer.disable_adapters, str(getattr(layer, "merged_adapters", ())))
         for _, layer in adapter_layers(model)
@@ -98,9 +98,9 @@ def weights_layout(model: nn.Module) -> tuple[Any, ...]:
 
 
 def weights_version(model: nn.Module) -> tuple[Any, ...]:
-    """Changes with the layout and when a weight is written to: cached KV is then another model's.
+    """A key that changes with the layout and with writes to weights; cached KV is then invalid.
 
-    torch counts the writes to a tensor; writes through `.data` are not counted, and nothing in Keel makes any.
+    torch counts writes to a tensor, except those through `.data`, which Keel does not use.
     """
     return tuple(p._version for p in model.parameters()), *weights_layout(model)
 

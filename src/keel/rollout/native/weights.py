@@ -1,4 +1,4 @@
-"""The weights that an engine decodes with: the policy's, or a copy that can tell whether it is stale."""
+"""The weights of an engine: a copy of the policy's that detects when it is stale."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.adapters import adapter_layers, idle_adapters, is_lora
+from keel.models.adapters import adapter_layers, inactive_adapters, is_lora
 from keel.models.fingerprint import adapter_state, persistent_buffers
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero
-from keel.models.sharding import through, whole
+from keel.models.sharding import call_with_full_weights, full_tensor
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
@@ -24,10 +24,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each weight of the model that merging the active adapters would give: W + scale · BA.
+    """Name and value of each weight with the active adapters merged: W + scale · BA.
 
-    Computed tensor by tensor from what the policy holds, and without touching it: merging the policy itself and
-    unmerging it afterwards would leave rounding behind in the weights being trained.
+    Computed tensor by tensor without changing the policy: merging and unmerging the policy would round its weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -64,12 +63,12 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         if leaf == "weight" and not module.merged and not module.disable_adapters:
             for adapter in module.active_adapters:
                 if adapter in module.scaling:
-                    tensor = whole(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
+                    tensor = full_tensor(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
         yield leaf, tensor
 
 
 def _check_mergeable(name: str, module: Any) -> None:
-    """Refuse a layer whose adapter is more than a matrix added to its weight."""
+    """Refuse a layer whose adapter is not a matrix added to its weight."""
     from peft.tuners.lora import LoraLayer
 
     if not isinstance(module, LoraLayer) or hasattr(module, "parameter_name"):
@@ -83,10 +82,10 @@ def _check_mergeable(name: str, module: Any) -> None:
 
 
 def _untie(model: Any) -> bool:
-    """Give adapted layers a weight of their own where another module shares it; whether any did.
+    """Untie the weights of adapted layers from other modules; returns whether any was tied.
 
-    An adapter on a tied head changes the head alone, but merged into the shared weight it would change the input
-    embedding as well.
+    An adapter on a tied head changes only the head; merged into the shared weight it would also change the input
+    embedding.
     """
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     untied = False
@@ -101,7 +100,7 @@ def _untie(model: Any) -> bool:
 
 
 def merge(model: Any) -> Any:
-    """The base with its adapters merged into its weights; the model passed in is used up."""
+    """Merge the adapters into the base's weights; the model passed in must not be used again."""
     untied = _untie(model)
     merged = model.merge_and_unload()
     if untied:
@@ -110,7 +109,7 @@ def merge(model: Any) -> Any:
 
 
 def _copy_adapter_state(twin: Any, policy: Any) -> None:
-    """Which adapters are active, off, merged and how strong: all that acts in a layer and is no tensor.
+    """Copy which adapters are active, disabled and merged, and their scaling.
 
     Set layer by layer, since peft's `set_adapter` would unmerge.
     """
@@ -150,7 +149,7 @@ class WeightCopy:
         return _tensors(policy)
 
     def _fits(self, source: dict[str, Tensor]) -> bool:
-        """Whether the copy has the policy's tensors; not after an adapter was added or the architecture changed."""
+        """Whether the copy has the policy's tensors; false after an adapter was added or the architecture changed."""
         if self.model is None:
             return False
         mine = _tensors(self.model)
@@ -160,15 +159,17 @@ class WeightCopy:
 
     @torch.no_grad()
     def sync(self, policy: nn.Module) -> None:
-        """Make the copy equal to the policy, in place where both have the same tensors."""
+        """Make the copy equal to the policy, in place if both have the same tensors."""
         _check_not_merged_and_off(policy)
         source = self._source(policy)
-        self._adapters: list[str] | None = None  # of the policy at the last sync; stale, should anything below fail
+        self._adapters: list[str] | None = (
+            None  # the policy's state at the last sync; None (stale) if a step below fails
+        )
         if not self._fits(source):
             self.model = self._rebuild(policy)
             self._verified = False
         for name, tensor in _tensors(self.model).items():
-            tensor.copy_(whole(source[name]))
+            tensor.copy_(full_tensor(source[name]))
         if is_lora(self.model):
             _copy_adapter_state(self.model, policy)
             self.model.requires_grad_(False)
@@ -176,9 +177,9 @@ class WeightCopy:
         self._adapters = sorted(adapter_state(policy))
 
     def _verify(self, policy: nn.Module, source: dict[str, Tensor]) -> None:
-        """Compare with the policy bit by bit, and of a merged copy the logits, once the adapter is not zero."""
+        """Compare the copy with the policy bit by bit, and a merged copy's logits once the adapter is not zero."""
         if self._differs(policy, source):
-            raise KeelError("the engine's copy does not equal the policy after sync: build the engine from it anew")
+            raise KeelError("the engine's copy does not equal the policy after sync: build a new engine from it")
         if self.merge and not self._verified:
             difference, allowed = _logits_difference(policy, self.model)
             if difference > allowed:
@@ -189,10 +190,9 @@ class WeightCopy:
             self._verified = not adapter_is_zero(policy)
 
     def _differs(self, policy: nn.Module, source: dict[str, Tensor]) -> bool:
-        """Whether any bit of the copy, or its adapters' state, is not what a sync would make it.
+        """Whether any bit of the copy, or its adapters' state, differs from the policy.
 
-        Buffers that are derived may differ. All comparisons are queued before any is read, so that a GPU is waited for
-        once.
+        Non-persistent buffers may differ. All comparisons are queued before any is read, to wait for a GPU only once.
         """
         if not self.merge and sorted(adapter_state(self.model)) != sorted(adapter_state(policy)):
             return True
@@ -200,13 +200,13 @@ class WeightCopy:
         unequal: dict[torch.device, list[Tensor]] = {}
         for name, tensor in _tensors(self.model).items():
             if name in kept:
-                expected = whole(source[name]).to(tensor.device, tensor.dtype)
+                expected = full_tensor(source[name]).to(tensor.device, tensor.dtype)
                 unequal.setdefault(tensor.device, []).append((_bits(tensor) != _bits(expected)).any())
         return any(bool(torch.stack(flags).any()) for flags in unequal.values())
 
     @torch.no_grad()
     def is_stale(self, policy: nn.Module) -> bool:
-        """Whether the policy has moved since the last sync, or the copy was changed; what is merged is merged anew."""
+        """Whether policy or copy changed since the last sync."""
         if self._adapters != sorted(adapter_state(policy)):
             return True
         try:
@@ -217,21 +217,21 @@ class WeightCopy:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers: a NaN equals itself."""
+    """The tensor's bits as integers, so that NaN equals itself."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a model computes with; adapters that are not active, such as a reference's own, are none of it."""
-    idle = tuple(f"{prefix}." for prefix in idle_adapters(model))
+    """The tensors that affect a model's output; inactive adapters, such as a reference's, are excluded."""
+    idle = tuple(f"{prefix}." for prefix in inactive_adapters(model))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not idle or not f"{name}.".startswith(idle)}
 
 
 def _check_not_merged_and_off(policy: nn.Module) -> None:
-    """peft unmerges such a layer in its next forward, so that its weights are about to change by themselves."""
+    """Refuse merged adapters that are switched off: peft would unmerge them in the next forward."""
     for name, layer in adapter_layers(policy):
         if layer.disable_adapters and getattr(layer, "merged_adapters", ()):
             raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
@@ -243,14 +243,14 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _logits_difference(policy: nn.Module, twin: nn.Module) -> tuple[float, float]:
-    """Largest difference of two models' logits on a few tokens, relative to their spread, and what rounding allows."""
+    """The largest difference of two models' logits on a few tokens, relative to their deviation, and its limit."""
     vocabulary = causal_lm(policy).config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
     logits = []
     for model in (policy, twin):
         with evaluating(model):
             device = next(model.parameters()).device
-            logits.append(through(model, _logits, ids.to(device)).float().cpu())
+            logits.append(call_with_full_weights(model, _logits, ids.to(device)).float().cpu())
     half = {module_dtype(policy), module_dtype(twin)} & {torch.float16, torch.bfloat16}
     difference = float((logits[1] - logits[0]).abs().max() / logits[0].std().clamp(min=1e-6))
     return difference, 0.2 if half else 1e-3

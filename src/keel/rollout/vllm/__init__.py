@@ -1,4 +1,4 @@
-"""The engine that samples by vLLM, in this process or behind a server; vLLM itself is imported when it is used."""
+"""The vLLM engine, in this process or behind a server; vLLM is imported on use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from keel.base.world import World
     from keel.rollout.vllm.engine import VllmEngine
 
-__all__ = ["TO_BE_PLACED", "check_vllm", "vllm"]
+__all__ = ["PLACEHOLDER_URL", "check_vllm", "vllm"]
 
 
-TO_BE_PLACED = "http://ray"  # stands for servers that are still to be started
+PLACEHOLDER_URL = "http://ray"  # placeholder for servers that are not started yet
 _OF_SERVERS = ("url", "secret", "transfer", "wait_s")
 _OF_ENGINES = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "cuda_graphs")
 
 
 def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
-    """Refuse a server without an address, and what one of the two modes would not read.
+    """Refuse a server without an address, and options that the mode does not read.
 
-    Servers that are `placed` with the training are started with its options; others have their own.
+    Servers `placed` with the training are started with its options; others have their own.
     """
     options = rollout.vllm
     if options.mode == "colocate":
@@ -44,10 +44,10 @@ def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
         if not url.startswith(("http://", "https://")):
             raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
     own = [f"vllm.{name}" for name in _changed(options, _OF_ENGINES)] + _changed(rollout, ("dtype",))
-    if own and not placed and options.urls != (TO_BE_PLACED,):
+    if own and not placed and options.urls != (PLACEHOLDER_URL,):
         flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
         flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
-        raise KeelError(f"rollout.{own[0]} is the server's own: leave it out, and give keel serve {flag}")
+        raise KeelError(f"rollout.{own[0]} is an option of the server: leave it out, and give keel serve {flag}")
 
 
 def _changed(options: Options, names: Sequence[str]) -> list[str]:
@@ -56,7 +56,7 @@ def _changed(options: Options, names: Sequence[str]) -> list[str]:
 
 def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World | None = None) -> VllmEngine:
     """The engine that `rollout.vllm` describes."""
-    from keel.base.world import ALONE
+    from keel.base.world import SINGLE_PROCESS
     from keel.rollout.vllm.client import ServerSampler
     from keel.rollout.vllm.colocated import ColocatedSampler
     from keel.rollout.vllm.engine import VllmEngine
@@ -64,4 +64,4 @@ def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: Wo
 
     check_buffers(model)
     make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
-    return VllmEngine(make(model, tokenizer, rollout, world or ALONE), model, tokenizer)
+    return VllmEngine(make(model, tokenizer, rollout, world or SINGLE_PROCESS), model, tokenizer)

@@ -1,7 +1,7 @@
-"""Samplers behind servers (`keel serve`): rows over HTTP, weights under a secret, and what to do when one is lost.
+"""The client of sampling servers (`keel serve`): rows over HTTP, weight syncs with a secret, and recovery.
 
-A lost server's rows are drawn again, by another server or by itself once it is back: the noise is theirs, so that they
-come out as they would have. A server that comes back gets the weights of the last sync again before it samples.
+Rows of a lost server are sampled again by another server, or by the same one once it is back. Noise belongs to the row,
+so the result is the same. A server that comes back gets the weights of the last sync before it samples.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from torch import nn
 
 from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import NoVariable, fill
+from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
-from keel.rollout.engine import Interrupted, OtherModel, StaleWeights
+from keel.rollout.engine import Interrupted, ModelMismatch, StaleWeights
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.direct import (
     NOT_RUN,
-    Broken,
     NcclSender,
+    TransferBroken,
     check_transfer,
     loopback_only,
+    run_concurrently,
     sender,
-    together,
 )
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
-    Held,
+    PartDigests,
     adapter_of,
     check_digests,
     checkpoint_weights,
     lora_rank,
-    own_folder,
+    process_folder,
     save_adapter,
     save_shards,
 )
 
 logger = logging.getLogger("keel")
-SECRET = "KEEL_SERVE_SECRET"  # where the secret is read from unless rollout.vllm.secret names another variable
-SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat
-TRIES = 5  # of one row
+SECRET = "KEEL_SERVE_SECRET"  # environment variable of the secret, unless rollout.vllm.secret is set
+SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat the server counts as lost
+TRIES = 5  # attempts per row
 CONNECT_S = STATUS_S = 5.0
-LOAD_S = 3600.0  # of a load that sends heartbeats
-UPLOAD_BYTES_S = 2**20  # slower is lost
+LOAD_S = 3600.0  # limit of a weight load with heartbeats
+UPLOAD_BYTES_S = 2**20  # a slower upload counts as lost
 ANSWER_BYTES = 2**26
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
@@ -69,23 +69,23 @@ _STATUS = {
 }
 
 
-class Lost(Exception):
-    """The server does not answer, or no longer has the weights."""
+class ServerLost(Exception):
+    """The server does not answer, or has other weights."""
 
 
-class Loading(Lost):
-    """It has other weights for now: another process of this training may be loading those of the last sync."""
+class Loading(ServerLost):
+    """The server is loading weights, possibly for another process of this training."""
 
 
 @dataclass
 class Server:
-    """One server as this process knows it."""
+    """One server, with its last known status."""
 
     url: str
     headers: Mapping[str, str]
     status: Mapping[str, Any] = field(default_factory=dict)
     alive: bool = False
-    base: tuple[str, str] = ("", "")  # the start and the sync up to which its own base is known to be the policy's
+    base: tuple[str, str] = ("", "")  # (boot, sync) for which the server's base weights were verified
 
     def __str__(self) -> str:
         return f"the sampler at {self.url}"
@@ -93,9 +93,9 @@ class Server:
     def call(
         self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
     ) -> dict[str, Any]:
-        """One request and its answer as data; what is not an answer is `Lost`, what is refused a line.
+        """Send one request and return its JSON answer; raises `ServerLost` without an answer, `KeelError` if refused.
 
-        `timeout_s` is for silence, `deadline_s` for the whole.
+        `timeout_s` limits silence, `deadline_s` the whole request.
         """
         import httpx2
 
@@ -108,20 +108,20 @@ class Server:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) > ANSWER_BYTES:
-                        raise KeelError(f"{self} answers without an end: no sampler of Keel's; start keel serve there")
+                        raise KeelError(f"{self} sends an endless answer: start keel serve there")
                 return response.status_code, bytes(content)
 
         deadline_s = deadline_s or timeout_s + CONNECT_S
         try:
-            [(code, content)] = together(exchange, timeout_s=deadline_s)
+            [(code, content)] = run_concurrently(exchange, timeout_s=deadline_s)
         except httpx2.RequestError as error:
-            raise Lost(first_line(error) or type(error).__name__) from error
-        except Broken:
-            raise Lost(f"no whole answer in {deadline_s:.0f} s") from None
+            raise ServerLost(first_line(error) or type(error).__name__) from error
+        except TransferBroken:
+            raise ServerLost(f"no whole answer in {deadline_s:.0f} s") from None
         return self.read(code, content)
 
     def client(self, timeout_s: float) -> Any:
-        """Speaks to the server itself, whatever proxy the environment names."""
+        """An HTTP client that ignores proxies of the environment."""
         import httpx2
 
         timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
@@ -130,22 +130,22 @@ class Server:
         )
 
     def read(self, code: int, content: bytes) -> dict[str, Any]:
-        """An answer as data; what began with heartbeats has its status in it."""
+        """Parse an answer; after heartbeats the status code is in the JSON."""
         try:
             data = json.loads(content)
         except ValueError:
             data = None
         if not isinstance(data, dict):
-            raise KeelError(f"{self} answers {content[:40]!r}: no sampler of Keel's; start one with keel serve")
+            raise KeelError(f"{self} answers {content[:40]!r}, so it is no keel serve: start keel serve there")
         code = data.get("code", code)
         if code == 401:
-            raise KeelError(f"{self} wants another secret: give both the same in {SECRET}, or as rollout.vllm.secret")
+            raise KeelError(f"401 from {self}: {SECRET} (or rollout.vllm.secret) does not match the server's")
         if data.get("loading"):
             raise Loading("its weights are being loaded")
         if code == 409:
-            raise Lost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
+            raise ServerLost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
         if code == 503:
-            raise Lost(str(data.get("error")))
+            raise ServerLost(str(data.get("error")))
         if code != 200 or "error" in data:
             raise KeelError(f"{self} refused: {data.get('error', code)}")
         return data
@@ -153,7 +153,7 @@ class Server:
 
 @dataclass(eq=False)
 class Stream:
-    """Rows asked of a server in one request, those that have not ended; what comes once it is closed is dropped."""
+    """The unfinished rows of one request to a server; results after `closed` are dropped."""
 
     server: Server
     rows: dict[str, Row]
@@ -162,7 +162,7 @@ class Stream:
 
 
 class ServerSampler(Sampler):
-    """The servers of this process: each of several processes has its own where there are enough of them."""
+    """Samples by the servers of this process; processes share servers if there are too few."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
@@ -170,20 +170,20 @@ class ServerSampler(Sampler):
         options = rollout.vllm
         urls = addresses(options.urls)
         self._world, self._wait_s, self._silence_s = world, options.wait_s, silence_s
-        training = world.agree(secrets.token_hex(8))
+        training = world.broadcast(secrets.token_hex(8))
         secret = shared_secret(options.secret)
         if not secret:
-            raise KeelError(f"a sampler's server has a secret: put the one that keel serve showed into {SECRET}")
+            raise KeelError(f"the sampling server needs a secret: set {SECRET} to the one that keel serve printed")
         headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
         self.servers = [Server(url, headers) for url in own]
-        self._leads = world.rank < len(urls)  # of those that share a server
+        self._uploads = world.rank < len(urls)  # one process per server uploads weights
         self._model, self._tokenizer = model, tokenizer
         self._nccl, self._device = options.transfer == "nccl", next(model.parameters()).device
-        self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: of which start of it
+        self._senders: dict[str, tuple[str, NcclSender | None]] = {}  # by server: (boot, sender)
         self.notes = (NOT_RUN,) if self._nccl else ()
-        self._folder = own_folder("sync")
-        self._files = Path(world.gather(str(self._folder))[world.rank % len(urls)])  # of the one that leads
+        self._folder = process_folder("sync")
+        self._files = Path(world.all_gather(str(self._folder))[world.rank % len(urls)])  # of the uploading process
         self._queue: queue.Queue[tuple[Stream, Sampled | Exception] | None] = queue.Queue()  # None: interrupted
         self._streams: list[Stream] = []
         self._sync, self._ranks = "", None  # type: str, dict[str, int] | None
@@ -191,10 +191,10 @@ class ServerSampler(Sampler):
         self._events: list[tuple[str, str]] = []
         try:
             for server in self.servers:
-                self._until(self._connect, [server])
+                self._retry(self._connect, [server])
             first = self.servers[0].status
             self._dtype = _dtype(self.servers[0])
-            self._held = Held(first["parts"], model)
+            self._part_digests = PartDigests(first["parts"], model)
             context = min(server.status["context"] for server in self.servers)
             self.info = SamplerInfo(context, first["model"]["vocab_size"])
             self.load(model)
@@ -203,24 +203,24 @@ class ServerSampler(Sampler):
             raise
 
     def _connect(self, server: Server) -> None:
-        """Ask a server what it is, and refuse one of another model, tokenizer or version."""
+        """Get a server's status, and refuse another model, tokenizer or version."""
         status = server.call("GET", "/keel/status", timeout_s=STATUS_S, deadline_s=STATUS_S)
         if status.get("protocol") != PROTOCOL:
             raise KeelError(
-                f"{server} is of another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
+                f"{server} has another version of Keel (protocol {status.get('protocol')}, here {PROTOCOL}): "
                 "install the same version on both sides"
             )
         odd = next((name for name, kind in _STATUS.items() if not isinstance(status.get(name), kind)), None)
         if odd is not None:
-            raise KeelError(f"{server} says {status.get(odd)!r} of its {odd}: no sampler of Keel's; start keel serve")
+            raise KeelError(f"{server} says {status.get(odd)!r} as its {odd}, so it is no keel serve: start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         if name := first_difference(own, theirs):
-            raise OtherModel(
+            raise ModelMismatch(
                 f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's "
                 f"{str(own.get(name))[:40]}; start keel serve with this run's model"
             )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
-            raise OtherModel(f"{server} has another tokenizer than the policy: start keel serve with this run's model")
+            raise ModelMismatch(f"{server} has another tokenizer: start keel serve with this run's model")
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(
@@ -238,14 +238,14 @@ class ServerSampler(Sampler):
                 )
         server.status = status
 
-    def _until(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
-        """Try servers in turn until one is not `Lost`, for `wait_s`."""
+    def _retry(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
+        """Try servers in turn until one does not raise `ServerLost`, for at most `wait_s`."""
         end, warned = time.monotonic() + self._wait_s, False
         while True:
             for server in servers:
                 try:
                     return attempt(server)
-                except Lost as error:
+                except ServerLost as error:
                     lost = server, error
             if time.monotonic() >= end:
                 raise KeelError(
@@ -273,7 +273,7 @@ class ServerSampler(Sampler):
                 threading.Thread(target=self._read, args=arguments, name="keel-sampler", daemon=True).start()
 
     def _read(self, stream: Stream, rows: Sequence[Row]) -> None:
-        """Ask for rows and pass on each that ends; at the end, what went wrong."""
+        """Request rows and queue each finished one, or the error."""
         end = time.monotonic() + LOAD_S
         try:
             while True:
@@ -285,7 +285,7 @@ class ServerSampler(Sampler):
                     if stream.closed or time.monotonic() >= end:
                         raise
                     time.sleep(0.2)
-        except Exception as error:  # raised where the results are waited for
+        except Exception as error:  # `finished` raises it
             self._queue.put((stream, error))
 
     def _results(self, stream: Stream, rows: Sequence[Row]) -> Iterator[Sampled]:
@@ -302,16 +302,16 @@ class ServerSampler(Sampler):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
                 for line in _whole_lines(response.iter_bytes(), self._silence_s):
-                    if stream.closed:  # the connection's end tells the server to give up the rows
+                    if stream.closed:  # closing the connection cancels the rows on the server
                         return
                     if line.strip():
                         result = _sampled(server, line, stream.drawing.vocabulary)
                         missing.discard(result.id)
                         yield result
         except httpx2.RequestError as error:
-            raise Lost(first_line(error)) from error
+            raise ServerLost(first_line(error)) from error
         if missing:
-            raise Lost("it ended its answer too early")
+            raise ServerLost("its answer is incomplete")
 
     def finished(self) -> list[Sampled]:
         ended: list[Sampled] = []
@@ -322,8 +322,8 @@ class ServerSampler(Sampler):
             stream, result = arrived
             if stream.closed:
                 continue
-            if isinstance(result, Lost):
-                self._again(stream.server, result)
+            if isinstance(result, ServerLost):
+                self._resample_rows(stream.server, result)
             elif isinstance(result, Exception):
                 raise result
             elif stream.rows.pop(result.id, None) is not None:
@@ -337,8 +337,8 @@ class ServerSampler(Sampler):
             stream.closed = True
             self._streams.remove(stream)
 
-    def _again(self, server: Server, error: Lost) -> None:
-        """Draw a lost server's rows again: by the others, or by itself once it is back."""
+    def _resample_rows(self, server: Server, error: ServerLost) -> None:
+        """Sample a lost server's rows again, on other servers or on the same one once it is back."""
         streams = [stream for stream in self._streams if stream.server is server]
         rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
         self._close(*streams)
@@ -346,65 +346,65 @@ class ServerSampler(Sampler):
         tries = max(self._tries[row.id] for row in rows)
         if tries > TRIES:
             raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
-        time.sleep(0.2 * (tries - 1))  # it may be about to end
-        self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are drawn again"))
+        time.sleep(0.2 * (tries - 1))  # the server may be shutting down
+        self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are sampled again"))
         server.alive = False
         try:
             self._restore(server)
-        except Lost:
+        except ServerLost:
             if not any(other.alive for other in self.servers):
-                self._until(self._restore, self.servers)
+                self._retry(self._restore, self.servers)
         self.start(rows, drawing)
 
     def _restore(self, server: Server) -> None:
-        """Give a server that answers the weights of the last sync again, if it has others."""
+        """Send the weights of the last sync to a reachable server, if it has others."""
         self._connect(server)
         if server.status["weights"] != self._sync:
             self._send(server)
-            self._events.append(("sampler/back", f"{server} is back and has the weights of the last sync again"))
+            self._events.append(("sampler/back", f"{server} is back and has the weights of the last sync"))
         server.alive = True
 
     def cancel(self) -> None:
         self._close(*self._streams)
 
     def load(self, policy: nn.Module) -> None:
-        """Write the weights (or the adapter) to files, send them to each server, and compare what it then holds."""
+        """Write the weights (or the adapter) to files, send them to each server, and verify their digests."""
         self.cancel()
         self._tries = {}
-        previous, self._sync = self._sync, self._world.agree(secrets.token_hex(8))
+        previous, self._sync = self._sync, self._world.broadcast(secrets.token_hex(8))
         folder = self._folder / self._sync
         folder.mkdir()
         adapted = is_lora(policy)
-        if not adapted or not self._held.digests:
-            self._held.reset()
-            weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
-            if adapted or not self._leads:
+        if not adapted or not self._part_digests.digests:
+            self._part_digests.reset()
+            weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
+            if adapted or not self._uploads:
                 deque(weights, maxlen=0)
             else:
                 save_shards(weights, folder)
         if adapted:
             adapter = adapter_of(policy, self._dtype)
             self._ranks, self._expected = adapter.ranks, adapter.digests()
-            if self._leads:
-                _flat(save_adapter(policy, folder / "adapter"), folder)
+            if self._uploads:
+                _flatten_adapter(save_adapter(policy, folder / "adapter"), folder)
         else:
-            self._expected = dict(self._held.digests)
-        if self._leads:
+            self._expected = dict(self._part_digests.digests)
+        if self._uploads:
             for server in self.servers:
                 self._sync_one(server)
             if not any(server.alive for server in self.servers):
-                self._until(self._restore, self.servers)
+                self._retry(self._restore, self.servers)
         shutil.rmtree(self._folder / (previous or "-"), ignore_errors=True)
-        self._world.wait()
+        self._world.barrier()
 
     def _sync_one(self, server: Server) -> None:
-        """Send the weights to a server that answers; one that does not is asked again at the next sync."""
+        """Send the weights to a server; if it does not answer, retry at the next sync."""
         back = not server.alive and bool(server.base[0])
         try:
             self._connect(server)
             self._send(server)
             server.alive = True
-        except Lost as error:
+        except ServerLost as error:
             if server.alive:
                 self._events.append(("sampler/lost", f"{server} was lost in a sync ({error})"))
             server.alive = back = False
@@ -412,15 +412,15 @@ class ServerSampler(Sampler):
             self._events.append(("sampler/back", f"{server} is back and has the weights of this sync"))
 
     def _send(self, server: Server) -> None:
-        """Send the files of the last sync; a server that then holds anything else is refused."""
-        read_back = 0 if self._ranks is None else len(self._held.digests)  # the base, now or before
+        """Send the files of the last sync and verify the server's digests."""
+        read_back = 0 if self._ranks is None else len(self._part_digests.digests)  # base tensors verified now or before
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
-            answer = self._patient(server, "/keel/digests", {})
-            check_digests(_digests(server, answer), self._held.digests, str(server), sent=False)
+            answer = self._call_with_heartbeats(server, "/keel/digests", {})
+            check_digests(_digests(server, answer), self._part_digests.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
-            raise Lost("it has other weights, and those of the last sync lie on another machine")
-        direct = self._ranks is None and self._leads and self._send_direct(server, folder)
+            raise ServerLost("it has other weights, and the files of the last sync are on another machine")
+        direct = self._ranks is None and self._uploads and self._send_direct(server, folder)
         for path in [] if direct else sorted(folder.glob("*.*")):
             with path.open("rb") as file:
                 own = hashlib.file_digest(file, "sha256").hexdigest()
@@ -431,29 +431,29 @@ class ServerSampler(Sampler):
                     "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
                 )
             if sent.get("sha256") != own:
-                raise Lost(f"{path.name} did not arrive as it was sent")
-        answer = self._patient(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
+                raise ServerLost(f"{path.name} did not arrive as it was sent")
+        answer = self._call_with_heartbeats(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
         if self._ranks is None and answer.get("adapter"):
             raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: start it again")
         self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
 
-    def _patient(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Ask for what may take long: it goes on as long as heartbeats come."""
+    def _call_with_heartbeats(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Make a request that may take long: it is alive while heartbeats arrive."""
         return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
     def _send_direct(self, server: Server, folder: Path) -> bool:
-        """Send full weights from GPU to GPU; False where they have to go as files, until the server is started again.
+        """Send full weights by NCCL; returns False if they must be sent as files, until the server restarts.
 
-        A first transfer that fails is an error: it would never have worked.
+        If the first transfer fails, it raises an error.
         """
         if not self._nccl:
             return False
         boot, channel = self._senders.get(server.url, ("", None))
 
         def call(step: str, info: dict[str, Any]) -> None:
-            self._patient(server, f"/keel/transfer/{self._sync}/{step}", info)
+            self._call_with_heartbeats(server, f"/keel/transfer/{self._sync}/{step}", info)
 
         try:
             if boot != server.status["boot"]:
@@ -464,16 +464,16 @@ class ServerSampler(Sampler):
         except Exception as error:
             if channel is not None:
                 channel.close()
-            if isinstance(error, Lost):
+            if isinstance(error, ServerLost):
                 self._senders[server.url] = "lost", None
                 raise
             if not boot:
                 raise KeelError(
-                    f"weights do not go to {server} by nccl ({first_line(error)}): see its log, or use "
+                    f"weights cannot be sent to {server} by nccl ({first_line(error)}): see its log, or use "
                     "rollout.vllm.transfer=http"
                 ) from error
             channel = None
-            lost = f"weights no longer go to {server} by nccl ({first_line(error)}); they go as files"
+            lost = f"weights can no longer be sent to {server} by nccl ({first_line(error)}); files are used"
             self._events.append(("sampler/transfer", lost))
         self._senders[server.url] = server.status["boot"], channel
         return channel is not None
@@ -494,15 +494,15 @@ class ServerSampler(Sampler):
 
 
 def shared_secret(given: str | None) -> str:
-    """The shared secret: the option's, with `$NAME` filled in, or the environment's; "" where neither is."""
+    """The shared secret from the option (with `$NAME` expanded) or the environment; "" if neither is set."""
     try:
-        return fill(given) if given else os.environ.get(SECRET, "")
-    except NoVariable as error:
+        return expand_env(given) if given else os.environ.get(SECRET, "")
+    except UnsetVariable as error:
         raise KeelError(f"rollout.vllm.secret {error}") from None
 
 
 def _dtype(server: Server) -> torch.dtype:
-    """The type of a server's weights."""
+    """The dtype of a server's weights."""
     dtype = getattr(torch, server.status["dtype"].removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise KeelError(f"{server} has weights of type {server.status['dtype']!r}, which torch does not know")
@@ -510,15 +510,15 @@ def _dtype(server: Server) -> torch.dtype:
 
 
 def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
-    """The digests that a server answers with."""
+    """The digests in a server's answer."""
     digests = answer.get("digests")
     if not isinstance(digests, dict):
-        raise KeelError(f"{server} says {str(digests)[:40]!r} of its digests: start keel serve there")
+        raise KeelError(f"{server} says {str(digests)[:40]!r} as its digests: start keel serve there")
     return digests
 
 
 def addresses(urls: Sequence[str]) -> list[str]:
-    """The servers' addresses in one form; the same one twice would be loaded while it samples."""
+    """Normalise the servers' addresses, and refuse duplicates."""
     import httpx2
 
     parsed: dict[str, str] = {}
@@ -526,7 +526,7 @@ def addresses(urls: Sequence[str]) -> list[str]:
         try:
             address = httpx2.URL(url)
         except httpx2.InvalidURL as error:
-            raise KeelError(f"rollout.vllm.url is {url!r}, which is no address ({error})") from None
+            raise KeelError(f"rollout.vllm.url is {url!r}, which is not a valid URL ({error})") from None
         if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
             raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
         name = str(address).rstrip("/")
@@ -537,30 +537,30 @@ def addresses(urls: Sequence[str]) -> list[str]:
 
 
 def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
-    """A row from a line of the answer."""
+    """Parse a line of the answer."""
     try:
         data = json.loads(line)
         if "error" in data:
-            raise Lost(str(data["error"]))
+            raise ServerLost(str(data["error"]))
         tokens = tuple(map(int, data["tokens"]))
         before, after = (tuple(map(float, data[name])) for name in ("sample_logp", "filtered_logp"))
         result = Sampled(str(data["id"]), tokens, before, after)
     except (ValueError, KeyError, TypeError) as error:
-        raise KeelError(f"{server} answers {line[:40]!r}, which is no completion: start keel serve there") from error
+        raise KeelError(f"{server} answers {line[:40]!r}, which is not a completion: start keel serve there") from error
     if not len(tokens) == len(before) == len(after):
         raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
     return check_sampled(result, vocabulary, str(server))
 
 
 def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
-    """Lines of an answer; one that does not end in time, or is longer than any completion, is no sign of life."""
+    """Lines of an answer; a line that does not end in time or is too long raises `ServerLost`."""
     rest, begun = b"", time.monotonic()
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         now = time.monotonic()
         begun = now if lines else begun
         if now - begun > silence_s or len(rest) > ANSWER_BYTES:
-            raise Lost("its answer has no end of line")
+            raise ServerLost("its answer has no end of line")
         yield from (line.decode(errors="replace") for line in lines)
     yield rest.decode(errors="replace")
 
@@ -570,8 +570,8 @@ def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:
         yield chunk
 
 
-def _flat(source: Path, target: Path) -> None:
-    """The adapter's files where the others lie, and nothing else."""
+def _flatten_adapter(source: Path, target: Path) -> None:
+    """Move the adapter's files into `target`, and remove its folder."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (source / name).rename(target / name)
     shutil.rmtree(target / "adapter")

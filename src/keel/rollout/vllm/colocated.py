@@ -1,4 +1,4 @@
-"""vLLM in this process: it shares the device with the training and sleeps while that needs the memory."""
+"""vLLM in this process: it shares the device with the training and sleeps during updates."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled
 from keel.rollout.vllm.samplers import Sampler, SamplerInfo
 from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
-    Held,
+    PartDigests,
     adapter_of,
     check_digests,
     checkpoint_weights,
     lora_rank,
-    own_folder,
+    process_folder,
     save_adapter,
     save_shards,
 )
@@ -39,14 +39,14 @@ _NAME = "vLLM in this process"
 
 
 class ColocatedSampler(Sampler):
-    """vLLM's engine, driven step by step; weights go to it as tensors, on whatever device they are."""
+    """vLLM's engine, driven step by step; weights are passed as tensors."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:
         self._alone = world.size == 1
         self._sleeps = cuda = next(model.parameters()).is_cuda
         vllm = import_vllm(in_process=True, cuda=cuda)
         inner = causal_lm(model)
-        self._folder = own_folder("vllm")
+        self._folder = process_folder("vllm")
         inner.config.save_pretrained(str(self._folder))
         tokenizer.save_pretrained(str(self._folder))
         self._adapter: Any = None
@@ -60,7 +60,7 @@ class ColocatedSampler(Sampler):
             max_lora_rank=rank,
             cuda=cuda,
         )
-        if is_lora(model):  # the base stays as it is: vLLM loads it itself
+        if is_lora(model):  # vLLM loads the base once
             save_shards(checkpoint_weights(model, self._dtype), self._folder)
         else:
             arguments["load_format"] = "dummy"
@@ -78,7 +78,7 @@ class ColocatedSampler(Sampler):
         self._asleep: set[str] = set()
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            self._held = Held(self._rpc("keel_parts"), model)
+            self._part_digests = PartDigests(self._rpc("keel_parts"), model)
             self.load(model)
             on_error.pop_all()
 
@@ -101,23 +101,23 @@ class ColocatedSampler(Sampler):
 
     def cancel(self) -> None:
         engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)  # by vLLM's own names of them
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)  # by vLLM's internal ids
         while engine.has_unfinished_requests():
             engine.step()
 
     def load(self, policy: nn.Module) -> None:
-        """All weights tensor by tensor, or the adapter by vLLM's own loading beside a base that was checked once."""
+        """Load all weights tensor by tensor, or the adapter by vLLM's loader; the base is verified once."""
         self._wake("weights")
         self._salt = secrets.token_hex(8)
-        if not is_lora(policy) or not self._held.digests:
-            self._held.reset()
-            weights = self._held.pass_by(checkpoint_weights(policy, self._dtype))
+        if not is_lora(policy) or not self._part_digests.digests:
+            self._part_digests.reset()
+            weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
             if is_lora(policy):
                 deque(weights, maxlen=0)
             else:
                 self._rpc("keel_load", weights)
-            check_digests(self._rpc("keel_digests"), self._held.digests, _NAME, sent=not is_lora(policy))
-        self.read_back = len(self._held.digests)
+            check_digests(self._rpc("keel_digests"), self._part_digests.digests, _NAME, sent=not is_lora(policy))
+        self.read_back = len(self._part_digests.digests)
         if is_lora(policy):
             self.read_back += self._load_adapter(policy)
         self._llm.reset_prefix_cache()
@@ -132,13 +132,13 @@ class ColocatedSampler(Sampler):
         return check_digests(self._rpc("keel_adapter", 1, adapter.ranks), adapter.digests(), _NAME)
 
     def sleep(self) -> None:
-        """Weights to main memory, keys and values away; a device without sleep mode keeps them."""
+        """Move weights to the CPU and free the KV cache, if the device has sleep mode."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, *parts: str) -> None:
-        """Bring back what sleeps of these: vLLM samples once nothing does."""
+        """Wake these parts if asleep."""
         if asleep := [part for part in parts if part in self._asleep]:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=asleep)
@@ -148,22 +148,22 @@ class ColocatedSampler(Sampler):
         if hasattr(self, "_llm"):
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 
-            with suppress(Exception):  # vLLM frees what sleeps a second time; without memory to wake in, let it
+            with suppress(Exception):  # wake first, because vLLM would free sleeping memory twice
                 self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm
             if self._alone:
                 cleanup_dist_env_and_memory()
-            else:  # the group of all processes is the training's
+            else:  # the process group belongs to the training
                 destroy_model_parallel()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """vLLM seeds the random streams of its process, which is the training's: they go on as they were."""
+    """Restore the random states of this process, which vLLM seeds."""
     python, torch_state = random.getstate(), torch.get_rng_state()
-    numpy_state = np.random.get_state()  # noqa: NPY002 — the stream that others use
+    numpy_state = np.random.get_state()  # noqa: NPY002 — the global stream
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         yield

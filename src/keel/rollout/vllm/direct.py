@@ -1,8 +1,8 @@
 """Full weights from GPU to GPU by NCCL, to a server on other devices. Experimental: it has not run on a GPU yet.
 
-What is sent are the files of a sync, which a server that comes back needs anyway: one process sends alone, whenever it
-has to, and a transfer that breaks goes on as files. vLLM's own calls receive (`weight_transfer_config`). Between the
-two sides goes JSON: NCCL's id is handed over under the secret (vLLM's meeting point for it would unpickle).
+The files of a sync are sent, which a server that comes back needs anyway: one process sends, and if a transfer fails,
+the files are uploaded instead. vLLM's API receives (`weight_transfer_config`). Control messages are JSON: NCCL's id is
+passed under the secret, since vLLM's own rendezvous would unpickle it.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ NOT_RUN = "rollout.vllm.transfer=nccl is experimental: tested without a GPU, but
 Call = Callable[[str, dict[str, Any]], None]  # a step of the transfer (init, start, update, finish) at a server
 
 
-class Broken(Exception):
-    """The transfer cannot go on: the weights are sent as files."""
+class TransferBroken(Exception):
+    """The transfer failed: the weights are sent as files."""
 
 
-class Meta(NamedTuple):
-    """A tensor that will be sent, as vLLM asks for it."""
+class TensorMeta(NamedTuple):
+    """The metadata of a tensor to send, in vLLM's form."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-class Files:
-    """The tensors of a folder's files on a device, as often as they are asked for; vLLM's `WeightSource`."""
+class FileSource:
+    """vLLM's `WeightSource`: iterates over the tensors of a folder's files on a device."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
 
-    def metadata(self) -> list[Meta]:
-        return [Meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read_weights(str(self.folder))]
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in read_weights(str(self.folder))]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self.device)) for name, tensor in read_weights(str(self.folder)))
 
 
 class Client:
-    """vLLM's `VLLMWeightSyncClient`: its four calls as steps at a server of Keel's."""
+    """vLLM's `VLLMWeightSyncClient`: its four calls as requests to keel serve."""
 
     def __init__(self, call: Call) -> None:
         self.call: Call = call
@@ -67,7 +67,7 @@ class Client:
         try:
             self.call("update", info)
         except BaseException:
-            self.on_error()  # nobody receives: a broadcast that has begun would never end
+            self.on_error()  # without a receiver a started broadcast would never end
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Client:
 
 
 class NcclSender:
-    """A group of this process and a server's workers; it lasts until one side is lost."""
+    """The NCCL group of this process and a server's workers."""
 
     def __init__(self, call: Call, device: torch.device, workers: int, timeout_s: float) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -93,7 +93,7 @@ class NcclSender:
             world_size=1 + workers,
             packed=True,
         )
-        joined = together(
+        joined = run_concurrently(
             lambda: uid_init_process_group(identity, 0, 1 + workers, device),
             lambda: self._client.init_weight_transfer_engine(worker_init_payload(info)),
             timeout_s=timeout_s,
@@ -104,7 +104,7 @@ class NcclSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
         engine = NCCLTrainerWeightTransferEngine(
-            client=self._client, source=Files(folder, self._device), is_sender=True, packed=True
+            client=self._client, source=FileSource(folder, self._device), is_sender=True, packed=True
         )
         engine.model_update_group = self._group
         self._client.on_error = self.close
@@ -115,7 +115,7 @@ class NcclSender:
 
 
 def sender(call: Call, device: torch.device, workers: int, timeout_s: float) -> NcclSender:
-    """What sends full weights to a server: `call` does a step of the transfer there."""
+    """Create the sender of full weights to a server; `call` runs a step of the transfer there."""
     try:
         return NcclSender(call, device, workers, timeout_s)
     except ImportError as error:
@@ -125,7 +125,7 @@ def sender(call: Call, device: torch.device, workers: int, timeout_s: float) -> 
 
 
 def check_transfer(status: dict[str, Any], device: torch.device, server: str) -> None:
-    """Refuse a server that was not started for this transfer, or whose devices it cannot reach."""
+    """Refuse a server that was not started for this transfer, or that shares the policy's GPU."""
     if device.type != "cuda":
         raise KeelError(f"rollout.vllm.transfer=nccl sends from a GPU and the policy is on the {device}: use http")
     if status.get("transfer") != "nccl":
@@ -135,18 +135,18 @@ def check_transfer(status: dict[str, Any], device: torch.device, server: str) ->
 
 
 def device_id(device: torch.device) -> str:
-    """The name of a GPU, the same in all processes."""
+    """The UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def loopback_only(url: str) -> None:
-    """Keep NCCL's own sockets on this machine where the server is, unless the environment names a network."""
+    """Use loopback for NCCL's sockets if the server is local, unless the environment sets an interface."""
     if any(name in url for name in ("127.0.0.1", "localhost", "[::1]")):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def together(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """The results of calls that wait for each other; the first error is raised, whatever the others still wait for."""
+def run_concurrently(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
+    """Run calls in threads and return their results; raise the first error without waiting for the others."""
     answers: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
     def run(index: int, call: Callable[[], Any]) -> None:
@@ -162,7 +162,7 @@ def together(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
         try:
             index, result, error = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise Broken(f"the two sides have not met in {timeout_s:.0f} s") from None
+            raise TransferBroken(f"the two sides have not met in {timeout_s:.0f} s") from None
         if error is not None:
             raise error
         results[index] = result

@@ -1,4 +1,4 @@
-"""The engine `vllm`: Keel's requests, noise, stops and log-probabilities; vLLM's forward passes."""
+"""The engine `vllm`: forward passes by vLLM; requests, noise, stops and log-probabilities by Keel."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from keel.rollout.vllm.samplers import Sampler
 
 
 class VllmEngine(Engine):
-    """Samples by vLLM in this process or behind a server. Tokens are drawn by Keel's own noise (`sampler.py`), so that
-    the same seed gives the native engine's completions up to rounding, and a completion lost is drawn again.
+    """Samples with vLLM, in this process or behind a server.
+
+    Tokens are drawn with Keel's noise (`sampler.py`): the same seed gives the native engine's completions up to
+    rounding, and lost completions can be reproduced.
     """
 
     def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
@@ -30,12 +32,12 @@ class VllmEngine(Engine):
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
         self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
-        self.context, self.version = sampler.info.context, 0  # it has loaded the policy that it was built on
+        self.context, self.version = sampler.info.context, 0  # the sampler has loaded this policy
         self._stops = StopStrings(tokenizer)
-        self._numbers = itertools.count()  # no row is ever called like one before it, which may still be on its way
+        self._numbers = itertools.count()  # unique row ids: an old row may still arrive
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        """Send the policy's weights; the sampler has to prove that it holds them."""
+        """Send the policy's weights and verify them by reading back."""
         self.sampler.load(policy)
         self.version = version
         self.proven = f"weights read back: all {self.sampler.read_back} tensors of the sampler are the policy's"
@@ -79,9 +81,9 @@ class VllmEngine(Engine):
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample until no request is left: each turn is answered when it ends, and what continues it joins the others.
+        """Sample multi-turn episodes: each turn is answered when it ends, and its continuation joins the others.
 
-        Completions do not depend on the order in which turns end, since their noise does not.
+        Completions do not depend on the order in which turns end.
         """
         noise, seen = (seed, attempt, step), set[tuple[str, int, int]]()
         special, vocabulary = self._stops.special_in(sampling.stop), self.sampler.info.vocabulary
@@ -93,7 +95,7 @@ class VllmEngine(Engine):
             while waiting or running:
                 room = len(waiting) if width is None else width - len(running)
                 admitted, waiting = waiting[:room], waiting[room:]
-                rows = [_rest(pending, next(self._numbers)) for pending in admitted]
+                rows = [_remaining_row(pending, next(self._numbers)) for pending in admitted]
                 running |= {row.id: pending for row, pending in zip(rows, admitted, strict=True)}
                 if rows:
                     self.sampler.start(rows, drawing)
@@ -112,7 +114,7 @@ class VllmEngine(Engine):
                 self.sampler.cancel()
 
     def _append(self, row: OpenRow, sampled: Sampled, sampling: SamplingParams) -> None:
-        """Append what was sampled up to where Keel's own rules end it; vLLM's stops are only a first guess."""
+        """Append sampled tokens until Keel's stop rules apply; vLLM may stop earlier or later."""
         if not sampled.tokens:
             raise KeelError(f"the sampler returned no token for problem {row.request.key!r}")
         for drawn in zip(sampled.tokens, sampled.sample_logp, sampled.filtered_logp, strict=True):
@@ -121,7 +123,7 @@ class VllmEngine(Engine):
                 return
 
 
-def _rest(row: OpenRow, number: int) -> Row:
-    """What is left to sample: a completion takes several rows of vLLM's where that stops too early."""
+def _remaining_row(row: OpenRow, number: int) -> Row:
+    """A vLLM row for the rest of a completion; if vLLM stops too early, another one follows."""
     tokens, start = (*row.request.tokens, *row.tokens), row.request.start + len(row.tokens)
     return Row(str(number), tokens, row.limit - len(row.tokens), row.key, start)

@@ -1,4 +1,4 @@
-"""What travels to a vLLM sampler and back: plain data, as JSON over a network."""
+"""Rows sent to a vLLM sampler, and results: plain data, JSON over a network."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from keel.base.errors import KeelError
 from keel.rollout.sampling import SamplingParams
 
 PROTOCOL = 2  # what client and server must agree on
-HEARTBEAT_S = 1.0  # a client that hears nothing for much longer takes the server for lost
-TRAINING = "x-keel-training"  # header: which training asks, all of its processes alike
-EXTRA = "keel"  # the entry of vLLM's `extra_args` that the drawing reads
+HEARTBEAT_S = 1.0  # clients without one for much longer consider the server lost
+TRAINING = "x-keel-training"  # header: the id of the training, the same for all of its processes
+EXTRA = "keel"  # the key in vLLM's `extra_args`
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One completion to sample: its context, its limit, and its noise, which goes on at `start`."""
+    """One completion to sample: context, limit, noise key, and the noise position `start`."""
 
     id: str
     tokens: tuple[int, ...]
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What became of a row: its tokens with log-probabilities at the sampling temperature, before and after filters."""
+    """A sampled row: tokens and log-probabilities at the sampling temperature, before and after filters."""
 
     id: str
     tokens: tuple[int, ...]
@@ -40,7 +40,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the rows of a batch are drawn, and what ends them."""
+    """Sampling parameters and stop rules of a batch."""
 
     temperature: float
     top_p: float
@@ -64,14 +64,14 @@ class Drawing:
 
 
 def vllm_prompt(row: Row, salt: str) -> dict[str, Any]:
-    """vLLM's prompt of a row; keys and values are shared within a salt, which is that of one load of weights."""
+    """vLLM's prompt of a row; `salt` limits prefix caching to one version of the weights."""
     return {"prompt_token_ids": list(row.tokens), "cache_salt": salt}
 
 
 def vllm_params(row: Row, drawing: Drawing) -> Any:
-    """vLLM's parameters of a row: greedy, since what is drawn is decided by Keel's own sampler before (`sampler.py`).
+    """vLLM's parameters of a row: greedy, since Keel's logits processor draws the token (`sampler.py`).
 
-    Both log-probabilities are asked for where they differ; `ignore_eos` leaves the ends to `eos_ids`.
+    Both log-probabilities are requested if they differ; with `ignore_eos` only `eos_ids` end a row.
     """
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
@@ -94,8 +94,8 @@ def vllm_params(row: Row, drawing: Drawing) -> Any:
 
 
 def sampled(row_id: str, output: Any) -> Sampled:
-    """The result of a row from vLLM's output: the chosen token's number is the log-probability after filters, and the
-    other one beside it, where there is one, that before."""
+    """The result of a row from vLLM's output: the chosen token's logprob is the one after filters; the other entry, if
+    any, is the one before filters."""
     tokens = tuple(int(token) for token in output.token_ids)
     after, before = [], []
     for token, numbers in zip(tokens, output.logprobs or (), strict=True):
@@ -107,7 +107,7 @@ def sampled(row_id: str, output: Any) -> Sampled:
 
 
 def check_sampled(result: Sampled, vocabulary: int, sampler: str) -> Sampled:
-    """The result, unless it cannot be trained on."""
+    """Return the result, or raise an error if a token or log-probability is invalid."""
     odd = next((token for token in result.tokens if not 0 <= token < vocabulary), None)
     numbers = (*result.sample_logp, *result.filtered_logp)
     if odd is not None or not all(math.isfinite(logp) for logp in numbers):
@@ -117,15 +117,15 @@ def check_sampled(result: Sampled, vocabulary: int, sampler: str) -> Sampled:
 
 
 def to_json(rows: Sequence[Row], drawing: Drawing) -> dict[str, Any]:
-    """A request as JSON's data."""
+    """A request as JSON data."""
     return {"rows": [asdict(row) for row in rows], "drawing": asdict(drawing)}
 
 
 def from_json(data: Mapping[str, Any]) -> tuple[list[Row], Drawing]:
-    """A request from JSON's data; anything else is refused."""
+    """Parse a request from JSON data."""
     try:
         rows = [Row(**{**row, "tokens": tuple(map(int, row["tokens"]))}) for row in data["rows"]]
         drawing = data["drawing"]
         return rows, Drawing(**{**drawing, "stop": tuple(drawing["stop"]), "eos_ids": tuple(drawing["eos_ids"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise KeelError(f"a request that cannot be read ({type(error).__name__}: {error})") from error
+        raise KeelError(f"the request cannot be parsed ({type(error).__name__}: {error})") from error

@@ -1,9 +1,8 @@
-"""Keel's own drawing inside vLLM: a logits processor that draws each row's token by Keel's noise.
+"""A logits processor for vLLM that draws each row's token with Keel's noise.
 
-vLLM computes logits; which token they give is a pure function of (seed, attempt, step, problem, sample, position), as
-in the native engine, so that a row drawn again after a crash is the same row. The processor leaves the drawn token as
-the only candidate, with its log-probability after filters as logit, and the one before filters on a neighbour: vLLM
-samples greedily and reports logits as they are.
+The noise is a pure function of (seed, attempt, step, problem, sample, position), as in the native engine, so a row
+sampled again after a crash is the same. The processor keeps only the drawn token, with its log-probability after
+filters as logit, and stores the one before filters on a neighbour token: vLLM samples greedily and reports logits.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from keel.rollout.vllm.rows import EXTRA
 
 
 class _Slot:
-    """A row of the batch: its noise and its parameters."""
+    """A row of the batch: noise and parameters."""
 
     def __init__(self, drawn: dict[str, Any]) -> None:
         self.key, self.start = int(drawn["key"]), int(drawn["start"])
         names = ("temperature", "top_p", "top_k", "min_p")
         self.params = SamplingParams(**{name: drawn[name] for name in names})
         self.vocabulary = int(drawn["vocabulary"])
-        self.tokens: list[int] = []  # vLLM's own list of the completion so far, where it keeps one
-        self.prompt = 0  # tokens of the prompt, where the position is counted from its beginning
+        self.tokens: list[int] = []  # vLLM's list of the tokens so far (V1)
+        self.prompt = 0  # prompt length, if positions include the prompt (V2)
 
 
 def _slot(params: Any) -> _Slot | None:
@@ -37,10 +36,10 @@ def _slot(params: Any) -> _Slot | None:
 
 
 class KeelSampler(LogitsProcessor, LogitsProcessorV2):
-    """Draws for the rows that carry Keel's parameters; others are left alone.
+    """Draws tokens for rows with Keel's parameters; other rows are unchanged.
 
-    vLLM has two model runners with an interface each, and chooses between them itself: V1 (no Triton, as on a CPU)
-    reports how rows move and keeps lists of their tokens, V2 gives each row a slot and its position on the device.
+    vLLM chooses between two model runners: V1 (without Triton, as on a CPU) reports row moves and token lists; V2 gives
+    each row a slot and its position on the device.
     """
 
     def __init__(self, vllm_config: Any, *state: Any) -> None:
@@ -51,7 +50,7 @@ class KeelSampler(LogitsProcessor, LogitsProcessorV2):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """V1: how rows came, went and moved."""
+        """V1: rows added, removed and moved."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -66,7 +65,7 @@ class KeelSampler(LogitsProcessor, LogitsProcessorV2):
             self._put(source, replaced if direction == MoveDirectionality.SWAP else None)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """V2: a request takes a slot, whoever had it before; whether it is drawn here."""
+        """V2: assign a slot to a request; returns whether this processor draws it."""
         slot = _slot(sampling_params)
         self._put(req_idx, slot)
         if slot is not None:
@@ -80,7 +79,7 @@ class KeelSampler(LogitsProcessor, LogitsProcessorV2):
             self.slots[index] = slot
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """`ctx` is V2's: which slot each row has, and the position of the token before the one to draw."""
+        """`ctx` (V2) has each row's slot and the position of its last token."""
         rows = self.slots if ctx is None else dict(enumerate(map(self.slots.get, ctx.idx_mapping_np.tolist())))
         alike: dict[tuple[SamplingParams, int], list[int]] = {}
         for row, slot in rows.items():
@@ -93,21 +92,21 @@ class KeelSampler(LogitsProcessor, LogitsProcessorV2):
             positions = _on_device([slot.start - slot.prompt + len(slot.tokens) for slot in slots], logits)
             if ctx is not None:
                 positions = positions + ctx.pos[index] + 1
-            own = logits[index, :width]  # beyond it vLLM may have padding
+            own = logits[index, :width]  # vLLM may pad the vocabulary
             logits[index] = -torch.inf
             logits[index, :width] = drawn_logits(own, params, keys, positions)
         return logits
 
 
 def _on_device(numbers: list[int], like: Tensor) -> Tensor:
-    """Numbers where a tensor is, without waiting for what the device is doing."""
+    """A tensor on the device of `like`, copied without synchronisation."""
     tensor = torch.tensor(numbers)
     return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
 
 
 def drawn_logits(logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor) -> Tensor:
-    """Logits `[B, V]` of which only the drawn token is left, with log-probability after filters; where that before
-    filters is another number, it stands on the token after it, and is the smaller one."""
+    """Logits `[B, V]` with only the drawn token, at its log-probability after filters; if the one before filters
+    differs (it is smaller), it is stored on the next token."""
     noise = None
     if not params.greedy:
         noise = gumbel(keys, positions, sum(block_shape(logits.shape[-1])))

@@ -1,4 +1,4 @@
-"""The two places where vLLM samples, behind one interface: in this process, or behind a server."""
+"""The interface of vLLM samplers: in this process, or behind a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
 
-_NOT_OF_LOGITS = re.compile(  # names, versions, ids of tokens, and what only training or the caller reads
+_NOT_OF_LOGITS = re.compile(  # config keys that do not affect logits
     r"_.*|architectures|auto_map|dtype|torch_dtype|transformers_version|use_cache|return_dict|output_.*|id2label|"
     r"label2id|problem_type|chunk_size_feed_forward|is_encoder_decoder|initializer_range|summary_.*|.*_token_ids?|"
     r".*dropout.*|.*_pdrop"
@@ -19,14 +19,14 @@ _NOT_OF_LOGITS = re.compile(  # names, versions, ids of tokens, and what only tr
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """What decides logits beside the weights, from a transformers configuration, as JSON has it; its kind first."""
+    """The transformers options that affect logits, as JSON data; model_type first."""
     text = config.get_text_config()
     options = json.loads(json.dumps(text.to_dict(), default=str))
     return {"model_type": text.model_type, **dict(_flat(options))}
 
 
 def first_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first name that two models' facts differ in; a version that lacks an option has it off."""
+    """The first option in which two models differ; a missing option counts as off."""
     return next((name for name in {**own, **theirs} if (own.get(name) or None) != (theirs.get(name) or None)), None)
 
 
@@ -41,43 +41,43 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 class SamplerInfo(NamedTuple):
-    """What a sampler says of itself."""
+    """A sampler's context length and vocabulary size."""
 
     context: int
     vocabulary: int
 
 
 class Sampler:
-    """Rows in, completions out, in the order in which they end; and weights in."""
+    """Samples rows and returns them in the order in which they end; loads weights."""
 
     info: SamplerInfo
-    notes: tuple[str, ...] = ()  # what a run with it should say
-    read_back: int = 0  # tensors that were read back after the last load, and are the policy's
+    notes: tuple[str, ...] = ()  # notes for the run
+    read_back: int = 0  # number of tensors verified after the last load
 
     def start(self, rows: Sequence[Row], drawing: Drawing) -> None:
-        """Begin to sample rows, beside those that run."""
+        """Start sampling rows, in addition to running ones."""
         raise NotImplementedError
 
     def finished(self) -> list[Sampled]:
-        """Rows that have ended since the last call, once there is one."""
+        """Wait for and return rows that ended since the last call."""
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Give up all rows that run."""
+        """Cancel all running rows."""
 
     def interrupt(self) -> None:
-        """Let `finished`, for which another thread waits, raise `Interrupted`, where it can."""
+        """Make `finished` raise `Interrupted` in a waiting thread, if possible."""
 
     def load(self, policy: nn.Module) -> None:
-        """Take over the policy's weights, and prove it."""
+        """Load the policy's weights and verify them."""
         raise NotImplementedError
 
     def sleep(self) -> None:
         """Free memory for the update."""
 
     def events(self) -> list[tuple[str, str]]:
-        """What has happened since the last call: code and message."""
+        """Events since the last call, as (code, message)."""
         return []
 
     def close(self) -> None:
-        """End it."""
+        """Close the sampler."""

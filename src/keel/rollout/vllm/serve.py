@@ -1,4 +1,4 @@
-"""`keel serve`: vLLM behind Keel's routes, in a process of its own."""
+"""`keel serve`: a vLLM server process with Keel's routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params, 
 from keel.rollout.vllm.samplers import model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
-from keel.rollout.vllm.transfer import one_of_workers
+from keel.rollout.vllm.transfer import merge_worker_digests
 
 
 class VllmBackend(Backend):
@@ -33,7 +33,7 @@ class VllmBackend(Backend):
         self.engine, self.facts = engine, {**facts, "tokenizer": vocabulary_digest(tokenizer)}
         self.salt = ""
         self.numbers = itertools.count()
-        self.receiving = False  # within an update of weights that has not ended
+        self.receiving = False  # during an unfinished weight update
 
     @classmethod
     async def start(
@@ -53,7 +53,7 @@ class VllmBackend(Backend):
             "dtype": str(config.dtype),
             "context": config.max_model_len,
             "max_lora_rank": arguments.get("max_lora_rank", 0),
-            "model": model_facts(AutoConfig.from_pretrained(folder)),  # vLLM changes its own
+            "model": model_facts(AutoConfig.from_pretrained(folder)),  # vLLM modifies its config
             "transfer": options.transfer,
             "devices": await engine.collective_rpc("keel_device"),
         }
@@ -70,9 +70,9 @@ class VllmBackend(Backend):
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
         prompt, request = vllm_prompt(row, self.salt), f"{next(self.numbers)}"
         results = self.engine.generate(prompt, vllm_params(row, drawing), request, lora_request=self.adapter)
-        outputs = [output async for output in results]  # the last alone is asked for
+        outputs = [output async for output in results]  # only the final output is requested
         if not outputs:
-            raise KeelError("vLLM returned nothing for a row")
+            raise KeelError("vLLM returned no output for a row")
         return sampled(row.id, outputs[-1].outputs[0])
 
     async def load(self, folder: Path, adapter: bool) -> None:
@@ -89,9 +89,9 @@ class VllmBackend(Backend):
     async def transfer(self, step: str, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        if self.receiving and step in ("init", "start"):  # of a sender that was lost
+        if self.receiving and step in ("init", "start"):  # left by a lost sender
             self.receiving = False
-            with suppress(Exception):  # vLLM may have ended it itself
+            with suppress(Exception):  # vLLM may have ended it
                 await self.engine.finish_weight_update()
         if step == "init":
             await self.engine.shutdown_weight_transfer_engine()
@@ -110,7 +110,7 @@ class VllmBackend(Backend):
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
         call = ("keel_digests", ()) if ranks is None else ("keel_adapter", (1, ranks))
         workers = await self.engine.collective_rpc(call[0], args=call[1])
-        return one_of_workers(workers)
+        return merge_worker_digests(workers)
 
     async def alive(self) -> None:
         await self.engine.collective_rpc("keel_alive", timeout=60)
@@ -131,7 +131,7 @@ def serve(
     max_lora_rank: int,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until a signal; `ready` is told the address once requests are taken."""
+    """Serve until a signal; `ready` is called with the address when the server accepts requests."""
     import asyncio
 
     if options.transfer == "nccl":
@@ -153,7 +153,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    _listening(host, port).close()  # known before vLLM starts, whose processes must not inherit it
+    _bind(host, port).close()  # check the port before vLLM starts; its processes must not inherit the socket
     try:
         backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
     except KeelError:
@@ -162,11 +162,11 @@ async def _serve(
         raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
-        with _listening(host, port) as listener, _signals_return():
+        with _bind(host, port) as listener, _signals_return():
             server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
             service.on_end = partial(setattr, server, "should_exit", True)
-            await announced(server, listener, ready)
-        if service.ended:  # so that whatever watches over this process starts it again
+            await serve_and_announce(server, listener, ready)
+        if service.ended:  # a failing exit status, so that a supervisor restarts this process
             raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
         await service.close()
@@ -174,7 +174,7 @@ async def _serve(
 
 @contextmanager
 def _signals_return() -> Iterator[None]:
-    """uvicorn raises the signal that ended it once more: here that returns, so that vLLM's processes are ended too."""
+    """Ignore the signal that uvicorn raises again at its end, so that vLLM's processes are shut down."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -183,8 +183,8 @@ def _signals_return() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket that is bound; an address that cannot be had is one line."""
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind a socket; raises a KeelError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -194,8 +194,8 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-async def announced(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serve, and say so once requests are taken."""
+async def serve_and_announce(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serve, and call `ready` when requests are accepted."""
     import asyncio
 
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -1,6 +1,6 @@
-"""A sampler behind HTTP: generate, and weights under a shared secret. JSON and safetensors only, nothing is unpickled.
+"""The HTTP service of a sampler: generation and weight updates, with a shared secret. JSON and safetensors only.
 
-The routes know nothing of vLLM: what samples is a `Backend`.
+The routes do not depend on vLLM: a `Backend` samples.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from starlette.routing import Route
 
 from keel.base.errors import KeelError, first_line
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
-from keel.rollout.vllm.transfer import own_folder
+from keel.rollout.vllm.transfer import process_folder
 
-BUSY_S = 10.0  # that a sync waits for rows of another training
+BUSY_TIMEOUT_S = 10.0  # that a sync waits for rows of another training run
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
-STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that vLLM would fetch or unpickle
+STEPS = {  # steps of an NCCL transfer and their allowed keys: nothing that vLLM would fetch or unpickle
     "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
     | {"packed_num_buffers"},
     "start": set(),
@@ -42,12 +42,12 @@ STEPS = {  # of a transfer from GPU to GPU, and what each may say: nothing that 
 
 
 class Backend:
-    """What samples behind the routes."""
+    """The sampler behind the routes."""
 
-    adapter: Any = None  # that rows are sampled with
+    adapter: Any = None  # the adapter in use
 
     def status(self) -> dict[str, Any]:
-        """What the model is: see `client._STATUS`."""
+        """The model's properties: see `client._STATUS`."""
         raise NotImplementedError
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
@@ -55,11 +55,11 @@ class Backend:
         raise NotImplementedError
 
     async def load(self, folder: Path, adapter: bool) -> None:
-        """Take over the weights, or the adapter, that lie in a folder."""
+        """Load the weights, or the adapter, from a folder."""
         raise NotImplementedError
 
     async def transfer(self, step: str, info: dict[str, Any]) -> None:
-        """A step of a transfer from GPU to GPU: init once, then start, update and finish."""
+        """A step of an NCCL transfer: init once, then start, update and finish."""
         raise NotImplementedError
 
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
@@ -67,31 +67,31 @@ class Backend:
         raise NotImplementedError
 
     async def alive(self) -> None:
-        """Return once it has done something; raise where it is gone."""
+        """Check that the backend responds; raise if it does not."""
 
     async def close(self) -> None:
-        """End it."""
+        """Close the backend."""
 
 
-class Busy(Exception):
-    """Rows of another training run."""
+class ServerBusy(Exception):
+    """Rows of another training run are being sampled."""
 
 
 class Service:
-    """The routes around a backend. `weights` is the sync that it samples with: rows of another are refused.
+    """The routes of a backend. `weights` is the id of the loaded sync; requests for another sync are refused.
 
-    Each change of weights begins an epoch: rows of an older one are given up, and never answered as the new weights'.
+    Each change of weights starts an epoch; running rows of an older epoch are cancelled.
     """
 
     def __init__(self, backend: Backend, secret: str) -> None:
         self.backend, self.secret = backend, secret
         self.boot, self.weights, self.received = secrets.token_hex(8), "", ""
-        self.folder = own_folder("serve")
+        self.folder = process_folder("serve")
         self.loading, self.epoch = asyncio.Lock(), 0
-        self.streams: dict[object, str] = {}  # rows that run, and which training's they are
+        self.streams: dict[object, str] = {}  # running requests and their training id
         self.arriving = Counter[str]()  # open PUTs by sync
         self.work = set[asyncio.Task[tuple[dict[str, Any], int]]]()
-        self.ended = ""  # what the backend died of
+        self.ended = ""  # why the backend died
         self.on_end: Callable[[], None] = lambda: None
 
     def app(self) -> Starlette:
@@ -110,14 +110,14 @@ class Service:
         return app
 
     async def close(self) -> None:
-        """End the backend, and remove what was received."""
+        """Close the backend and remove received files."""
         await self.backend.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _guard(self, request: Request, call_next: Any) -> Response:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if request.url.path != "/health" and not secrets.compare_digest(given.encode(), self.secret.encode()):
-            return JSONResponse({"error": "the secret is missing or another one"}, 401)
+            return JSONResponse({"error": "the secret is missing or does not match"}, 401)
         try:
             response: Response = await call_next(request)
         except Exception as error:
@@ -138,20 +138,20 @@ class Service:
             return JSONResponse({"error": str(error)}, 400)
         if not self.weights or data.get("weights") != self.weights:
             loading = self.loading.locked()
-            reason = "weights are being loaded" if loading else "these are other weights"
+            reason = "weights are being loaded" if loading else "the server has other weights"
             return JSONResponse({"error": reason, "loading": loading}, 409)
         lines = self._lines(rows, drawing, self.epoch, request.headers.get(TRAINING, ""))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _lines(self, rows: list[Row], drawing: Drawing, epoch: int, training: str) -> AsyncIterator[str]:
-        """A line for each row as it ends; an empty one at every heartbeat, so that silence means something."""
+        """A line for each finished row, and an empty line as heartbeat."""
         stream = object()
         tasks = set[asyncio.Task[Sampled]]()
         try:
             self.streams[stream] = training
             self._check_epoch(epoch)
             tasks = {asyncio.ensure_future(self.backend.generate(row, drawing)) for row in rows}
-            for task in tasks:  # of several that fail one is told
+            for task in tasks:  # only one of several errors is reported
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
             while tasks:
                 done, tasks = await asyncio.wait(tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -171,20 +171,20 @@ class Service:
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            raise KeelError("other weights were loaded while these rows ran")
+            raise KeelError("other weights were loaded while these rows were running")
 
     async def _begin(self, training: str) -> None:
-        """Begin to change the weights: half loaded is nothing. Rows of another training may end first."""
-        end = time.monotonic() + BUSY_S
+        """Start a change of weights, after rows of another training have ended."""
+        end = time.monotonic() + BUSY_TIMEOUT_S
         while any(owner != training for owner in self.streams.values()):
             if time.monotonic() >= end:
-                raise Busy("it is busy: another training uses this server")
+                raise ServerBusy("it is busy: another training uses this server")
             await asyncio.sleep(0.05)
         self.epoch += 1
         self.weights = ""
 
     async def _answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        """The answer of work that goes on whoever listens; what takes longer sends heartbeats first, as whitespace."""
+        """Answer with the result of `work`, which continues if the client disconnects; newlines are heartbeats."""
         task = asyncio.ensure_future(self._outcome(work))
         self.work.add(task)
         task.add_done_callback(self.work.discard)
@@ -192,27 +192,27 @@ class Service:
         if task.done():
             return JSONResponse(*task.result())
 
-        async def beats() -> AsyncIterator[str]:
+        async def heartbeats() -> AsyncIterator[str]:
             while not task.done():
                 yield "\n"
                 await asyncio.wait({task}, timeout=HEARTBEAT_S)
             data, code = task.result()
             yield json.dumps({**data, "code": code})
 
-        return StreamingResponse(beats(), media_type="application/json")
+        return StreamingResponse(heartbeats(), media_type="application/json")
 
     async def _outcome(self, work: Coroutine[Any, Any, dict[str, Any]]) -> tuple[dict[str, Any], int]:
-        """What is answered, and the status: 503 where the backend has died of it."""
+        """The result and HTTP status of `work`; 503 if the backend has died."""
         try:
             return await work, 200
-        except Busy as error:
+        except ServerBusy as error:
             return {"error": str(error), "busy": True}, 409
         except Exception as error:
             await self._check_backend()
             return {"error": f"{type(error).__name__}: {error}"}, 503 if self.ended else 422
 
     async def _check_backend(self) -> None:
-        """End with a backend that has died: a server that only answers for it would never be started again."""
+        """Stop the server if the backend has died, so that a supervisor restarts it."""
         try:
             await self.backend.alive()
         except Exception as error:
@@ -222,13 +222,14 @@ class Service:
     async def _put(self, request: Request) -> Response:
         sync, name = request.path_params["sync"], request.path_params["name"]
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not _FILE.fullmatch(name):
-            return JSONResponse({"error": f"no file of this name is taken: {name}"}, 400)
+            return JSONResponse({"error": f"invalid file name: {name}"}, 400)
         folder = self.folder / sync
         self.arriving[sync] += 1
         try:
             self._sweep(sync, self.weights)
             folder.mkdir(exist_ok=True)
-            digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"  # others may send the same
+            # A unique name, because other processes may upload the same file.
+            digest, incoming = hashlib.sha256(), folder / f"{secrets.token_hex(8)}.part"
             with incoming.open("wb") as file:
                 async for chunk in request.stream():
                     digest.update(chunk)
@@ -239,36 +240,36 @@ class Service:
         return JSONResponse({"sha256": digest.hexdigest()})
 
     def _sweep(self, *keep: str) -> None:
-        """Remove the files of syncs that are over or were given up, unless they are arriving."""
+        """Remove the files of old syncs, unless they are being uploaded."""
         for folder in self.folder.iterdir():
             if folder.name not in keep and not self.arriving[folder.name]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _commit(self, request: Request) -> Response:
-        """Load what was put, and answer with the digests of what is then in effect."""
+        """Load the uploaded weights, and answer with the digests of the weights in effect."""
         sync, data = request.path_params["sync"], await request.json()
         known = (self.folder / sync).is_dir() or sync in (self.weights, self.received)
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or not known:
-            return JSONResponse({"error": "no weights were put for this sync"}, 400)
+            return JSONResponse({"error": "no weights were uploaded for this sync"}, 400)
         return await self._answer(self._load(sync, data.get("ranks"), request.headers.get(TRAINING, "")))
 
     async def _load(self, sync: str, ranks: dict[str, int] | None, training: str) -> dict[str, Any]:
         async with self.loading:
-            if sync != self.weights:  # another process of the same training may have been first
+            if sync != self.weights:  # another process of this training may have loaded it
                 await self._begin(training)
                 if sync != self.received:
                     await self.backend.load(self.folder / sync, ranks is not None)
             digests = await self.backend.digests(ranks)
             self.weights = sync
-            self._sweep(*([] if ranks is None else [sync]))  # vLLM reads an adapter's files again when it needs them
+            self._sweep(*([] if ranks is None else [sync]))  # vLLM may read an adapter's files again
         return {"digests": digests, "adapter": self.backend.adapter is not None}
 
     async def _transfer(self, request: Request) -> Response:
-        """A step of a transfer from GPU to GPU; what was received is in effect once it is committed."""
+        """A step of an NCCL transfer; the received weights take effect when committed."""
         sync, step = request.path_params["sync"], request.path_params["step"]
         info = await request.json()
         if not re.fullmatch(r"[0-9a-f]{1,64}", sync) or step not in STEPS or not set(info) <= STEPS[step]:
-            return JSONResponse({"error": f"no step of a transfer: {step}"}, 400)
+            return JSONResponse({"error": f"invalid transfer step: {step}"}, 400)
         return await self._answer(self._receive(sync, step, info, request.headers.get(TRAINING, "")))
 
     async def _receive(self, sync: str, step: str, info: dict[str, Any], training: str) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class Service:
         return {"step": step}
 
     async def _digests(self, request: Request) -> Response:
-        """The digests of the weights in effect now."""
+        """The digests of the weights in effect."""
         ranks = (await request.json()).get("ranks")
 
         async def digests() -> dict[str, Any]:

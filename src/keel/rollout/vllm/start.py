@@ -1,4 +1,4 @@
-"""How vLLM is imported and with which arguments it starts, in this process and behind a server alike."""
+"""Import vLLM and build its arguments, for this process and for servers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from keel.base.errors import KeelError, first_line
 from keel.rollout.options import VllmOptions
 
-KV_CACHE_GIB = "1"  # on a CPU, where vLLM takes memory by this and not by a share of it
+KV_CACHE_GIB = "1"  # on a CPU, where vLLM needs a size instead of a share of memory
 
 
-COLOCATED_SHARE = 0.3  # of a GPU that the training uses too
+COLOCATED_SHARE = 0.3  # default share of a GPU that is also used for training
 
 
 def import_vllm(*, in_process: bool, cuda: bool) -> Any:
-    """vLLM, with what must be said before its import; one line where it is not installed."""
+    """Import vLLM after setting its environment variables; raises a KeelError if it is not installed."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
-    if cuda:  # to vLLM all rows are greedy: its fused sampler is never used, and need not be there
+    if cuda:  # all rows are greedy for vLLM, so its fused sampler is not needed
         device = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:
         device = {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -46,8 +46,8 @@ def engine_arguments(
     max_lora_rank: int,
     cuda: bool,
 ) -> dict[str, Any]:
-    """vLLM's own arguments: Keel's drawing and worker methods, logits as they are, and `rollout.vllm`."""
-    if max_lora_rank and options.tensor_parallel_size > 1:  # it holds slices, which no digest of the policy's is of
+    """vLLM's arguments: Keel's logits processor and worker extension, raw logits, and `rollout.vllm`."""
+    if max_lora_rank and options.tensor_parallel_size > 1:  # sharded adapters have no matching digests
         raise KeelError(
             "adapters (--max-lora-rank) cannot be read back from a model on several GPUs (--tensor-parallel-size "
             f"{options.tensor_parallel_size}): leave one of the two out"
@@ -67,20 +67,20 @@ def engine_arguments(
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "enforce_eager": not (cuda and options.cuda_graphs),  # on a CPU compiling takes longer than it saves
+        "enforce_eager": not (cuda and options.cuda_graphs),  # compilation does not pay off on a CPU
         **lora,
         **transfer,
     }
 
 
 def start_error(error: Exception, share: str) -> KeelError:
-    """One line for a vLLM that does not start; where memory is short, with the setting that decides its share."""
+    """The error of a vLLM that does not start; if memory is short, with the setting of its share."""
     line = first_line(error)
     return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 
 
 def _lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for."""
+    """The smallest supported rank of vLLM that is at least `rank`."""
     sizes = (8, 16, 32, 64, 128, 256, 320, 512)
     if rank > sizes[-1]:
         raise KeelError(f"an adapter of rank {rank}: vLLM takes them up to rank {sizes[-1]}")

@@ -1,4 +1,4 @@
-"""Weights on their way to a sampler: names as in a checkpoint, safetensors files, digests of what must arrive."""
+"""Transfer weights to a sampler: checkpoint names, safetensors files, and digests to verify them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from keel.base.errors import KeelError
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
-from keel.models.sharding import whole
-from keel.rollout.engine import OtherModel, StaleWeights
+from keel.models.sharding import full_tensor
+from keel.rollout.engine import ModelMismatch, StaleWeights
 
-SHARD_BYTES = 2**30  # of one file on its way
+SHARD_BYTES = 2**30  # size of one file
 
 
-def own_folder(kind: str) -> Path:
-    """A temporary folder of this process; those that processes which were killed have left are removed."""
-    namespace = Path("/proc/self/ns/pid")  # numbers of processes are those of a machine, or of a container on it
+def process_folder(kind: str) -> Path:
+    """A temporary folder of this process; folders of killed processes are removed."""
+    namespace = Path("/proc/self/ns/pid")  # process ids are unique per machine and PID namespace
     where = f"{platform.node()}-{namespace.stat().st_ino if namespace.exists() else 0}"
     prefix = f"keel-{kind}-{where}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(prefix)}*"):
@@ -49,7 +49,7 @@ def _runs(process: int) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint, or `size` of its rows (`dim` 0) or columns (1) from `start` on."""
+    """A checkpoint tensor, or `size` of its rows (`dim` 0) or columns (`dim` 1) from `start` on."""
 
     name: str
     dim: int | None = None
@@ -74,20 +74,20 @@ class Part:
 
 
 def checkpoint_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The policy's base weights in the sampler's type, under the names of a checkpoint, whole. All processes iterate.
+    """The policy's unsharded base weights in the sampler's dtype, by checkpoint names. All processes must iterate.
 
-    Tied weights come once. Models whose checkpoints are laid out otherwise than the model itself are refused.
+    Tied weights come once. Models whose checkpoint layout differs from the model are refused.
     """
     inner: Any = causal_lm(policy)
     for name, parameter in inner.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
-        value = whole(parameter.detach())
+        value = full_tensor(parameter.detach())
         yield name.replace(".base_layer.", "."), value.to(dtype) if value.is_floating_point() else value
 
 
 def tied_names(policy: nn.Module) -> dict[str, str]:
-    """The further names of weights that have several, and the one that they are sent under."""
+    """Alternative names of tied weights, mapped to the name that is sent."""
     everything = causal_lm(policy).named_parameters(remove_duplicate=False)
     named = [(name.replace(".base_layer.", "."), id(parameter)) for name, parameter in everything]
     first: dict[int, str] = {}
@@ -125,8 +125,8 @@ def read_weights(source: str) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def one_of_workers(workers: Iterable[dict[str, str]]) -> dict[str, str]:
-    """The digests of all workers together; those that hold the same part must agree."""
+def merge_worker_digests(workers: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Merge the digests of all workers; equal parts must have equal digests."""
     digests: dict[str, str] = {}
     for worker in workers:
         if other := next((part for part in worker if digests.get(part, worker[part]) != worker[part]), None):
@@ -136,7 +136,7 @@ def one_of_workers(workers: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 def check_buffers(policy: nn.Module) -> None:
-    """Refuse a model with state beside its parameters: it is neither sent nor read back."""
+    """Refuse a model with persistent buffers, which are neither sent nor read back."""
     for path, module in causal_lm(policy).named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -151,7 +151,7 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
     foreign = sorted(set(held) - set(expected))
     missing = foreign or sorted(set(expected) - set(held))
     if missing:
-        raise (OtherModel if foreign or not sent else StaleWeights)(
+        raise (ModelMismatch if foreign or not sent else StaleWeights)(
             f"{sampler} holds other tensors than the policy, such as {missing[0]}: it cannot be shown that it samples "
             "from the policy; start it on this model"
         )
@@ -164,7 +164,7 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
             f"{sampler} does not hold the policy's weights after they were sent: {differ}; its samples would be of "
             "another policy"
         )
-    raise OtherModel(
+    raise ModelMismatch(
         f"{sampler} serves another model than the one under the policy's adapter: {differ}; start it on the run's model"
     )
 
@@ -211,13 +211,13 @@ def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
     matrices: dict[str, tuple[Tensor, Tensor]] = {}
     for path, module in causal_lm(policy).named_modules():
         if name in getattr(module, "lora_A", {}):
-            a, b = (whole(getattr(module, kind)[name].weight.detach()).to(dtype) for kind in ("lora_A", "lora_B"))
+            a, b = (full_tensor(getattr(module, kind)[name].weight.detach()).to(dtype) for kind in ("lora_A", "lora_B"))
             matrices[path] = (a, b if module.scaling[name] == 1 else b * module.scaling[name])
     return Adapter(name, matrices)
 
 
-class Held:
-    """The parts that a sampler holds, and the digests they must have: made of the weights that pass by to it."""
+class PartDigests:
+    """The digests that a sampler's parts must have, recorded from the weights sent to it."""
 
     def __init__(self, parts: Iterable[str], policy: nn.Module) -> None:
         tied = tied_names(policy)
@@ -227,11 +227,11 @@ class Held:
         self.digests: dict[str, str] = {}
 
     def reset(self) -> None:
-        """Forget the digests of the last weights."""
+        """Reset the digests."""
         self.digests = {}
 
-    def pass_by(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, noted; one that no part is of is noted too, under its own name."""
+    def recorded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors and record the digests of their parts; tensors without a part under their own name."""
         for name, tensor in named:
             for part in self._by_name.get(name, [Part(name)]):
                 self.digests[str(part)] = part.digest(part.of(tensor))

@@ -1,8 +1,8 @@
-"""What a vLLM worker does for Keel: load weights, and tell what it really multiplies by.
+"""The worker extension of vLLM: load weights, and compute digests of the weights in effect.
 
-`KeelWorker` is mixed into vLLM's worker class (`worker_extension_cls`). Digests are of the weights in effect, under
-the names that a checkpoint has: joined projections are taken apart again, padding is left out, and a weight that the
-kernels have packed into a form of their own is read through the layer itself, by the identity.
+`KeelWorker` is mixed into vLLM's worker class (`worker_extension_cls`). Digests use checkpoint names: joined
+projections are split, padding is excluded, and weights that a kernel has packed are read by applying the layer to the
+identity matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeelWorker:
     device: torch.device
 
     def keel_load(self, weights: Any) -> None:
-        """Take over weights under a checkpoint's names: a folder of safetensors files, or pairs of name and tensor."""
+        """Load weights by checkpoint names: a folder of safetensors files, or (name, tensor) pairs."""
         named = read_weights(weights) if isinstance(weights, str) else weights
         self.reload_weights(weights_iterator=iter(named))
         for module in self.model_runner.get_model().modules():
@@ -46,19 +46,19 @@ class KeelWorker:
         """Answer."""
 
     def keel_watch(self, server: int) -> None:
-        """End with the server's process, and vLLM's between them too: its kill -9 would leave them on the GPU."""
+        """End this worker and vLLM's parent process when the server dies, to free the GPU."""
         Thread(target=_watch, args=(server,), name="keel-server-watch", daemon=True).start()
 
     def keel_parts(self) -> list[str]:
-        """Which weights this worker holds, as parts of a checkpoint's tensors."""
+        """The parts of checkpoint tensors that this worker holds."""
         return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
 
     def keel_dtype(self) -> str:
-        """The type of its weights, such as `bfloat16`."""
+        """The dtype of its weights, such as `bfloat16`."""
         return str(next(self.model_runner.get_model().parameters()).dtype).removeprefix("torch.")
 
     def keel_digests(self) -> dict[str, str]:
-        """The digest of each of them, as it is in effect now, in `keel_dtype` where a tensor has a type of its own."""
+        """The digest of each part in effect, cast to `keel_dtype` where a tensor has another floating-point type."""
         dtype: torch.dtype = getattr(torch, self.keel_dtype())
 
         def cast(value: Tensor) -> Tensor:
@@ -67,10 +67,9 @@ class KeelWorker:
         return {str(part): part.digest(cast(tensor())) for part, tensor in held_weights(self.model_runner.get_model())}
 
     def keel_adapter(self, adapter: int, ranks: dict[str, int]) -> dict[str, str]:
-        """The digests of the adapter's matrices in its slot, by the layer's name in a checkpoint, each of its rank.
+        """The digests of the adapter's matrices in its slot, by the layer's checkpoint name, each cut to its rank.
 
-        A layer without a rank has none of the adapter, and what lies beyond a rank is 0; one where that is not so is
-        reported as such.
+        Matrices must be 0 beyond a layer's rank (0 for layers without an adapter); others get an invalid digest.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         if adapter not in manager.lora_index_to_id:
@@ -97,9 +96,9 @@ def _watch(server: int) -> None:
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[Part, Any]]:
-    """The parts of a checkpoint's tensors that a worker holds, each with what reads it."""
+    """The parts of checkpoint tensors that a worker holds, each with a function that reads it."""
     joined = getattr(model, "packed_modules_mapping", {})
-    seen: set[int] = set()  # tied weights come once, unless a layer multiplies by a form of its own
+    seen: set[int] = set()  # tied weights come once, unless a layer has packed its copy
     for path, module in model.named_modules():
         path = path.replace(".base_layer", "")
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -117,14 +116,14 @@ def _parts(module: nn.Module, leaf: str, parameter: Tensor, names: list[str]) ->
     def read() -> Tensor:
         return packed_weight(module) if leaf == "weight" and _has_packed(module) else parameter
 
-    if len(names) > 1:  # projections that lie below each other in one matrix
+    if len(names) > 1:  # projections stacked in one matrix
         sizes = [size // ranks for size in module.output_sizes]  # type: ignore[union-attr]
         replicas = getattr(module, "num_kv_head_replicas", 1)
         for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
             first, shard = sum(sizes[:index]), rank // replicas if index else rank
             part = Part(name) if ranks == 1 else Part(name, 0, shard * size, size)
             yield part, lambda first=first, size=size: read()[first : first + size]
-    elif hasattr(module, "shard_indices"):  # a vocabulary, padded
+    elif hasattr(module, "shard_indices"):  # a padded vocabulary
         shard = module.shard_indices
         count: int = shard.num_org_elements  # type: ignore[union-attr, assignment]
         part = Part(names[0]) if ranks == 1 else Part(names[0], 0, shard.org_vocab_start_index, count)  # type: ignore
@@ -142,7 +141,7 @@ def _parts(module: nn.Module, leaf: str, parameter: Tensor, names: list[str]) ->
 
 
 def _has_packed(module: nn.Module) -> bool:
-    """Whether the kernels hold the weight in a form of their own; an embedding is looked up in the weight itself."""
+    """Whether a kernel holds a packed form of the weight; embeddings read the weight itself."""
     if not hasattr(module, "cpu_linear"):
         return False
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -156,7 +155,7 @@ def _splits_input(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def packed_weight(module: Any) -> Tensor:
-    """The matrix `[out, in]` that a linear layer multiplies by: what it makes of the identity, exactly."""
+    """The matrix `[out, in]` that a linear layer applies, read exactly from its output for the identity."""
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     width = int(next(getattr(module, size) for size in sizes if hasattr(module, size)))
     weight = next(module.parameters())
@@ -171,7 +170,7 @@ def packed_weight(module: Any) -> Tensor:
 
 
 def held_adapter(model: nn.Module, slot: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each layer's A and B in an adapter's slot, padded with zeros; B has the scaling in it."""
+    """Each layer's A and B in an adapter's slot, padded with zeros; B includes the scaling."""
     joined = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
         if not hasattr(module, "lora_a_stacked"):
@@ -179,7 +178,7 @@ def held_adapter(model: nn.Module, slot: int) -> Iterator[tuple[str, Tensor, Ten
         prefix, _, name = path.rpartition(".")
         names = [f"{prefix}.{part}" for part in joined.get(name, ())] or [path]
         both: Any = (module.lora_a_stacked, module.lora_b_stacked)
-        if isinstance(both[0], Tensor):  # of a vocabulary, laid out in another way
+        if isinstance(both[0], Tensor):  # vocabulary layers have another layout
             yield path, both[0][slot].flatten(1), both[1][slot].flatten(1)
             continue
         yield from ((layer, a[slot, 0], b[slot, 0]) for layer, a, b in zip(names, *both, strict=True))

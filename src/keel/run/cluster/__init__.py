@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster: where processes are placed, how they are followed, what is started again."""
+"""Runs on a Ray cluster: placement, supervision and restarts of processes."""

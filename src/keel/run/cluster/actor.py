@@ -1,4 +1,4 @@
-"""One process on a node of the cluster, as an actor starts, follows and signals it. It ends when the actor does."""
+"""A Ray actor that starts, follows and signals one process on its node. The process ends with the actor."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 CHILD = "keel.run.cluster.child"
-LOOK_S = 0.2
-DRAIN_S = 2.0  # for the last lines of a process that has ended; what it started may hold its pipes
+POLL_S = 0.2
+DRAIN_S = 2.0  # to read the last lines of an ended process; its children may keep the pipes open
 
 
 class Output(NamedTuple):
-    """What a process wrote to a stream ("stdout" or "stderr")."""
+    """Output of a process on a stream ("stdout" or "stderr")."""
 
     stream: str
     text: str
 
 
 class ProcessActor:
-    """Runs `keel ARGUMENTS` on its node; what is written goes to Ray's own logs of this actor too.
+    """Runs `keel ARGUMENTS` on its node; output also goes to Ray's log of this actor.
 
-    What the node's environment lacks is taken from `defaults`; `folder` is where the process starts.
+    `defaults` are environment variables used if the node does not set them; `folder` is the working directory.
     """
 
     def __init__(self, defaults: Mapping[str, str], folder: str) -> None:
@@ -40,24 +40,24 @@ class ProcessActor:
         self._cwd = folder
 
     def free_port(self, host: str) -> int:
-        """A port of this node that nobody listens on."""
+        """A free port of this node."""
         with socket.socket() as listener:
             listener.bind((host, 0))
             return int(listener.getsockname()[1])
 
     def devices(self) -> str:
-        """The GPUs that Ray has given to this actor, as CUDA_VISIBLE_DEVICES."""
+        """The GPUs of this actor, as CUDA_VISIBLE_DEVICES."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def write(self, name: str, text: str) -> str:
-        """A file on this node that only its owner reads, and that goes with the actor; returns its path."""
+        """Write a private file on this node, removed with the actor; returns its path."""
         self._folder = tempfile.TemporaryDirectory(prefix="keel-ray-")
         path = Path(self._folder.name) / name
         path.write_text(text, encoding="utf-8")
         return str(path)
 
     def start(self, python: str | None, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the process, in a session of its own: a Ctrl-C of the terminal is not for it."""
+        """Start the process in its own session, so that Ctrl-C in a terminal does not reach it."""
         self._process = subprocess.Popen(
             [python or sys.executable, "-m", CHILD, *arguments],
             stdin=subprocess.PIPE,
@@ -71,25 +71,25 @@ class ProcessActor:
         threading.Thread(target=_watch, args=(self._process, self._events), daemon=True).start()
 
     def follow(self) -> Output | int:
-        """What comes next, once there is something: output, or at the end the exit status (-9 of kill -9)."""
+        """Wait for the next output, or at the end the exit status (-9 after kill -9)."""
         return self._events.get()
 
     def serving(self, host: str, port: int) -> bool:
-        """Wait until the process listens; False where it has ended before."""
+        """Wait until the process listens; False if it ended before."""
         while self._process.poll() is None:
-            with suppress(OSError), socket.create_connection((host, port), timeout=LOOK_S):
+            with suppress(OSError), socket.create_connection((host, port), timeout=POLL_S):
                 return True
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return False
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it still runs."""
+        """Send a signal to the process if it is running."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
 
 def _watch(process: subprocess.Popen[bytes], events: queue.Queue[Output | int]) -> None:
-    """Pass on what a process writes, then its status; what it has left behind is ended with it."""
+    """Queue a process's output, then its status; kill its remaining children."""
     assert process.stdout is not None
     assert process.stderr is not None
     streams = {"stdout": (process.stdout, sys.stdout), "stderr": (process.stderr, sys.stderr)}

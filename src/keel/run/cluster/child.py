@@ -1,4 +1,4 @@
-"""`python -m keel.run.cluster.child ARGUMENTS`: `keel ARGUMENTS` until the actor that started it ends."""
+"""`python -m keel.run.cluster.child ARGUMENTS`: run `keel ARGUMENTS`, ending with the parent actor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import runpy
 import signal
 import threading
 
-from keel.base.alive import end_with_parent
+from keel.base.watchdog import exit_with_parent
 
 
 def main() -> None:
-    """Watch the actor, then import what takes seconds. Ray's workers block SIGINT, and so would this process."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    """Watch the actor, then run keel. SIGINT is unblocked, because Ray's workers block it."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     runpy.run_module("keel", run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""Where trainers and samplers lie on the cluster: one placement group for all of them, or one line why not."""
+"""Place trainers and samplers on the cluster in one placement group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.config.schema import Config
 from keel.run.cluster.actor import ProcessActor
 from keel.trainer.options import RayOptions
 
-WAIT_S = 30  # for resources that others hold
+WAIT_S = 30  # for resources that are in use
 LOOPBACK = "127.0.0.1"
 ADVICE = (
     "ask for less (ray.trainers, ray.samplers, ray.trainer_cpus, ray.sampler_cpus, model.device=cpu), or name a larger "
@@ -22,11 +22,11 @@ Bundle = Mapping[str, float]
 
 
 class ActorLost(Exception):
-    """An actor has died, or its node."""
+    """An actor or its node has died."""
 
 
 class Placement(NamedTuple):
-    """What was reserved: a bundle a process, first the trainers' and then the samplers', and the node of each."""
+    """The reserved bundles, one per process (trainers, then samplers), and the node address of each."""
 
     ray: Any
     group: Any
@@ -35,11 +35,11 @@ class Placement(NamedTuple):
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Where each process is reached: on loopback while all lie on one node."""
+        """The host of each process: loopback if all are on one node."""
         return [LOOPBACK] * len(self.addresses) if len(set(self.addresses)) == 1 else self.addresses
 
     def actor(self, index: int) -> Any:
-        """A new actor in a bundle; its calls run side by side."""
+        """Create an actor in a bundle; its calls run concurrently."""
         in_bundle = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         strategy = in_bundle(self.group, placement_group_bundle_index=index)
         bundle = self.bundles[index]
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
             return self.ray.get(method.remote(*arguments))
         except self.ray.exceptions.RayActorError as error:
             raise ActorLost from error
-        except OSError as error:  # of a start, as Ray passes it on
+        except OSError as error:  # raised by `start` in the actor
             reason = getattr(error, "cause", error)
             raise KeelError(
                 f"Ray's node cannot start a process: {reason}; every node needs the interpreter and the folder of this "
@@ -62,7 +62,7 @@ class Placement(NamedTuple):
 
 
 def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]) -> Sequence[Bundle]:
-    """What each process needs. GPUs are asked for where the configuration names them or the cluster has some."""
+    """Resources of each process. GPUs are requested if the configuration names them or the cluster has any."""
     device = config.model.device
     cuda = device.startswith("cuda") or (device != "cpu" and cluster.get("GPU", 0) > 0)
     trainer, sampler = {"CPU": options.trainer_cpus}, {"CPU": options.sampler_cpus}
@@ -72,7 +72,7 @@ def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]
 
 
 def place(ray: Any, bundles: Sequence[Bundle]) -> Placement:
-    """Reserve all bundles, on as few nodes as possible; what the cluster cannot give is refused."""
+    """Reserve all bundles on as few nodes as possible, or raise an error."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     total = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
     cluster = ray.cluster_resources()

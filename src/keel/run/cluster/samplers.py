@@ -1,4 +1,4 @@
-"""vLLM servers on the cluster. One that is lost is started again at its address, where the trainers look for it."""
+"""vLLM servers on the cluster. A lost server is restarted at the same address."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keel.run.cluster.actor import Output
 from keel.run.cluster.placement import ActorLost, Placement
 from keel.trainer.options import RayOptions
 
-STOP_S = 10.0  # for a server to end
-TAIL = 4096  # characters of its errors that are held
+STOP_S = 10.0  # to wait for a server to end
+STDERR_TAIL = 4096  # characters of stderr that are kept
 
 
 @contextmanager
 def serving(placement: Placement, config: Config, options: RayOptions, secret: str) -> Iterator[list[str]]:
-    """The addresses of the samplers once all of them serve; they are supervised until the block ends."""
+    """Start the samplers and yield their addresses when all serve; supervise them until the block ends."""
     model = {"run": {"seed": config.run.seed}, "model": config.to_dict()["model"]}
     command = [f"--{name}={value}" for name, value in serve_options(config).items()]
     command += [] if config.rollout.vllm.cuda_graphs else ["--no-cuda-graphs"]
@@ -44,7 +44,7 @@ def serving(placement: Placement, config: Config, options: RayOptions, secret: s
 
 
 def serve_options(config: Config) -> dict[str, Any]:
-    """Options of `keel serve` that the configuration decides; what it leaves open is the server's own default."""
+    """Options of `keel serve` that the configuration sets; others keep the server's defaults."""
     vllm, lora = config.rollout.vllm, config.model.lora
     own: dict[str, Any] = {name: getattr(vllm, name) for name in ("gpu_memory_utilization", "max_model_len")}
     if vllm.tensor_parallel_size > 1:
@@ -57,7 +57,7 @@ def serve_options(config: Config) -> dict[str, Any]:
 
 
 class ClusterSampler:
-    """A server on the cluster and the thread that starts it again."""
+    """A server on the cluster and the thread that restarts it."""
 
     def __init__(
         self, placement: Placement, number: int, options: RayOptions, model: str, command: list[str], secret: str
@@ -76,7 +76,7 @@ class ClusterSampler:
         return f"http://{self._host}:{self._port}"
 
     def start(self) -> None:
-        """Start the server, in a new actor where there is none; its port stays the same."""
+        """Start the server, in a new actor if needed; its port stays the same."""
         call = self._placement.call
         if self._actor is None:
             self._actor = self._placement.actor(self._index)
@@ -87,31 +87,31 @@ class ClusterSampler:
         call(self._actor.start, self._options.sampler_python, arguments, {SECRET: self._secret})
 
     def wait(self) -> None:
-        """Until it serves for the first time; one that cannot is refused with its own last words."""
+        """Wait until it serves for the first time, or raise an error with its last line of stderr."""
         try:
             serves = self._placement.call(self._actor.serving, self._host, self._port)
         except ActorLost:
             serves = False
         if not serves:
-            raise KeelError(f"sampler {self._number} did not start: {self._end()}")
+            raise KeelError(f"sampler {self._number} did not start: {self._exit_reason()}")
         self._supervisor.start()
 
     def _supervise(self) -> None:
         while True:
-            reason = self._end()
+            reason = self._exit_reason()
             if self._closing.is_set():
                 return
             lost = f"sampler {self._number} at {self.url} was lost ({reason})"
             if self._restarts == self._options.max_restarts:
-                _say(f"{lost} and is not started again: ray.max_restarts is {self._options.max_restarts}")
+                _note(f"{lost} and is not restarted: ray.max_restarts is {self._options.max_restarts}")
                 return
             self._restarts += 1
-            _say(f"{lost}; it is started again ({self._restarts} of {self._options.max_restarts})")
+            _note(f"{lost}; it is restarted ({self._restarts} of {self._options.max_restarts})")
             with suppress(ActorLost):
                 self.start()
 
-    def _end(self) -> str:
-        """Wait for the server's end, and say how it came."""
+    def _exit_reason(self) -> str:
+        """Wait for the server's end and return the reason."""
         errors = ""
         while True:
             try:
@@ -120,7 +120,7 @@ class ClusterSampler:
                 self._actor = None
                 return "its actor has died"
             if isinstance(event, Output):
-                errors = (errors + event.text)[-TAIL:] if event.stream == "stderr" else errors
+                errors = (errors + event.text)[-STDERR_TAIL:] if event.stream == "stderr" else errors
             elif event < 0:
                 return f"ended by {signal.Signals(-event).name}"
             else:
@@ -136,5 +136,5 @@ class ClusterSampler:
             self._supervisor.join(STOP_S)
 
 
-def _say(line: str) -> None:
+def _note(line: str) -> None:
     sys.stderr.write(f"keel: note: {line}\n")

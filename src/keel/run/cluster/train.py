@@ -1,6 +1,6 @@
 """`keel train --on ray`: trainer ranks and vLLM servers from one configuration.
 
-Ranks are started as torchrun would start them; their output is passed on, and they end together.
+Ranks get the environment of torchrun; their output is printed here, and they end together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from keel.base.alive import LAUNCH_FLAGS
+from keel.base.watchdog import LAUNCH_FLAGS
 from keel.config.schema import Config
 from keel.rollout.vllm.client import SECRET, shared_secret
 from keel.run.cluster.actor import Output
@@ -26,18 +26,18 @@ from keel.run.cluster.placement import ActorLost, Placement, bundles_of, place
 from keel.run.cluster.samplers import serving
 from keel.trainer.options import RayOptions
 
-GRACE_S = 20.0  # for ranks to end by themselves after one has failed; they take some seconds
-LOOK_S = 0.2
+GRACE_S = 20.0  # for ranks to end by themselves after one failed
+POLL_S = 0.2
 STREAMS = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
 
 
-def by_servers(*urls: str) -> list[str]:
-    """The options of a training that samples by servers."""
+def server_overrides(*urls: str) -> list[str]:
+    """Overrides for sampling by servers."""
     return ["rollout.engine=vllm", "rollout.vllm.mode=server", f"rollout.vllm.url=[{', '.join(urls)}]"]
 
 
 def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int, int]:
-    """Run `keel ARGUMENTS` as ranks on the cluster; their exit statuses in the order in which they ended."""
+    """Run `keel ARGUMENTS` as ranks on the cluster; returns exit statuses by rank, in the order of their ends."""
     options = config.ray or RayOptions()
     given = config.rollout.vllm.secret
     secret = shared_secret(given) if given else secrets.token_urlsafe(24)
@@ -47,7 +47,7 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
             overrides = [f"ray.trainers={options.trainers}", f"ray.samplers={options.samplers}"]
             if urls:
                 sys.stderr.write(f"keel: note: placed by Ray, sampling by vLLM at {', '.join(urls)}\n")
-                overrides += by_servers(*urls)
+                overrides += server_overrides(*urls)
             environment = {SECRET: secret, LAUNCH_FLAGS: f"--on {on}"}
             return run_ranks(placement, options.trainers, [*arguments, *overrides], environment)
 
@@ -55,24 +55,24 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
 def run_ranks(
     placement: Placement, size: int, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[int, int]:
-    """Run `keel ARGUMENTS` in `size` ranks; their exit statuses (-9 of kill -9) in the order in which they ended."""
+    """Run `keel ARGUMENTS` in `size` ranks; returns exit statuses (-9 after kill -9) in the order of their ends."""
     actors = dict(enumerate(_start(placement, size, arguments, environment)))
     events: queue.Queue[tuple[int, Output | int]] = queue.Queue()
     for rank, actor in actors.items():
         threading.Thread(target=_follow, args=(placement, rank, actor, events), daemon=True).start()
     exits: dict[int, int] = {}
-    patience: Iterator[int] | None = None
+    escalation: Iterator[int] | None = None
     with _signals() as received:
         while len(exits) < size:
             running = [actor for rank, actor in actors.items() if rank not in exits]
             while received:
                 _send(placement, running, received.pop(0))
             if any(exits.values()):
-                patience = patience or _patience()
-                if number := next(patience, 0):
+                escalation = escalation or _escalation()
+                if number := next(escalation, 0):
                     _send(placement, running, number)
             with suppress(queue.Empty):
-                rank, event = events.get(timeout=LOOK_S)
+                rank, event = events.get(timeout=POLL_S)
                 if isinstance(event, Output):
                     stream = STREAMS[event.stream]()
                     stream.write(event.text)
@@ -83,7 +83,7 @@ def run_ranks(
 
 
 def _start(placement: Placement, size: int, arguments: Sequence[str], environment: Mapping[str, str]) -> list[Any]:
-    """Actors by rank, with the variables that torchrun sets: ranks of a node follow each other and see its devices."""
+    """Start actors by rank with torchrun's variables; ranks of a node are consecutive and share its devices."""
     order = sorted(range(size), key=lambda index: placement.addresses[index])
     nodes = [placement.addresses[index] for index in order]
     actors = [placement.actor(index) for index in order]
@@ -117,8 +117,8 @@ def _send(placement: Placement, actors: Sequence[Any], number: int) -> None:
             placement.call(actor.signal, number)
 
 
-def _patience() -> Iterator[int]:
-    """What is sent to ranks that outlive a failure: nothing at first, then SIGTERM, then SIGKILL."""
+def _escalation() -> Iterator[int]:
+    """Signals for ranks that outlive a failed one: none (0) at first, then SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
@@ -128,7 +128,7 @@ def _patience() -> Iterator[int]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM as they come: they are for the ranks, which save and end."""
+    """Collect Ctrl-C and SIGTERM for the ranks, which save and end."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}

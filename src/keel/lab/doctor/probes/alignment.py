@@ -46,7 +46,7 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
     looked at where it knows the answers of those that are trained on.
     """
     task, seed = setup.run.task, setup.config.run.seed
-    if task.unanswered or task.several_turns:
+    if task.prompts_only or task.multi_turn:
         return
     draw = partial(task.sample, POOL, seed=seed)
     try:

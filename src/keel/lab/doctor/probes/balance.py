@@ -189,7 +189,7 @@ def _too_strong(
     limit, beta = thresholds["kl_equilibrium"], figures["typical_beta"]
     if not figures["equilibrium"] < limit:
         return
-    tree, steers = setup.config.to_dict(), setup.config.kl.steers
+    tree, steers = setup.config.to_dict(), setup.config.kl.adapts_beta
     advised = float(f"{balance.beta_for(ADVISED_KL):.1g}")
     small = scale_rewards(setup.run.loss) == "none" and figures["advantage"] < SMALL_ADVANTAGE
     warmup = setup.run.reward.warmup_steps

@@ -34,7 +34,7 @@ class ColumnAsked:
 def column_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Golds at one place of all questions, where a model that is sure of its answers finds them at others as well."""
     task = setup.run.task
-    if task.unanswered or task.several_turns:
+    if task.prompts_only or task.multi_turn:
         return
     asked = _asked(setup, task.sample(DRAWN, seed=setup.config.run.seed, step=0))
     places = place_of_answers([(row.words, row.answer) for row in asked])

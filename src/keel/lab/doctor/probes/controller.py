@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from keel.base.errors import first_line
-from keel.kl.controllers import UNITS, RuleController, controller_of
+from keel.kl.controllers import UNITS, RuleController, controller_from_options
 from keel.lab.doctor.advice import no_penalty
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.setup import ProbeSetup
@@ -97,7 +97,7 @@ def _follows(setup: ProbeSetup, start: float) -> bool:
     """Whether a β of twice the size begins at twice the size: a floor of one's own does not."""
     twice = setup.config.kl.model_copy(update={"beta": 2 * setup.config.kl.beta})
     return math.isclose(
-        float(controller_of(twice, setup.config.episodes_per_step).init().beta), 2 * start, rel_tol=0.01
+        float(controller_from_options(twice, setup.config.episodes_per_step).init().beta), 2 * start, rel_tol=0.01
     )
 
 
@@ -109,7 +109,7 @@ def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
     options, controller = setup.config.kl.controller, setup.run.controller
     target = (options.model_extra or {}).get("target")
-    if not isinstance(target, int | float) or not setup.config.kl.steers:
+    if not isinstance(target, int | float) or not setup.config.kl.adapts_beta:
         return
     length = setup.completion_length
     most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
@@ -155,7 +155,7 @@ def over_the_run(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
         return
     target = (kl.controller.model_extra or {}).get("target")
     start, name = float(controller.init().base), f"kl.controller={kl.controller.name}"
-    steers = kl.steers and isinstance(target, int | float)
+    steers = kl.adapts_beta and isinstance(target, int | float)
     level = float(target) if steers and target is not None else PER_TOKEN
     betas = list(islice(_course(setup, [level]), steps))
     figures["beta_arrived"] = max(betas) / start if start > 0 else 1.0

@@ -23,7 +23,7 @@ BEYOND = 3  # times rollout.max_turns that an episode is gone on with
 
 def episode_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Nothing is said of tasks of one turn, nor where an environment raises: a failed reward says so."""
-    if not setup.run.task.several_turns or setup.failures:
+    if not setup.run.task.multi_turn or setup.failures:
         return
     yield from [*result_findings(setup, thresholds)] or _failing(setup, thresholds)
     yield from _unfinished(setup, thresholds)
@@ -107,7 +107,7 @@ def unfinished(setup: ProbeSetup, group: Group) -> list[bool]:
 
     Of a single turn, whether it would have been answered: one of a problem is played again, of REPLAYED problems.
     """
-    if setup.config.rollout.max_turns > 1 or not setup.run.task.several_turns:
+    if setup.config.rollout.max_turns > 1 or not setup.run.task.multi_turn:
         return [completion.stop_reason == "turns" for completion in group.completions]
     known: dict[tuple[str, str], list[bool]] = setup.shared.setdefault("answered turns", {})
     began, seconds = time.monotonic(), setup.shared.get("seconds of answered turns", 0.0)

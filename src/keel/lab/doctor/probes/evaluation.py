@@ -45,7 +45,7 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         setup.built.sampling,
         Judge.of(task),
         seed=config.run.seed + 1,
-        max_turns=config.rollout.max_turns if task.several_turns else 1,
+        max_turns=config.rollout.max_turns if task.multi_turn else 1,
         max_prompt_length=config.data.max_prompt_length,
         truncation=config.data.truncation,
     )
@@ -141,7 +141,7 @@ def form_findings(setup: ProbeSetup) -> Iterator[Finding]:
     As where one of two files has its answers with units and texts are compared: what is learned scores nothing.
     """
     task, judge, options = setup.run.task, setup.built.judge, setup.config.reward
-    if task.unanswered or task.several_turns or judge.remote or setup.failures or options.shuffle is not None:
+    if task.prompts_only or task.multi_turn or judge.remote or setup.failures or options.shuffle is not None:
         return
     trained = by_value(setup, task.sample(_HELD_OUT, seed=setup.config.run.seed, step=0))
     held_out = by_value(setup, held_out_problems(setup, _HELD_OUT))

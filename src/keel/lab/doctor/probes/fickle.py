@@ -22,7 +22,7 @@ def fickle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     """Judged again in the other order and in their own; episodes of several turns played again, each alone."""
     if setup.failures or setup.config.reward.shuffle is not None:
         return
-    pairs = [*(_episodes(setup) if setup.run.task.several_turns else _completions(setup))]
+    pairs = [*(_episodes(setup) if setup.run.task.multi_turn else _completions(setup))]
     setup.built.judge.drain()
     worst = max((abs(a - b) for a, b in pairs), default=0.0)
     largest = max((abs(a) for a, _ in pairs), default=0.0)

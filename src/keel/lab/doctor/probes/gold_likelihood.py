@@ -41,7 +41,7 @@ def golds(setup: ProbeSetup) -> list[Gold]:
 def drawn_golds(setup: ProbeSetup, count: int) -> list[Gold]:
     """Prompts and first gold turns of problems whose answer is not empty and fits into the model's context."""
     task, tokenizer = setup.run.task, setup.policy.tokenizer
-    problems = [] if task.unanswered else task.sample(count, seed=setup.config.run.seed, step=0)
+    problems = [] if task.prompts_only else task.sample(count, seed=setup.config.run.seed, step=0)
     limit = setup.policy.context_length or 1 << 30
     pairs = [
         Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))

@@ -81,7 +81,7 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
 def _over_before(setup: ProbeSetup, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
     """Those whose episode ends before their last turn is said, where most do: the reward has no answer to judge."""
     task, over = setup.run.task, list[JudgedGold]()
-    if not task.several_turns:
+    if not task.multi_turn:
         return over
     for row in lacking[:EXPLAINED]:
         with suppress(OutOfPlays), played_again(setup, row.problem, row.turns) as (_, replies):

@@ -58,7 +58,7 @@ class Told:
 
 def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Wrong | None:
     """Own results after which gold answers are less likely than after most of other episodes'."""
-    if setup.run.task.unanswered or not rows or not all(row.is_result for row in rows):
+    if setup.run.task.prompts_only or not rows or not all(row.is_result for row in rows):
         return None
     limit, episodes = thresholds["results_against"], _told(setup, setup.groups)
     if len(episodes) < len(setup.groups) / 2:

@@ -25,7 +25,7 @@ SECONDS = 5.0
 def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     """Calls of the batch, over and over or with nothing behind them, that earn what the gold answer does."""
     judge, began = setup.built.judge, time.monotonic()
-    if not setup.run.task.several_turns or setup.run.task.unanswered or judge.remote or setup.failures:
+    if not setup.run.task.multi_turn or setup.run.task.prompts_only or judge.remote or setup.failures:
         return
     paid: dict[str, list[float]] = {"that is made until the turns are used up": [], "with nothing behind it": []}
     shown = ""

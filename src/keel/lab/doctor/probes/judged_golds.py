@@ -58,7 +58,7 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
     be shown or do not end their episode.
     """
     task = setup.run.task
-    if task.unanswered or setup.config.reward.shuffle is not None or setup.failures:
+    if task.prompts_only or setup.config.reward.shuffle is not None or setup.failures:
         return []
     try:
         batch = _batch(setup, task)
@@ -110,13 +110,13 @@ def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> t
 
 def _batch(setup: ProbeSetup, task: Task) -> GoldBatch:
     """Problems with their gold turns: those of the batch, then others, each prompt once."""
-    most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.several_turns else MOST
+    most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.multi_turn else MOST
     problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
     seed = setup.config.run.seed
     for problem in () if len(problems) >= most else task.sample(most, seed=seed, step=1):
         problems.setdefault(str(problem.prompt), problem)
-    shown = [(p, tuple(task.gold_turns(p))) for p in [*problems.values()][:most] if task.demonstrates(p)]
-    if task.several_turns:
+    shown = [(p, tuple(task.gold_turns(p))) for p in [*problems.values()][:most] if task.usable_for_sft(p)]
+    if task.multi_turn:
         shown = [(problem, turns) for problem, turns in shown if _ends(task, problem, turns)]
     return GoldBatch(tuple(problem for problem, _ in shown), tuple(turns for _, turns in shown))
 

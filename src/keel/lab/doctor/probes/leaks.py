@@ -47,7 +47,7 @@ def system_leaks(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thr
     A passage to read differs in more than the answer, and other problems' answers leave no such text behind (one-sided
     exact binomial test). What a user says may be what is asked for.
     """
-    if setup.run.task.unanswered:
+    if setup.run.task.prompts_only:
         return
     told = [
         ("\n".join(m["content"] for m in messages_of(problem) if m["role"] in _INSTRUCTING).strip(), problem)
@@ -114,7 +114,7 @@ def _in_slots(
 
 def read_pairs(setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]]) -> list[tuple[str, str]]:
     """Answers and the texts of their prompts; none where there is one answer for all, or no answer."""
-    if setup.run.task.unanswered:
+    if setup.run.task.prompts_only:
         return []
     pairs = [(answer, text) for problem, text in prompts if (answer := answer_of(setup, problem))]
     return pairs if len({answer for answer, _ in pairs}) > 1 else []

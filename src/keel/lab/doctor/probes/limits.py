@@ -23,7 +23,7 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.thresholds import Thresholds
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
-from keel.trainer.guards import WINDOW, spike_limit
+from keel.trainer.guards import NORM_WINDOW, spike_limit
 from keel.trainer.options import GuardLimits
 
 STEPS = 400  # of a simulated guard
@@ -165,7 +165,7 @@ def simulated_skips(scatter: float, limits: GuardLimits) -> float:
     draw, skipped = random.Random(0), 0
     norms: list[float] = []
     for _ in range(STEPS):
-        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-WINDOW:], limits)
+        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-NORM_WINDOW:], limits)
         if limit is not None and norm > limit:
             skipped += 1
         else:

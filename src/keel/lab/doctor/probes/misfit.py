@@ -153,7 +153,7 @@ def foreign_findings(
     if setup.config.data.path is None:
         return
     limit = thresholds["entropy_uniform_share"]
-    if setup.failures or setup.run.task.several_turns or "another template" in setup.shared or not paid:
+    if setup.failures or setup.run.task.multi_turn or "another template" in setup.shared or not paid:
         return
     if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
         return

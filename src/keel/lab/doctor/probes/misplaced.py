@@ -51,7 +51,7 @@ def misplaced_weights(setup: ProbeSetup, thresholds: Thresholds) -> tuple[str, s
     Half of their surprise is proof enough, where neither questions nor template explain it; else what completions earn.
     """
     first = golds(setup)[:CHOOSING]
-    if setup.run.task.several_turns or len(first) < CHOOSING:
+    if setup.run.task.multi_turn or len(first) < CHOOSING:
         return None
     own = read_golds(setup).logp[:CHOOSING]
     certain = [0.0] * len(first)

@@ -138,7 +138,7 @@ def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         yield tokenizer_finding(together)
         return
     options = setup.config.reward
-    if task.unanswered or task.several_turns or options.aggregate != "sum" or options.shuffle is not None:
+    if task.prompts_only or task.multi_turn or options.aggregate != "sum" or options.shuffle is not None:
         return
     worse = []
     answered = [(problem, turns[-1]) for problem in problems[:4] if (turns := gold_or_none(task, problem))]

@@ -77,9 +77,9 @@ def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterato
     Of the prompts that are met twice: how many are asked with an answer that their other row does not take.
     """
     task, judge = setup.run.task, setup.built.judge
-    if task.unanswered or judge.remote:
+    if task.prompts_only or judge.remote:
         return
-    if task.several_turns:
+    if task.multi_turn:
         yield from _never_told(setup)
         return
     met: dict[tuple[int, ...], dict[str, Problem]] = {}
@@ -175,7 +175,7 @@ def _content(setup: ProbeSetup, problem: Problem, prompt: tuple[int, ...]) -> tu
 
     Episodes of several turns may all begin alike: there the answer and what else a problem holds count too.
     """
-    several = setup.config.rollout.max_turns > 1 and setup.run.task.several_turns
+    several = setup.config.rollout.max_turns > 1 and setup.run.task.multi_turn
     return prompt, repr((problem.answer, dict(problem.info))) if several else ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from keel.base.types import Completion, Problem
 from keel.envs import Episode, Task
-from keel.envs.base import played
+from keel.envs.base import play_turns
 from keel.envs.episode import Reply
 from keel.lab.doctor.probes.rendering import survives
 from keel.lab.doctor.setup import ProbeSetup
@@ -146,7 +146,7 @@ def contents(reply: Reply | None) -> str:
 
 def answers(task: Task, problem: Problem, texts: Iterable[str]) -> list[Reply | None]:
     """The replies of a new episode to these turns, up to its end; it is closed afterwards."""
-    with played(task, problem, texts) as (_, answered):
+    with play_turns(task, problem, texts) as (_, answered):
         return answered
 
 
@@ -166,7 +166,7 @@ def played_again(
         raise OutOfPlays
     began = time.monotonic()
     try:
-        with played(setup.run.task, problem, texts) as play:
+        with play_turns(setup.run.task, problem, texts) as play:
             yield play
     finally:
         setup.shared["plays"] = count + 1, seconds + time.monotonic() - began

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from keel.base.types import Group, Problem
-from keel.envs.calls import HungCalls, call_now
+from keel.envs.calls import HungCalls, call_sync
 from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
 from keel.lab.doctor.findings import Finding, finding
@@ -244,7 +244,7 @@ def directly(setup: ProbeSetup, problem: Problem, text: str) -> list[str]:
         for tool_call in parse_calls(text, episode.toolbox.format, tuple(episode.offered.values())):
             tool = episode.offered[tool_call.name]
             function = partial(tool.function, **tool.arguments(tool_call.arguments or {}))
-            value = call_now(function, timeout_s=tool.timeout_s, hung=HungCalls())
+            value = call_sync(function, timeout_s=tool.timeout_s, hung=HungCalls())
             results.append(("" if value is None else str(value))[: tool.max_characters])
         return results
 
@@ -372,7 +372,7 @@ def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:
 def _told(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Iterator[Finding]:
     """Replies that hold the answer of the problem, whatever is asked: also to the call of another one."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
-    if task.unanswered or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
+    if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
         return
     problems = {row.problem.key: row.problem for row in rows}
     problems |= {p.key: p for p in task.sample(PROBLEMS, seed=setup.config.run.seed, step=1)}

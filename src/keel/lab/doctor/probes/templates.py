@@ -169,7 +169,7 @@ def prompt_golds(setup: ProbeSetup, renderer: Renderer, count: int, *, filled: b
     None where all have the same answer, whose likelihood says nothing of what is asked.
     """
     task, encode = setup.run.task, setup.policy.tokenizer.encode
-    if task.unanswered or task.several_turns:
+    if task.prompts_only or task.multi_turn:
         return []
     drawn = task.sample(count, seed=setup.config.run.seed, step=0)
     problems = [problem for problem in drawn if in_template(renderer, problem) == filled]

@@ -53,7 +53,7 @@ class _Count:
 
 def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Completions with the value of their own gold answer, far more than have another problem's, that are not paid."""
-    if setup.run.task.several_turns or not judged or setup.config.reward.aggregate != "sum":
+    if setup.run.task.multi_turn or not judged or setup.config.reward.aggregate != "sum":
         return
     half = fmean((row.gold + row.bottom) / 2 for row in judged)
     if half <= fmean(row.bottom for row in judged):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.files import json_lines, parse_json, shallow
+from keel.base.files import check_depth, json_lines, parse_json
 from keel.lab.doctor.history import History, series_of
 from keel.lab.doctor.names import canonical, from_map, renamed, source_of
 
@@ -202,7 +202,7 @@ def _dictionary(text: str) -> Row:
         return {}
     for parse in (json.loads, ast.literal_eval):
         try:
-            value = shallow(parse(text[start : end + 1]))
+            value = check_depth(parse(text[start : end + 1]))
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             continue
         if isinstance(value, dict):

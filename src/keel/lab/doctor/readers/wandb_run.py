@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from keel.base.errors import KeelError
-from keel.base.files import parse_json, shallow
+from keel.base.files import check_depth, parse_json
 from keel.lab.doctor.history import History
 from keel.lab.doctor.names import keel_options
 from keel.lab.doctor.readers.table import history_of, printed_rows, read_table
@@ -46,7 +46,7 @@ def read_wandb(path: Path, mapping: dict[str, str] | None = None) -> History:
 def _options(path: Path) -> dict[str, Any]:
     """The trainer's options: each is under `value`."""
     try:
-        tree = shallow(yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
+        tree = check_depth(yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")))
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     values = tree.items() if isinstance(tree, Mapping) else ()

@@ -1,7 +1,7 @@
-"""Statistics of a chunk of logits and their gradient, a pass over it each. Triton kernels, imported on a GPU alone.
+"""Triton kernels for the statistics of a chunk of logits and their gradient, one pass each. Import on a GPU only.
 
 With z the tempered logits, m their maximum and s = Σ exp(z − m): log p = z − m − log s, and
-H = log s − Σ exp(z − m)(z − m)/s. A second set of logits, the reference's, is read beside them. All sums are in fp32.
+H = log s − Σ exp(z − m)(z − m)/s. The reference's logits are optional. All sums are in fp32.
 """
 
 # mypy: ignore-errors
@@ -15,9 +15,9 @@ from torch import Tensor
 from keel.models.head import Head
 
 _BLOCK = 4096
-_FLOOR = tl.constexpr(torch.finfo(torch.float32).min / 4)  # for logits of −inf: 0 · (−inf) in a sum would be NaN
+_FLOOR = tl.constexpr(torch.finfo(torch.float32).min / 4)  # replaces −inf, because 0 · (−inf) is NaN
 
-# Parts of longer tensors, cut where a chunk begins: compiled once, however they are aligned.
+# Slices of longer tensors: do not recompile for their alignment.
 _BY_TOKEN = ["tokens", "log_z", "ref_log_z", "logp", "ref_logp", "entropy", "kl", "ref_policy_kl"]
 _BY_TOKEN += ["grad_logp", "grad_entropy", "grad_kl", "grad_ref_policy"]
 
@@ -48,7 +48,7 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lanes = tl.arange(0, BLOCK)
-    # each lane has its own running maximum: no lane waits for another before the end
+    # each lane has its own running maximum: one reduction at the end
     m = tl.full((BLOCK,), _FLOOR, tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z − m)(z − m)
@@ -147,7 +147,7 @@ def _gradient_kernel(
         d += tl.where(at == tl.load(tokens + row), grad, 0.0)
     if REF_POLICY:
         d -= ref_grad * tl.exp(ref_logprob)
-    tl.debug_barrier()  # `out` may be the logits: a block is replaced only once every warp has loaded it
+    tl.debug_barrier()  # `out` may be the logits: every warp must have loaded a block before it is overwritten
     tl.store(out + row * vocabulary + at, d * scale, mask=inside)
 
 
@@ -185,10 +185,10 @@ def gradient(
     grads: tuple[Tensor | None, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of a loss by the raw logits, in `dtype`: written over the logits where that is theirs.
+    """The gradient of a loss by the raw logits, in `dtype`; it overwrites logits of the same dtype.
 
-    `values` are entropy, KL(p‖ref), log Σ exp z and that of the reference; `grads` the loss's gradients by log p,
-    entropy, KL(p‖ref) and KL(ref‖p), None where it has none; all `[n]`.
+    `values` are entropy, KL(p‖ref), log Σ exp z and the reference's; `grads` the loss's gradients by log p, entropy,
+    KL(p‖ref) and KL(ref‖p), or None; all `[n]`.
     """
     rows, vocabulary = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)

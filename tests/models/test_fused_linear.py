@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from keel.models import products
-from keel.models.products import cast_once, joint_product
+from keel.models import fused_linear
+from keel.models.fused_linear import cast_weights_once, fused_linears
 from keel.trainer.optim import Optimizer
 from keel.trainer.options import OptimOptions
 
@@ -25,7 +25,7 @@ def test_values_and_gradients_are_those_of_each_alone(bias: bool, half_input: bo
     weight = torch.randn(3, 5, 32).bfloat16().float()  # exact in half precision, as upstream gradients are
     parameters = [x, *(p for linear in linears for p in linear.parameters())]
     with torch.autocast("cpu", torch.bfloat16):
-        joint = joint_product(x, *linears)
+        joint = fused_linears(x, *linears)
         alone = torch.cat([linear(x) for linear in linears], dim=-1)
     assert joint is not None
     torch.testing.assert_close(joint, alone, atol=2e-2, rtol=2e-2)
@@ -42,30 +42,30 @@ def test_values_and_gradients_are_those_of_each_alone(bias: bool, half_input: bo
 
 def test_weights_are_cast_once_a_pass_or_update() -> None:
     linears, x, results = linears_of(False, 4, 4), torch.randn(2, 24), []
-    for number in cast_once(range(3)):
+    for number in cast_weights_once(range(3)):
         if number == 1:  # behind torch's back: that the old cast is used shows that there is only one
             linears[0].weight.data.zero_()
         if number == 2:
             with torch.no_grad():
                 linears[1].weight.fill_(1.0)
         with torch.autocast("cpu", torch.bfloat16):
-            results.append(joint_product(x, *linears))
+            results.append(fused_linears(x, *linears))
     assert torch.equal(results[0], results[1])
     assert not results[2][:, :4].any()
     assert torch.equal(results[2][:, 4], results[2][:, 5])
-    assert products._passes == []
+    assert fused_linear._passes == []
 
 
 def test_an_update_by_a_fused_optimizer_is_seen() -> None:
     """torch's fused AdamW does not count its writes; Keel's optimizer does it."""
     linears, x, results = linears_of(False, 4), torch.randn(2, 24), []
     optimizer = Optimizer(linears[0], OptimOptions(learning_rate=0.5))
-    for number in cast_once(range(2)):
+    for number in cast_weights_once(range(2)):
         if number == 1:
             linears[0](x).sum().backward()
             optimizer.step()
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            results.append(joint_product(x, *linears))
+            results.append(fused_linears(x, *linears))
             truth = linears[0](x)
         torch.testing.assert_close(results[-1], truth)
     assert not torch.allclose(results[0], results[1])
@@ -76,7 +76,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     linear.requires_grad_(False)
     x = torch.randn(2, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = joint_product(x, linear)
+        y = fused_linears(x, linear)
     assert y is not None
     y.sum().backward()
     assert linear.weight.grad is None
@@ -86,11 +86,11 @@ def test_frozen_weights_get_no_gradient() -> None:
 def test_what_is_no_plain_product_is_left_to_its_module() -> None:
     plain, other = linears_of(False, 8, 8)
     x = torch.randn(2, 24)
-    assert joint_product(x, plain) is None  # no autocast
+    assert fused_linears(x, plain) is None  # no autocast
     with torch.autocast("cpu", torch.bfloat16):
-        assert joint_product(x, plain) is not None
-        assert joint_product(x, plain, *linears_of(True, 8)) is None  # one has a bias
-        assert joint_product(x, plain, nn.Sequential(other)) is None  # an adapter, say
+        assert fused_linears(x, plain) is not None
+        assert fused_linears(x, plain, *linears_of(True, 8)) is None  # one has a bias
+        assert fused_linears(x, plain, nn.Sequential(other)) is None  # an adapter, say
         other.register_forward_hook(lambda *_: None)
-        assert joint_product(x, plain, other) is None
-        assert joint_product(x, plain.bfloat16()) is None  # nothing to cast
+        assert fused_linears(x, plain, other) is None
+        assert fused_linears(x, plain.bfloat16()) is None  # nothing to cast

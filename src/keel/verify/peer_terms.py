@@ -1,4 +1,4 @@
-"""A KL term as another trainer ships it: what its value estimates and what its expected gradient is, by enumeration."""
+"""KL terms of other trainers: the value and expected gradient of their own code, by enumeration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from keel.kl import exact_kl
 from keel.kl.facts import POLICY_REF, REF_POLICY
 from keel.verify.oracle import OFF, ON, Bandit, relative_error
 
-EQUAL = 1e-5  # relative: several peers compute in fp32 whatever comes in
-NEAR = 2.0  # nats: the largest log-ratio of the near worlds, which no clamp that is shipped cuts
+EQUAL = 1e-5  # relative: several trainers compute in fp32 regardless of the input
+NEAR = 2.0  # nats: the largest log-ratio of the near bandits, below every trainer's clamp
 JSD, DIFFERENCE = "jsd", "policy||ref - ref||policy"
-SHOWN = {
+GRADIENT_LABELS = {
     POLICY_REF: "∇KL(policy‖ref)",
     REF_POLICY: "∇KL(ref‖policy)",
     "total-variation": "∇‖policy − ref‖₁",
@@ -29,27 +29,27 @@ SHOWN = {
     "zero": "zero",
     "none": "no divergence's",
 }
-VALUES = {POLICY_REF: "KL(policy‖ref)", REF_POLICY: "KL(ref‖policy)", JSD: "JSD", "zero": "zero", "none": "no KL"}
+VALUE_LABELS = {POLICY_REF: "KL(policy‖ref)", REF_POLICY: "KL(ref‖policy)", JSD: "JSD", "zero": "zero", "none": "no KL"}
 
-# (logits of policy, reference and sampler, each [V]) -> (the KL's value, the loss), each [V]: one for every token drawn
+# (logits of policy, reference and sampler, each [V]) -> (the KL's value, the loss), each [V]: one per sampled token
 Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Shipped:
-    """One term: the peer's own function, the options that it is called with, and how it is called."""
+class PeerTerm:
+    """One term: the trainer's own function, its options, and an adapter to call it."""
 
     name: str
     options: str
     function: Callable[..., Any]
     losses: Losses
-    default: bool = True  # whether these options are the peer's own defaults for such a term
+    default: bool = True  # whether these options are the trainer's defaults
     vocabulary: int = 6
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was found of one term. Cosines are the smallest over the worlds, on-policy, to the two divergences."""
+class PeerTermResult:
+    """The result for one term. Cosines to the two divergences are the smallest over the bandits, on-policy."""
 
     peer: str
     version: str
@@ -69,38 +69,38 @@ class Row:
         return asdict(self)
 
 
-def examine(peer: str, version: str, shipped: Shipped) -> Row:
-    """Enumerate a term on worlds whose log-ratios stay below 2 nats, and on some that go to ten."""
-    near, far = _worlds(shipped.vocabulary, NEAR), _worlds(shipped.vocabulary, None)
+def examine_term(peer: str, version: str, term: PeerTerm) -> PeerTermResult:
+    """Enumerate a term on bandits with log-ratios below 2 nats, and on some with up to ten."""
+    near, far = _worlds(term.vocabulary, NEAR), _worlds(term.vocabulary, None)
     try:
-        gradients = [_gradient(shipped.losses, world, ON) for world in near]
-        path, line = _source(shipped.function)
-        return Row(
+        gradients = [_gradient(term.losses, world, ON) for world in near]
+        path, line = _source_of(term.function)
+        return PeerTermResult(
             peer=peer,
             version=version,
-            name=shipped.name,
-            options=shipped.options,
-            default=shipped.default,
+            name=term.name,
+            options=term.options,
+            default=term.default,
             file=path,
             line=line,
-            value=_named([_mean(shipped.losses, world) for world in near], [_values(world) for world in near]),
+            value=_named([_mean(term.losses, world) for world in near], [_values(world) for world in near]),
             gradient=_named(gradients, [_gradients(world) for world in near]),
-            far=_named([_gradient(shipped.losses, world, ON) for world in far], [_gradients(world) for world in far]),
+            far=_named([_gradient(term.losses, world, ON) for world in far], [_gradients(world) for world in far]),
             off_policy=_named(
-                [_gradient(shipped.losses, world, OFF) for world in near], [_gradients(world) for world in near]
+                [_gradient(term.losses, world, OFF) for world in near], [_gradients(world) for world in near]
             ),
             cosine_policy_ref=_cosine(gradients, near, POLICY_REF),
             cosine_ref_policy=_cosine(gradients, near, REF_POLICY),
         )
     except (AttributeError, TypeError, KeyError, AssertionError, ImportError, ValueError, RuntimeError) as error:
         raise KeelError(
-            f"{peer} {version}: its {shipped.name} is not called as in the versions that Keel knows "
+            f"{peer} {version}: its {term.name} cannot be called as in the versions that Keel supports "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); docs/peer-formulas.md names these"
         ) from error
 
 
 def _worlds(vocabulary: int, limit: float | None) -> list[Bandit]:
-    """Four worlds; with a limit, reference and sampler are at most that far from the policy at every token."""
+    """Four bandits; with a limit, reference and sampler have log-ratios to the policy of at most that size."""
     generator = torch.Generator().manual_seed(vocabulary)
     worlds = []
     for _ in range(4):
@@ -119,7 +119,7 @@ def _mean(losses: Losses, world: Bandit) -> Tensor:
 
 
 def _gradient(losses: Losses, world: Bandit, sampling: str) -> Tensor:
-    """Σ_y w(y) ∇ loss(y), the tokens drawn by the policy itself or by an older one."""
+    """Σ_y w(y) ∇ loss(y), with tokens sampled from the policy or an older one."""
     theta = world.policy.clone().requires_grad_()
     sampler = world.policy if sampling == ON else world.sampler
     _, loss = losses(theta, world.reference, sampler)
@@ -157,7 +157,7 @@ def _gradients(world: Bandit) -> dict[str, Tensor]:
 
 
 def _named(measured: list[Tensor], targets: list[dict[str, Tensor]]) -> str:
-    """The quantity that all of them equal; `none` if there is none."""
+    """The quantity that all measurements equal, or `none`."""
     sizes = [x.norm() / t[POLICY_REF].norm() for x, t in zip(measured, targets, strict=True)]
     if max(sizes) < EQUAL:
         return "zero"
@@ -172,8 +172,8 @@ def _cosine(gradients: list[Tensor], worlds: list[Bandit], target: str) -> float
     return float(min(torch.cosine_similarity(x, y, 0) for x, y in zip(gradients, exact, strict=True)))
 
 
-def _source(function: Callable[..., Any]) -> tuple[str, int]:
-    """The file below site-packages, and the line."""
+def _source_of(function: Callable[..., Any]) -> tuple[str, int]:
+    """The source file below site-packages, and the line."""
     function = inspect.unwrap(function)
     path = Path(inspect.getsourcefile(function) or "")
     parts = path.parts

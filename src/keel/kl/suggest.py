@@ -1,4 +1,4 @@
-"""From any pairing to one whose expected gradient is ∇KL(policy‖ref), by the fewest options."""
+"""Suggest the smallest change of options that makes a pairing's expected gradient ∇KL(policy‖ref)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
-RIGHT = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
+CORRECT_GRADIENTS = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
 
-# What is tried, in this order: one option alone, then an estimator with a right gradient at this placement and level.
+# Candidates in order: one option alone, then an estimator with a correct gradient, then the default pairing.
 _CANDIDATES: tuple[Mapping[str, str], ...] = (
     {"gradient": "auto"},
     {"estimator": "k3"},
@@ -24,8 +24,8 @@ _CANDIDATES: tuple[Mapping[str, str], ...] = (
 )
 
 
-def nearest_right(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
-    """Options of `kl` to set, none of them as it is already; empty where the pairing is right, or none near it is.
+def suggest_pairing(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
+    """The `kl` options to change; empty if the pairing is correct already or no candidate is.
 
     `context` are further arguments of `check_pairing`, such as `off_policy`.
     """
@@ -37,17 +37,17 @@ def nearest_right(estimator: str, placement: str, gradient: str, level: str, **c
     )
     for candidate in ({}, *exact_first):
         changed = {name: value for name, value in candidate.items() if value != current[name]}
-        if (changed or not candidate) and _is_right({**current, **changed}, context):
+        if (changed or not candidate) and _is_correct({**current, **changed}, context):
             return {f"kl.{name}": value for name, value in changed.items()}
     return {}
 
 
-def _is_right(pairing: Mapping[str, str], context: Mapping[str, Any]) -> bool:
+def _is_correct(pairing: Mapping[str, str], context: Mapping[str, Any]) -> bool:
     arguments: dict[str, Any] = {**pairing, **context}
     try:
-        return check_pairing(**arguments).expected_gradient in RIGHT
+        return check_pairing(**arguments).expected_gradient in CORRECT_GRADIENTS
     except KeelError:
         return False
 
 
-__all__ = ["RIGHT", "nearest_right"]
+__all__ = ["CORRECT_GRADIENTS", "suggest_pairing"]

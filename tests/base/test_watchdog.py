@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 
-from keel.base import alive
+from keel.base import watchdog
 from keel.base.errors import KeelError
 from keel.base.world import open_world
 from ranks import run_ranks
@@ -25,7 +25,7 @@ RESUME = "keel train --resume runs/x"
 def meet_twice() -> None:
     for _ in range(2):
         with open_world("cpu") as world:
-            assert world.gather(world.rank) == [0, 1, 2]
+            assert world.all_gather(world.rank) == [0, 1, 2]
     assert threading.active_count() == 1
 
 
@@ -36,14 +36,14 @@ def test_a_world_can_be_opened_and_left_again() -> None:
 def fail_on(rank: int, how: str, hang: bool) -> None:
     """The others wait in a collective, or in something that no broken connection ends."""
     with open_world("cpu", resume=RESUME) as world:
-        world.wait()
+        world.barrier()
         if world.rank == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeelError("the sandbox is gone: start it") if how == "refused" else ZeroDivisionError("oops")
         if hang:
             time.sleep(60)
-        world.wait()
+        world.barrier()
 
 
 @pytest.mark.parametrize(("rank", "hang"), [(0, False), (0, True), (1, True), (2, False)])
@@ -51,7 +51,7 @@ def test_an_error_on_one_rank_is_named_there_and_ends_the_others(rank: int, hang
     ended = run_ranks(fail_on, rank, "raised", hang, size=3)
     failed = ended.pop(rank)
     assert "ZeroDivisionError: oops" in failed.err
-    assert f"rank {rank} of 3; the others have ended; go on with: {RESUME}" in failed.err
+    assert f"rank {rank} of 3; the others exited; resume with: {RESUME}" in failed.err
     assert [(other.status, other.err) for other in ended] == [(1, "")] * 2
 
 
@@ -65,7 +65,7 @@ def test_a_refusal_gives_all_ranks_its_exit_status() -> None:
 def test_a_killed_rank_is_named_once(rank: int, hang: bool) -> None:
     ended = run_ranks(fail_on, rank, "killed", hang, size=3)
     assert ended.pop(rank).status == -signal.SIGKILL
-    assert {other.status for other in ended} == {alive.LOST}
+    assert {other.status for other in ended} == {watchdog.KILLED_STATUS}
     (line,) = "".join(other.err for other in ended).splitlines()
     assert line.startswith(f"keel: error: rank {rank} of 3 has died")
     assert line.endswith(RESUME)
@@ -97,7 +97,7 @@ def test_ranks_with_other_settings_are_refused(name: str) -> None:
 
 def meet() -> None:
     with open_world("cpu") as world:
-        world.wait()
+        world.barrier()
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -110,18 +110,18 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def meet_soon() -> None:
-    alive.ARRIVAL = timedelta(seconds=1)
+    watchdog.RENDEZVOUS_TIMEOUT = timedelta(seconds=1)
     meet()
 
 
 def test_ranks_that_do_not_arrive_are_named() -> None:
     (first,) = run_ranks(meet_soon, size=3, only=0)
-    assert "2 of 3 processes have not arrived" in first.err
+    assert "2 of 3 processes have not started" in first.err
     assert "(rank 1, 2)" in first.err
 
 
 def test_a_world_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(KeelError, match="MASTER_ADDR and MASTER_PORT"), open_world("cpu"):
+    with pytest.raises(KeelError, match="MASTER_ADDR or MASTER_PORT"), open_world("cpu"):
         pass

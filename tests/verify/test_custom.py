@@ -9,7 +9,7 @@ from keel.kl import estimate, find_fact
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
 from keel.trainer.step import train_step
-from keel.verify.own import estimator_facts
+from keel.verify.custom import estimator_facts
 
 HERE = __name__
 

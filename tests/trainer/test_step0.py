@@ -18,7 +18,7 @@ from keel.reference.kinds import build_reference
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import build_policy
 from keel.trainer.options import GuardLimits
-from keel.trainer.start import StartLimits, start_limits, start_violations
+from keel.trainer.step0 import Step0Limits, step0_limits, step0_violations
 from trainer.small import small_config
 from trainer.test_guards import kinds, read, train
 
@@ -144,41 +144,41 @@ def test_numbers_that_are_none_are_no_agreement(tmp_path):
     assert train(tmp_path, f"model.scorer={HERE}:nan_at_first").exit_status == 1
 
 
-def limits(reference: Any = "frozen", **more: Any) -> StartLimits:
+def limits(reference: Any = "frozen", **more: Any) -> Step0Limits:
     loaded = build_policy(small_config(*more.pop("options", ())))
     made = build_reference(reference, loaded) if isinstance(reference, str) else reference
     settings = {"amp_dtype": None, "same_modules": True, "weighed": False, **more}
-    return start_limits(loaded.model, made, GuardLimits(), **settings)
+    return step0_limits(loaded.model, made, GuardLimits(), **settings)
 
 
 def test_limits_follow_precision_dropout_reference_and_sampler():
     exact, rounded = GuardLimits.kl_at_start_fp32, GuardLimits.kl_at_start
     warning, error = GuardLimits.sampler_kl_warning, GuardLimits.sampler_kl_error
     assert (exact, rounded) == (1e-6, 1e-3)
-    assert limits() == StartLimits(exact, exact)
-    assert limits(same_modules=False) == StartLimits(exact, warning)
-    assert limits(same_modules=False, weighed=True) == StartLimits(exact, error)
-    assert limits(amp_dtype=torch.bfloat16) == StartLimits(rounded, warning)
-    assert limits(options=["model.dtype=bfloat16"]) == StartLimits(rounded, warning)
-    assert limits(options=["model.lora.r=2", "model.lora.dropout=0.1"]) == StartLimits(None, None)
-    assert limits(reference=None) == StartLimits(None, exact)
-    assert limits(reference=object()) == StartLimits(None, exact)  # a user's own: its weights may be others
+    assert limits() == Step0Limits(exact, exact)
+    assert limits(same_modules=False) == Step0Limits(exact, warning)
+    assert limits(same_modules=False, weighed=True) == Step0Limits(exact, error)
+    assert limits(amp_dtype=torch.bfloat16) == Step0Limits(rounded, warning)
+    assert limits(options=["model.dtype=bfloat16"]) == Step0Limits(rounded, warning)
+    assert limits(options=["model.lora.r=2", "model.lora.dropout=0.1"]) == Step0Limits(None, None)
+    assert limits(reference=None) == Step0Limits(None, exact)
+    assert limits(reference=object()) == Step0Limits(None, exact)  # a user's own: its weights may be others
 
 
-@pytest.mark.parametrize("bounds", [StartLimits(1e-6, 1e-6), StartLimits(1e-3, 0.01)])
+@pytest.mark.parametrize("bounds", [Step0Limits(1e-6, 1e-6), Step0Limits(1e-3, 0.01)])
 def test_the_kl_that_a_racing_kernel_gave_is_a_violation(bounds):
     """0.039 nats per token in the shape of a 7B model, whose weights were equal."""
     line = {"kl/policy_ref/k3/mean": 0.039, "kl/sampler_policy/k3/mean": 0.02}
-    found = start_violations(line, bounds, "stop", "advice")
+    found = step0_violations(line, bounds, "stop", "advice")
     assert [(violation.code, violation.action) for violation in found] == [
         ("kl/at-start", "stop"),
         ("sampler/mismatch", "stop"),
     ]
     assert "0.039" in found[0].message
     rounding = {"kl/policy_ref/k3/mean": 0.9 * bounds.reference, "kl/policy_ref/exact/mean": -0.9 * bounds.reference}
-    assert start_violations(rounding, bounds, "stop", "") == []
+    assert step0_violations(rounding, bounds, "stop", "") == []
     for wrong in (1.1 * bounds.reference, math.inf, math.nan):
         assert (
-            "exact" in start_violations({**rounding, "kl/policy_ref/exact/mean": wrong}, bounds, "stop", "")[0].message
+            "exact" in step0_violations({**rounding, "kl/policy_ref/exact/mean": wrong}, bounds, "stop", "")[0].message
         )
-    assert start_violations(line, StartLimits(None, None), "stop", "") == []
+    assert step0_violations(line, Step0Limits(None, None), "stop", "") == []

@@ -5,7 +5,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.integrations.others import in_advantage, in_loss
-from keel.verify.shipped import Shipped, examine
+from keel.verify.peer_terms import PeerTerm, examine_term
 
 
 def k3(logp, ref, old):
@@ -34,17 +34,17 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_terms_are_named(name):
     losses, *expected = KNOWN[name]
-    row = examine("Peer", "1.0", Shipped(name, "", k3, losses))
+    row = examine_term("Peer", "1.0", PeerTerm(name, "", k3, losses))
     assert [row.value, row.gradient, row.far, row.off_policy] == expected
-    assert row.file.endswith("tests/verify/test_shipped.py")
+    assert row.file.endswith("tests/verify/test_peer_terms.py")
     assert row.line == k3.__code__.co_firstlineno
 
 
 def test_cosines_are_those_of_the_worst_world():
-    forward = examine("Peer", "1.0", Shipped("k3", "", k3, in_loss(k3)))
+    forward = examine_term("Peer", "1.0", PeerTerm("k3", "", k3, in_loss(k3)))
     assert forward.cosine_ref_policy == pytest.approx(1)
     assert 0.9 < forward.cosine_policy_ref < 0.999
-    reverse = examine("Peer", "1.0", Shipped("-k3", "", k3, in_loss(lambda *x: -k3(*x))))
+    reverse = examine_term("Peer", "1.0", PeerTerm("-k3", "", k3, in_loss(lambda *x: -k3(*x))))
     assert reverse.gradient == "none"
     assert reverse.cosine_ref_policy == pytest.approx(-1)
 
@@ -54,5 +54,5 @@ def test_a_function_that_is_called_otherwise_is_one_line():
         return logp
 
     with pytest.raises(KeelError, match=r"Peer 9\.9.*its KL term") as error:
-        examine("Peer", "9.9", Shipped("KL term", "", k3, in_loss(other)))
+        examine_term("Peer", "9.9", PeerTerm("KL term", "", k3, in_loss(other)))
     assert "\n" not in str(error.value)

@@ -1,7 +1,7 @@
-"""Products of one input with several weights as one, in half precision, each weight cast once a pass.
+"""Fused linear layers of one input in half precision, with each weight cast once per pass.
 
-Autocast casts every weight for every microbatch, its input once a weight, and rounds every gradient to half precision
-before it is cast back: a small model on a GPU waits for these launches longer than for its arithmetic.
+Autocast casts every weight for every microbatch, the input once per weight, and rounds every gradient to half precision
+before casting it back. For small models on a GPU these kernel launches take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from keel.models.head import is_plain_linear
 T = TypeVar("T")
 Cast = tuple[Tensor, Tensor | None]  # weight and bias
 
-_passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # with the versions of the weights
+_passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # casts with the versions of their weights
 
 
-def cast_once(items: Iterable[T]) -> Iterator[T]:
-    """The items; while they last each weight is cast to half precision once, or again after an update."""
+def cast_weights_once(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items; during the loop each weight is cast to half precision once per update."""
     casts: dict[nn.Module, tuple[list[int], Cast]] = {}
     _passes.append(casts)
     try:
@@ -33,10 +33,10 @@ def cast_once(items: Iterable[T]) -> Iterator[T]:
         _passes[:] = [other for other in _passes if other is not casts]
 
 
-def joint_product(x: Tensor, *linears: nn.Module) -> Tensor | None:
-    """`linear(x)` of all, side by side, where autocast computes in another dtype than theirs; None where it cannot be.
+def fused_linears(x: Tensor, *linears: nn.Module) -> Tensor | None:
+    """The concatenated `linear(x)` of fp32 layers under half-precision autocast; None if that does not apply.
 
-    Gradients by weights, and by an input in fp32, are sums in fp32 that are never rounded to half precision.
+    Gradients by weights, and by an fp32 input, are summed in fp32 and never rounded to half precision.
     """
     dtype = flash_dtype(x)
     plain = tuple(linear for linear in linears if is_plain_linear(linear) and linear.weight.dtype == torch.float32)

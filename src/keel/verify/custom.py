@@ -1,4 +1,4 @@
-"""A user's own estimator in training: an audit proves the rows that facts.py has for Keel's own."""
+"""Facts about a user's own estimator, proven by an audit like the rows of `keel.kl.facts`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@cache  # an audit enumerates: once a name is enough
+@cache  # an audit is expensive
 def estimator_facts(name: str) -> tuple[Fact, ...]:
-    """The rows that an audit proves of a user's own estimator `module:attr`; none for Keel's, which have theirs.
+    """The rows that an audit proves for a user's own estimator `module:attr`; none for built-in estimators.
 
     The function takes d = log p − log π, or (logp, ref_logp), or (logp, ref_logp, old_logp), each `[B, T]`, and
-    returns one value a token. What it does in the loss, the reward and the advantage is found by exact enumeration.
+    returns one value per token. Exact enumeration gives its gradients in the loss, the reward and the advantage.
     """
     if not is_custom(name):
         return ()
-    from keel.kl.estimators import call_checked  # an audit computes, by torch
+    from keel.kl.estimators import call_checked  # these import torch
     from keel.verify.audit import audit
     from keel.verify.formula import checked_callable
 
