@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
-from keel.integrations.formulas import Peer, peers, words
+from keel.integrations.formulas import Peer, columns, peers
 from keel.verify.peer_terms import PeerTermResult
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "peer-formulas.md"
@@ -31,7 +31,8 @@ their size. The default of a trainer is in bold.
 TAIL = """
 ## Other trainers
 
-AReaL, tinker-cookbook and OpenRLHF are judged where they are installed and can be imported. By hand on 2026-11-18:
+OpenRLHF, AReaL, tinker-cookbook and prime-rl are judged where they are installed and can be imported. By hand on
+2026-11-18:
 
 | trainer | term | expected gradient |
 | --- | --- | --- |
@@ -44,7 +45,7 @@ AReaL, tinker-cookbook and OpenRLHF are judged where they are installed and can 
 
 OpenRLHF imports flash_attn, which needs a GPU: its imports of flash_attn and deepspeed were replaced here.
 
-prime-rl is named where it is installed; its functions are not known to Keel.
+Not judged, because it is no function of its own: the KL in the reward of TRL's RLOOTrainer.
 """
 
 
@@ -56,9 +57,9 @@ def page(found: Iterable[Peer], day: date) -> str:
 
 def section(peer: Peer) -> str:
     """The table of a peer."""
-    rows = [(_term(row), row.options, words(row)) for row in peer.rows]
-    columns = ("term", "options", *rows[0][2])
-    lines = [f"## {peer.name} {peer.version}\n", _line(columns), _line("---" for _ in columns)]
+    rows = [(_term(row), row.options, columns(row)) for row in peer.rows]
+    titles = ("term", "options", *rows[0][2])
+    lines = [f"## {peer.name} {peer.version}\n", _line(titles), _line("---" for _ in titles)]
     lines += [_line((term, f"`{options}`", *texts.values())) for term, options, texts in rows]
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.cli import main
-from keel.envs.base import Task
+from keel.envs.base import Task, play_turns
 from keel.envs.episode import step_sync
 from keel.envs.registry import build_task
 

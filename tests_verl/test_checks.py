@@ -51,8 +51,8 @@ def test_traces_of_a_batch_and_the_gap_by_depth():
     assert first.completion_ids == tuple(range(8, 298))
     assert [first.action[at] for at in (4, 5, 8, 9)] == [True, False, False, True]
     assert (first.step, len(second.logp)) == (3, 300)
-    assert check_depth(traces(batch(0.0))).finding is None
-    assert check_depth(traces(batch(0.3))).finding.code == "sampler/depth"
+    assert check_depth(2 * traces(batch(0.0))).finding is None
+    assert check_depth(2 * traces(batch(0.3))).finding.code == "sampler/depth"
 
 
 def fused():

@@ -15,6 +15,7 @@ import pytest
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import games
+from keel.envs.base import play_turns
 from keel.envs.games import Game, Messages, Outcome, RandomStream, SeededTask, users
 from keel.envs.mixture import mixture
 from keel.envs.registry import get_task

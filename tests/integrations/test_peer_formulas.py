@@ -2,14 +2,14 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from trl.experimental.gkd import GKDTrainer
 from typer.testing import CliRunner
 
 from keel.cli import app
-from keel.integrations import formulas, versions
+from keel.integrations import formulas
 
 pytestmark = pytest.mark.peers
 ROOT = Path(__file__).parents[2]
@@ -44,12 +44,21 @@ def test_json_has_every_peer():
 
 
 def test_an_unknown_version_is_a_line(monkeypatch):
-    """Of TRL, by its number; of one whose functions are called otherwise, by what happened."""
-    monkeypatch.setattr(versions, "version", lambda package: "9.9.0")
-    monkeypatch.setattr(formulas, "PEERS", (("TRL", "trl", "keel.integrations.trl.formulas:formulas"),))
-    for module in [name for name in sys.modules if name.startswith("keel.integrations.trl")]:
-        monkeypatch.delitem(sys.modules, module)
+    """Of every peer, by its number, before anything of it is imported."""
+    monkeypatch.setattr(formulas, "version", lambda package: "9.9.0")
     result = CliRunner().invoke(app, ["verify", "--peers"])
-    assert "9.9.0" in result.output
+    named = [line for line in result.output.splitlines() if "9.9.0" in line]
+    assert [line.partition(" 9.9.0: ")[0] for line in named] == [peer[0] for peer in formulas.PEERS]
+    assert "Traceback" not in result.output
+    assert result.exit_code != 0
+
+
+def test_a_function_that_is_called_otherwise_is_a_line(monkeypatch):
+    """Of a version that is known, whose term takes other arguments."""
+    monkeypatch.setattr(formulas, "PEERS", formulas.PEERS[:1])
+    monkeypatch.setattr(GKDTrainer, "generalized_jsd_loss", staticmethod(lambda logits: logits))
+    result = CliRunner().invoke(app, ["verify", "--peers"])
+    (line,) = [line for line in result.output.splitlines() if "GKDTrainer" in line]
+    assert "TRL 1.16.0" in line
     assert "Traceback" not in result.output
     assert result.exit_code != 0

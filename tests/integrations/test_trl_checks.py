@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,6 @@ from trl import GRPOTrainer
 from integrations.fused import FusedGeneration, with_sampler
 from integrations.small_trl import build, lora
 from keel.base.errors import KeelError
-from keel.integrations.sync import Sampler, SyncLedger
 from keel.integrations.trl import DrawnCheck, SyncCheck, TraceRecorder
 from keel.lab.traces import check_depth, read_traces
 from keel.rollout.engine import StaleWeights
@@ -89,6 +89,51 @@ def test_an_adapter_that_never_arrives(tmp_path):
     assert set(late) == {f"model.layers.{n}.self_attn.{m}_proj.weight" for n in (0, 1) for m in "qv"}
 
 
+def test_a_second_sync_of_a_step_is_compared_too(tmp_path):
+    """As after a sleep of vLLM, or once the best checkpoint has been loaded."""
+    own = trainer(tmp_path, max_steps=1)
+    own.add_callback(check := SyncCheck(own, on_mismatch="warn"))
+    own.train()
+    own.vllm_generation.sync_weights()
+    own.vllm_generation.llm.generate([[1, 2]])
+    assert [(result.step, len(result.wrong)) for result in check.results] == [(0, 0), (1, 0)]
+    with torch.no_grad():
+        own.model.model.norm.weight.add_(1)
+    own.vllm_generation.sync_weights()
+    own.vllm_generation.runner.model.get_submodule("model.norm").weight.data.zero_()
+    own.vllm_generation.llm.generate([[1, 2]])
+    assert check.results[-1].wrong == ("model.norm.weight",)
+
+
+def test_weights_that_change_after_the_last_sync(tmp_path):
+    own = trainer(tmp_path, max_steps=1)
+    check = SyncCheck(own, on_mismatch="warn")
+    own.train()
+    own.vllm_generation.sync_weights()
+    with torch.no_grad():  # load_best_model_at_end
+        own.model.model.norm.weight.add_(1)
+    check.on_train_end(None, own.state, None)
+    own.vllm_generation.llm.generate([[1, 2]])
+    assert check.results[-1].wrong == ("model.norm.weight",)
+
+
+def test_a_process_that_asks_no_server_takes_part_in_gathering(tmp_path, monkeypatch):
+    own = trainer(tmp_path, max_steps=1)
+    own.vllm_generation.mode = "server"
+    monkeypatch.setattr(type(own.accelerator), "is_main_process", False)
+    own.add_callback(check := SyncCheck(own))
+    own.train()
+    assert check.results == []
+
+
+def test_a_check_that_saw_no_generation_says_so(tmp_path, caplog, monkeypatch):
+    own = trainer(tmp_path)
+    check = SyncCheck(own)
+    monkeypatch.setattr(logging.getLogger("keel"), "propagate", True)
+    check.on_train_end(None, own.state, None)
+    assert "compared nothing" in caplog.text
+
+
 def test_shards_and_unknown_layouts_are_refused_by_name(tmp_path):
     own = trainer(tmp_path)
     own.vllm_generation.tensor_parallel_size = 2
@@ -105,14 +150,6 @@ def test_shards_and_unknown_layouts_are_refused_by_name(tmp_path):
     own.use_vllm = False
     with pytest.raises(KeelError, match="use_vllm=True"):
         SyncCheck(own)
-
-
-def test_another_model_is_no_stale_weight(tmp_path):
-    own = trainer(tmp_path)
-    sampler = Sampler.colocated(own.vllm_generation.llm)
-    own.model.model.layers = own.model.model.layers[:1]
-    with pytest.raises(KeelError, match="another model"):
-        SyncLedger(sampler, own.model).note(0)
 
 
 @pytest.mark.parametrize("cls", [FusedGeneration, Never])
@@ -138,9 +175,30 @@ def test_drawn_check_leaves_the_weights_alone(tmp_path):
     assert len(check.reports) == 3
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(tensor, checked.model.state_dict()[name]), name
-    checked.top_p = 0.9
-    with pytest.raises(KeelError, match="top_p"):
-        DrawnCheck(checked)
+
+
+def test_drawn_check_sees_truncated_completions(tmp_path):
+    """TRL masks them; without them, weights that truncate less would seem likelier."""
+    own = trainer(tmp_path, mask_truncated_completions=True, max_completion_length=3, max_steps=2)
+    own.add_callback(check := DrawnCheck(own, on_mismatch="warn"))
+    seen = []
+    score = check._score
+    check._score = lambda drawn: seen.append((drawn, score(drawn))) or seen[-1][1]
+    own.add_callback(TraceRecorder(own, tmp_path / "traces.jsonl"))
+    own.train()
+    drawn, logp = seen[0]
+    masked = [row for row in range(8) if not drawn.inputs["completion_mask"][row].any()]
+    assert masked
+    assert all(logp[row] < -0.1 for row in masked)
+    assert all(row.completion_ids for row in read_traces(tmp_path / "traces.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "option", [{"top_k": 5}, {"repetition_penalty": 1.1}, {"generation_kwargs": {"typical_p": 0.9}}]
+)
+def test_options_that_change_what_is_drawn_are_refused(tmp_path, option):
+    with pytest.raises(KeelError, match=next(iter(option))):
+        DrawnCheck(build(GRPOTrainer, tmp_path, **FAST, **option))
 
 
 def test_traces_are_the_batch(tmp_path):

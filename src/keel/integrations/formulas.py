@@ -1,4 +1,4 @@
-"""`keel verify --peers`: the KL terms of every trainer that is installed, judged by their own functions."""
+"""`keel verify --peers`: the KL terms of every installed trainer, by calling its own functions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.integrations.versions import TRL, VERL, minor
 from keel.verify.peer_terms import GRADIENT_LABELS, VALUE_LABELS, PeerTermResult, examine_term
 
-# name, what pip calls it, and where its terms are: a function of no arguments that returns them
+# name, distribution, the minor versions whose functions are called here, and where its terms are: a function that
+# returns them
 PEERS = (
-    ("TRL", "trl", "keel.integrations.trl.formulas:formulas"),
-    ("verl", "verl", "keel.integrations.verl.formulas:formulas"),
-    ("OpenRLHF", "openrlhf", "keel.integrations.others:openrlhf"),
-    ("AReaL", "areal", "keel.integrations.others:areal"),
-    ("tinker-cookbook", "tinker-cookbook", "keel.integrations.others:tinker_cookbook"),
-    ("prime-rl", "prime-rl", None),
+    ("TRL", "trl", TRL.tested, "keel.integrations.trl.formulas:formulas"),
+    ("verl", "verl", VERL.tested, "keel.integrations.verl.formulas:formulas"),
+    ("OpenRLHF", "openrlhf", ("0.11",), "keel.integrations.others:openrlhf"),
+    ("AReaL", "areal", ("1.0",), "keel.integrations.others:areal"),
+    ("tinker-cookbook", "tinker-cookbook", ("0.6",), "keel.integrations.others:tinker_cookbook"),
+    ("prime-rl", "prime-rl", ("0.8",), "keel.integrations.others:prime_rl"),
 )
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: its rows, or why there are none."""
+    """A trainer: its rows, or the reason that there are none."""
 
     name: str
     version: str | None
@@ -34,15 +36,15 @@ class Peer:
 
 
 def peers() -> Iterator[Peer]:
-    """Every peer in turn; a version whose functions are called in another way is a line of its own."""
-    for name, package, where in PEERS:
+    """Every peer in turn. One that cannot be called has a reason of one line."""
+    for name, package, tested, where in PEERS:
         try:
             installed = version(package)
         except PackageNotFoundError:
             yield Peer(name, None, reason="not installed")
             continue
-        if where is None:
-            yield Peer(name, installed, reason="Keel does not know its functions")
+        if minor(installed) not in tested:
+            yield Peer(name, installed, reason=f"Keel knows the functions of version {', '.join(tested)} alone")
             continue
         try:
             yield Peer(name, installed, tuple(_rows(name, installed, where)))
@@ -62,14 +64,14 @@ def _rows(name: str, installed: str, where: str) -> Iterator[PeerTermResult]:
             ) from None
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise KeelError(
-                f"{name} {installed} is none that Keel knows the functions of "
+                f"{name} {installed}: its functions are not those that Keel knows "
                 f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             ) from None
         yield from (examine_term(name, installed, term) for term in terms)
 
 
-def words(row: PeerTermResult) -> dict[str, str]:
-    """A row as the page and the terminal show it, by what the column is called."""
+def columns(row: PeerTermResult) -> dict[str, str]:
+    """A row as the page and the terminal show it, by the column's name."""
     gradient = GRADIENT_LABELS[row.gradient]
     if row.gradient == "none":
         gradient += f" (cosines {row.cosine_policy_ref:.2f} and {row.cosine_ref_policy:.2f})"
@@ -84,10 +86,10 @@ def words(row: PeerTermResult) -> dict[str, str]:
 
 
 def lines(peer: Peer) -> Iterator[str]:
-    """What a terminal shows of a peer."""
+    """A peer as the terminal shows it."""
     title = f"{peer.name} {peer.version}" if peer.version else peer.name
     yield f"{title}: {peer.reason}" if peer.reason else title
     for row in peer.rows:
         yield f"  {row.name}, {row.file}:{row.line}"
         yield f"    {row.options}{' (default)' if row.default else ''}"
-        yield f"    {'; '.join(f'{name}: {text}' for name, text in words(row).items())}"
+        yield f"    {'; '.join(f'{name}: {text}' for name, text in columns(row).items())}"

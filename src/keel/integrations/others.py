@@ -1,7 +1,7 @@
-"""KL terms of trainers that Keel has no bridge to: OpenRLHF, AReaL and tinker-cookbook, one function each.
+"""KL terms of trainers that Keel has no bridge to: OpenRLHF, AReaL, tinker-cookbook and prime-rl, one function each.
 
-What is a penalty in the reward or the advantage is put under the plain policy term −ρ·A, since the trainers' own run on
-workers or servers.
+A penalty in the reward or the advantage is put under the plain policy term −ρ·A, because these trainers compute their
+own on workers or servers.
 """
 
 from __future__ import annotations
@@ -125,3 +125,16 @@ def tinker_cookbook() -> Sequence[PeerTerm]:
 
     options = "kl_penalty_coef > 0, kl_discount_factor=0.0"
     return [PeerTerm("KL in the advantage", options, incorporate_kl_penalty, in_advantage(penalty))]
+
+
+def prime_rl() -> Sequence[PeerTerm]:
+    from prime_rl.trainer.rl.loss import LossInputs, ref_kl_loss_fn
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
+        one, none = torch.ones(1, dtype=torch.bool), torch.zeros(1)
+        each = [ref_kl_loss_fn(LossInputs(logp[i], old[i].detach(), ref_logp[i], none, one)) for i in range(len(logp))]
+        value = torch.stack([-out.metrics["ref_kl"] for out in each]).double()
+        return value.detach(), torch.stack([out.loss for out in each]).double()
+
+    return [PeerTerm("distillation", "loss type ref_kl", ref_kl_loss_fn, losses)]

@@ -1,10 +1,11 @@
-"""Does a sampler hold the policy's weights? Digests of both, tensor by tensor, for any trainer around vLLM."""
+"""Compare the weights that a sampler holds with the policy's, by a digest of each tensor, for any trainer with vLLM."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +17,16 @@ from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.sharding import full_tensor
 from keel.rollout.engine import StaleWeights
-from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weights, merge_worker_digests
+from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weights
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
-KEPT = 8  # steps whose digests are remembered, to say which weights the sampler holds instead
-NAMED = 3  # tensors that a message names
+MAX_STEPS = 8  # steps whose digests are remembered, to say which weights the sampler holds instead
+MAX_NAMES = 3  # tensors that a message names
 
 
 class Sampler:
-    """What is read of a vLLM: its parts under a checkpoint's names, their digests, the adapter in a slot, its type."""
+    """Reads of a vLLM: its tensors under a checkpoint's names, their digests, the adapter in a slot, the dtype."""
 
     def __init__(self, call: Callable[..., list[Any]]) -> None:
         self._call = call
@@ -34,24 +35,26 @@ class Sampler:
     @classmethod
     def colocated(cls, llm: Any) -> Sampler:
         """A `vllm.LLM` whose worker is in this process, as TRL's colocated one is."""
-        try:
-            runner = llm.llm_engine.model_executor.driver_worker.model_runner
-            model = runner.model
-        except AttributeError as error:
-            raise KeelError(
-                f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error}): "
-                "pip install 'vllm==0.32.*', or check by log-probabilities (keel.lab.traces.check_drawn)"
-            ) from None
-        refuse_shards(model)
-        worker = _Worker(runner)
-        return cls(lambda method, *args: [getattr(worker, method)(*args)])
-
-    @classmethod
-    def served(cls, url: str) -> Sampler:
-        """A `vllm serve` that was started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
-        import httpx2
 
         def call(method: str, *args: Any) -> list[Any]:
+            try:
+                runner = llm.llm_engine.model_executor.driver_worker.model_runner
+                refuse_shards(runner.model)
+                return [getattr(_Worker(runner), method)(*args)]
+            except AttributeError as error:
+                raise KeelError(
+                    f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error})"
+                    ": pip install 'vllm==0.32.*', or check by log-probabilities (keel.lab.traces.check_drawn)"
+                ) from None
+
+        return cls(call)
+
+    @classmethod
+    def served(cls, *urls: str) -> Sampler:
+        """One or more `vllm serve` that were started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
+        import httpx2
+
+        def ask(url: str, method: str, args: tuple[Any, ...]) -> list[Any]:
             body = {"method": method, "args": list(args)}
             try:
                 answer = httpx2.post(f"{url.rstrip('/')}/collective_rpc", json=body, timeout=600.0)
@@ -59,12 +62,13 @@ class Sampler:
                 raise KeelError(f"{url} does not answer ({error}): is the server up?") from None
             if answer.status_code != 200:
                 raise KeelError(
-                    f"{url} does not tell its weights (status {answer.status_code}): start it with "
-                    "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls keel.rollout.vllm.worker.KeelWorker"
+                    f"{url} does not report its weights (status {answer.status_code}): start it with "
+                    "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls keel.rollout.vllm.worker.KeelWorker (verl: "
+                    "keel.integrations.verl.worker.SyncWorker)"
                 )
             return list(answer.json()["results"])
 
-        return cls(call)
+        return cls(lambda method, *args: [result for url in urls for result in ask(url, method, args)])
 
     def parts(self) -> list[str]:
         parts = [part for worker in self._call("keel_parts") for part in worker]
@@ -73,11 +77,17 @@ class Sampler:
         return parts
 
     def digests(self) -> dict[str, str]:
-        return merge_worker_digests(self._call("keel_digests"))
+        return _agreed(self._call("keel_digests"))
 
     def adapter(self, slot: int, ranks: Mapping[str, int]) -> dict[str, str]:
         """The digests of an adapter's matrices; none where it is not loaded."""
-        return merge_worker_digests(self._call("keel_adapter", slot, dict(ranks)))
+        return _agreed(self._call("keel_adapter", slot, dict(ranks)))
+
+
+def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all workers hold alike. A tensor that one of them lacks, or holds otherwise, is left out, so it is wrong."""
+    first, *others = workers
+    return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
 
 class _Worker(KeelWorker):
@@ -102,21 +112,31 @@ def _sharded(name: str) -> KeelError:
 
 
 def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a sampler without adapters must hold, under a checkpoint's names: W + BA·α/r where there is a LoRA."""
+    """What a sampler without adapters must hold, under a checkpoint's names; adapters are merged as peft does it."""
     inner: Any = causal_lm(policy)
-    adapted = {
-        f"{path}.base_layer.weight": module for path, module in inner.named_modules() if hasattr(module, "base_layer")
-    }
+    adapted = {path: module for path, module in inner.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in inner.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or ".original_module." in name:
             continue
-        if ".modules_to_save." in name or ".original_module." in name:
-            raise KeelError("modules_to_save are not compared by SyncCheck: train without them, or check_drawn")
-        value = full_tensor(parameter.detach())
-        if (module := adapted.get(name)) is not None:
-            for adapter in module.active_adapters:  # as peft merges: in place, in the weight's own type
-                value = value.clone().add_(module.get_delta_weight(adapter).detach())
-        yield name.replace(".base_layer.", "."), value.to(dtype) if value.is_floating_point() else value
+        path, of_base, leaf = name.rpartition(".base_layer.")
+        value = full_tensor(merged_parameter(adapted[path], leaf) if of_base else parameter.detach())
+        name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
+        yield name, value.to(dtype) if value.is_floating_point() else value
+
+
+@torch.no_grad()
+def merged_parameter(layer: Any, leaf: str) -> Tensor:
+    """A parameter of an adapted layer with its adapters in it. The layer is left as it was, to the last bit."""
+    base = layer.get_base_layer()
+    if layer.merged:
+        return base.get_parameter(leaf).detach()
+    own = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    layer.merge()
+    value = base.get_parameter(leaf).detach().clone()
+    layer.unmerge()
+    for name, parameter in base.named_parameters():
+        parameter.data.copy_(own[name])
+    return value
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,7 @@ class SyncResult:
     def __str__(self) -> str:
         if not self.wrong:
             return f"step {self.step}: all {self.compared} tensors of the sampler are the policy's"
-        named = ", ".join(self.wrong[:NAMED]) + (", …" if len(self.wrong) > NAMED else "")
+        named = ", ".join(self.wrong[:MAX_NAMES]) + (", …" if len(self.wrong) > MAX_NAMES else "")
         since = "since the beginning" if self.sound_until is None else f"since step {self.sound_until + 1}"
         of = "" if self.weights_of is None else f"; they are the policy's of step {self.weights_of}"
         return (
@@ -157,19 +177,22 @@ class SyncLedger:
 
     def note(self, step: int) -> None:
         """Remember the digests that the sampler must have once it is synced with the policy as it is now."""
+        if any(hasattr(parameter, "ds_id") for parameter in self.policy.parameters()):
+            raise KeelError("SyncCheck does not read weights that DeepSpeed ZeRO-3 shards: use stage 2, or check_drawn")
         held = PartDigests(self._parts, self.policy)
         weights = merged_weights if self.slot is None else checkpoint_weights
         for _ in held.recorded(weights(self.policy, self.sampler.dtype)):
             pass
-        digests = {part: held.digests[part] for part in self._parts if part in held.digests}
-        if missing := sorted(set(self._parts) - set(digests)):
-            raise KeelError(f"the sampler holds {missing[0]}, which the policy has not: it serves another model")
+        digests = held.digests
+        for name in sorted(set(self._parts) ^ set(digests)):
+            has, lacks = ("policy", "sampler") if name in digests else ("sampler", "policy")
+            raise KeelError(f"the {has} holds {name}, which the {lacks} does not: the sampler serves another model")
         if self.slot is not None:
             digests |= {
                 f"adapter {name}": x for name, x in adapter_of(self.policy, self.sampler.dtype).digests().items()
             }
         self._expected[step] = digests
-        while len(self._expected) > KEPT:
+        while len(self._expected) > MAX_STEPS:
             self._expected.popitem(last=False)
 
     def compare(self, step: int) -> SyncResult:
@@ -195,7 +218,7 @@ class SyncLedger:
         return held
 
 
-def act(result: SyncResult, on_mismatch: Literal["stop", "warn"]) -> None:
+def stop_or_warn(result: SyncResult, on_mismatch: Literal["stop", "warn"]) -> None:
     """Stop or warn on a mismatch."""
     if result.wrong and on_mismatch == "stop":
         raise StaleWeights(str(result))

@@ -9,6 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from keel.base.errors import KeelError
 
 
+def minor(version: str) -> str:
+    """`1.16` of `1.16.0`."""
+    return ".".join(version.split(".")[:2])
+
+
 @dataclass(frozen=True)
 class Bridge:
     """A trainer that Keel works inside of: its minor versions that were tested, and what pip installs for it.
@@ -32,7 +37,7 @@ class Bridge:
             installed = version(self.peer.lower())
         except PackageNotFoundError:
             raise KeelError(f"{self.module} needs {self.peer}: pip install {self.install}") from None
-        if ".".join(installed.split(".")[:2]) not in self.tested:
+        if minor(installed) not in self.tested:
             raise KeelError(
                 f"{self.peer} {installed} is none that {self.module} was tested with ({', '.join(self.tested)}): "
                 f"pip install '{self.peer.lower()}=={self.tested[-1]}.*'"

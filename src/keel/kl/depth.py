@@ -10,6 +10,7 @@ from torch import Tensor
 from keel.base.metrics import Number
 
 FIRST_BIN_TOKENS = 64  # the first bin ends here, the next at 128, 256, …
+MIN_COMPLETIONS = 4  # that must reach a bin: fewer give no standard error
 METRIC_PREFIX = "kl/sampler_policy/depth_"  # followed by the bin's start, then /mean or /se
 
 
@@ -25,8 +26,10 @@ def positions(prompts: Sequence[int] | Tensor, width: int, device: torch.device 
 
 
 def occupied_bins(where: Tensor, mask: Tensor) -> tuple[int, ...]:
-    """The starts of the bins that hold a token of the mask."""
-    return tuple(depth_bin(where[mask]).unique().tolist())
+    """The starts of the bins in which at least `MIN_COMPLETIONS` rows have a token of the mask."""
+    own = depth_bin(where)
+    starts = own[mask].unique().tolist()
+    return tuple(start for start in starts if (mask & (own == start)).any(-1).sum() >= MIN_COMPLETIONS)
 
 
 def mean_by_depth(

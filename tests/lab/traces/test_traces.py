@@ -50,7 +50,7 @@ def test_a_template_that_drops_reasoning_is_named_at_its_turn():
     report = check_tokens(traces, tokenizer)
     (difference,) = report.differences
     assert (difference.trace, difference.turn, difference.position, difference.cause) == (1, 1, 0, "template")
-    assert report.behind == 8 + 2  # all that the model sampled there
+    assert report.affected == 8 + 2  # all that the model sampled there
     (finding,) = report.findings()
     assert finding.code == "tokens/encoded-again"
     assert "1 of 2 completions" in finding.evidence
@@ -67,14 +67,39 @@ def merging():
 
 def test_sampled_tokens_that_encoding_would_merge():
     tokenizer = merging()
-    exact, split = Trace((0,), (2, 1, 3), (True,) * 3), Trace((0,), (1, 0, 1, 3), (True,) * 4)
+    exact, split = Trace((0,), (2, 1, 3), (True,) * 3), Trace((3,), (1, 0, 1, 3), (True,) * 4)
     assert check_tokens([exact], tokenizer).exact
     report = check_tokens([exact, split], tokenizer)
     (difference,) = report.differences
     assert (difference.trace, difference.position, difference.cause) == (1, 1, "merged")
     assert (difference.sampled, difference.encoded) == ("a|b|<eos>", "ab|<eos>")
-    assert report.behind == 3
+    assert report.affected == 3
     assert "keep token ids" in report.findings()[0].advice
+
+
+def test_a_turn_is_encoded_behind_its_context():
+    """A merge across the beginning of a turn is a difference; a context of its own is left out."""
+    tokenizer = merging()
+    (difference,) = check_tokens([Trace((0, 0), (1, 3), (True, True))], tokenizer).differences
+    assert (difference.position, difference.sampled, difference.encoded) == (0, "a|b|<eos>", "ab|<eos>")
+    assert check_tokens([Trace((0, 1), (2, 3), (True, True))], tokenizer).exact
+
+
+def test_a_template_that_rewrites_the_prompt_later_is_a_difference():
+    tokenizer = tiny_tokenizer()
+    trace = conversation(tokenizer, ["1", "2"])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "(message['content'] if messages | length == 1 else 'G')"
+    )
+    (difference,) = check_tokens([trace], tokenizer).differences
+    assert (difference.turn, difference.position, difference.cause) == (1, 0, "template")
+
+
+def test_masks_of_padding_and_of_tools_count_together(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    masks = {"completion_mask": [1, 1, 1, 0], "tool_mask": [1, 0, 1, 1]}
+    path.write_text(json.dumps({"completion_ids": [5, 6, 7, 0], **masks}))
+    assert read_traces(path)[0].action == (True, False, True, False)
 
 
 def test_messages_that_are_not_the_whole_conversation_are_one_line():
@@ -151,6 +176,16 @@ def test_a_gap_that_does_not_grow_is_none(seed):
     assert check_depth(gaps(lambda at: 1e-4 * (1 + at / 50), seed)).finding is None  # grows, and is rounding
 
 
+def test_a_stretch_that_few_completions_reach_is_left_out():
+    """One long completion with a token that is far off has no standard error."""
+    short = gaps(lambda at: 0.02, rows=31, width=40)
+    long = gaps(lambda at: 0.02 if at < 64 else 0.5, seed=1, rows=1, width=100)
+    report = check_depth(short + long)
+    assert report.finding is None
+    assert list(report.stretches) == [0]
+    assert check_depth(short + gaps(lambda at: 0.02 if at < 64 else 0.5, seed=1, rows=8, width=100)).finding
+
+
 def test_depth_without_both_sides_says_what_to_record(tmp_path):
     with pytest.raises(KeelError, match="rollout_log_probs"):
         check_depth([Trace((1,), (2,), (True,))])
@@ -173,6 +208,20 @@ def test_who_drew_the_tokens():
     assert stale.likeliest == "step 1"
     assert "sampler/stale" in str(stale)
     assert not any(check_drawn(drawn_by("step 3", 40), "step 3").stale for _ in range(300))
+
+
+def test_what_cannot_have_been_drawn_decides_and_nan_does_not():
+    impossible, nothing = [-math.inf, -1.0], [math.nan] * 2
+    assert check_drawn({"now": impossible, "before": [-3.0, -1.0]}, "now").stale
+    assert not check_drawn({"now": [-3.0, -1.0], "before": impossible}, "now").stale
+    assert not check_drawn({"now": [-3.0, -math.inf], "before": [-math.inf, -3.0]}, "now").stale
+    assert not check_drawn({"now": nothing, "before": [-3.0, -1.0]}, "now").stale
+
+
+def test_a_level_of_many_starts_needs_more_evidence():
+    gap = {"now": [-1.0], "before": [-1.0 + math.log(2e4)]}
+    assert check_drawn(gap, "now").stale
+    assert not check_drawn(gap, "now", 1e-4 / 6).stale
 
 
 def test_candidates_that_are_equal_are_no_finding():

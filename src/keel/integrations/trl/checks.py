@@ -1,29 +1,32 @@
-"""Callbacks for GRPOTrainer as it is: the sampler's weights after every sync, who drew the tokens, traces of a run."""
+"""Callbacks for an unchanged GRPOTrainer: the sampler's weights after every sync, the weights that drew the tokens,
+and a file of traces."""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
-from keel.integrations.sync import Sampler, SyncLedger, SyncResult, act, logger
-from keel.lab.traces.drawn import DrawnReport, check_drawn
+from keel.integrations.sync import Sampler, SyncLedger, SyncResult, logger, merged_weights, stop_or_warn
+from keel.lab.traces.drawn import LEVEL, DrawnReport, check_drawn
 from keel.lab.traces.records import Trace, write_traces
 from keel.rollout.engine import StaleWeights
 
 
 class SyncCheck(TrainerCallback):
-    """Compare the sampler's weights with the policy's at every generation: `trainer.add_callback(SyncCheck(trainer))`.
+    """Compare the sampler's weights with the policy's after every sync: `trainer.add_callback(SyncCheck(trainer))`.
 
-    What the policy is after an update is noted before TRL syncs; what the sampler holds is read when it is asked for
-    completions. A mismatch raises (`on_mismatch="stop"`) or is logged (`"warn"`).
+    The policy's digests are noted after each update, and before TRL syncs once more in the same step. The sampler's are
+    read when it is next asked for completions. A mismatch raises (`on_mismatch="stop"`) or is logged (`"warn"`).
     `results` keeps all comparisons, and TRL logs their `sync/wrong_tensors`.
     `adapter` is the id of a LoRA that the sampler keeps beside its base; TRL itself merges adapters.
     """
@@ -35,8 +38,13 @@ class SyncCheck(TrainerCallback):
             raise KeelError("SyncCheck compares vLLM's weights with the policy's: set use_vllm=True in GRPOConfig")
         self.trainer, self.on_mismatch, self.results = trainer, on_mismatch, list[SyncResult]()
         generation = trainer.vllm_generation
-        policy = trainer.accelerator.unwrap_model(trainer.model)
+        self.policy = trainer.accelerator.unwrap_model(trainer.model)
+        self.ledger: SyncLedger | None = None
+        self._step, self._fresh, self._due = -1, False, False
+        generation.sync_weights = _after(self._before_sync, generation.sync_weights)
         if generation.mode == "server":
+            if not trainer.accelerator.is_main_process:  # the main process alone talks to the server
+                return
             sampler, asked = Sampler.served(generation.vllm_client.base_url), generation.vllm_client
         else:
             if generation.tensor_parallel_size > 1:
@@ -45,94 +53,130 @@ class SyncCheck(TrainerCallback):
                     "tensor-parallel shards; set it to 1, or use DrawnCheck"
                 )
             sampler, asked = Sampler.colocated(generation.llm), generation.llm
-        self.ledger = SyncLedger(sampler, policy, adapter)
-        self._noted = self._checked = -1
-        self._generate, asked.generate = asked.generate, self._checking(asked.generate)
+        self.ledger = SyncLedger(sampler, self.policy, adapter)
+        asked.generate = _after(self._compare, asked.generate)
 
-    def _checking(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*args: Any, **named: Any) -> Any:
-            step = self.trainer.state.global_step
-            if self._noted < 0:  # generation before training, as an evaluation
-                self.note(step)
-            if self._checked != self._noted:
-                self._checked = self._noted
-                self.results.append(self.ledger.compare(self._noted))
-                mode = "train" if self.trainer.model.training else "eval"
-                self.trainer._metrics[mode]["sync/wrong_tensors"].append(len(self.results[-1].wrong))
-                act(self.results[-1], self.on_mismatch)
-            return generate(*args, **named)
+    def _before_sync(self) -> None:
+        """A second sync of one step, as after a sleep of vLLM, is of the weights as they are then."""
+        if not self._fresh:
+            self.note()
+        self._fresh = False
 
-        return checked
+    def _compare(self) -> None:
+        if self._step < 0:  # nothing was ever synced
+            self.note()
+        if self.ledger is not None and self._due:
+            self._due = False
+            self.results.append(self.ledger.compare(self._step))
+            mode = "train" if self.trainer.model.training else "eval"
+            self.trainer._metrics[mode]["sync/wrong_tensors"].append(len(self.results[-1].wrong))
+            stop_or_warn(self.results[-1], self.on_mismatch)
 
-    def note(self, step: int) -> None:
-        self.ledger.note(step)
-        self._noted = step
+    def note(self) -> None:
+        """Note the policy as it is now; processes without a sampler take part, because shards are gathered."""
+        self._step, self._fresh, self._due = self.trainer.state.global_step, True, True
+        if self.ledger is not None:
+            self.ledger.note(self._step)
+        else:
+            for _ in merged_weights(self.policy, torch.float32):
+                pass
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.note(state.global_step)
+        self.note()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.note(state.global_step)
+        self.note()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The best checkpoint may have been loaded, which TRL does not sync."""
+        self.note()
+        if self.ledger is not None and not self.results:
+            logger.warning("SyncCheck compared nothing: this trainer asks vLLM for completions in a way of its own")
 
 
-def traces(inputs: dict[str, Any], step: int | None = None) -> list[Trace]:
-    """The traces of what GRPOTrainer's `_generate_and_score_completions` returns."""
-    rows = []
-    for row in range(len(inputs["completion_ids"])):
-        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
-        real = _real(inputs, row)
-        tool = inputs.get("tool_mask")
-        action = torch.ones_like(real) if tool is None else tool[row].bool()
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **named: Any) -> Any:
+        first()
+        return function(*args, **named)
 
-        def of(name: str, real: Tensor = real, row: int = row) -> tuple[float, ...] | None:
-            values = inputs.get(name)
-            return None if values is None else tuple(values[row][real].float().tolist())
+    return both
 
-        rows.append(
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch as `GRPOTrainer._generate` drew it, before truncated completions are masked, and what TRL made of it."""
+
+    prompts: Sequence[Any]
+    prompt_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]]
+    action: Sequence[Sequence[bool]]  # false on the tokens of tools
+    completions: Sequence[Any]
+    inputs: Mapping[str, Any]
+
+    def traces(self, step: int | None = None) -> list[Trace]:
+        """One of each completion; `messages` where prompts are conversations."""
+
+        def of(name: str, row: int) -> tuple[float, ...] | None:
+            values = self.inputs.get(name)
+            return None if values is None else tuple(values[row][: len(self.completion_ids[row])].float().tolist())
+
+        def messages(row: int) -> tuple[Any, ...] | None:
+            prompt, completion = self.prompts[row], self.completions[row]
+            return (*prompt, *completion) if isinstance(completion, list) else None
+
+        return [
             Trace(
-                tuple(prompt.tolist()),
-                tuple(inputs["completion_ids"][row][real].tolist()),
-                tuple(action[real].tolist()),
-                of("sampling_per_token_logps"),
-                of("old_per_token_logps"),
-                step=step,
+                tuple(self.prompt_ids[row]),
+                tuple(self.completion_ids[row]),
+                tuple(self.action[row]),
+                of("sampling_per_token_logps", row),
+                of("old_per_token_logps", row),
+                messages(row),
+                step,
             )
-        )
-    return rows
-
-
-def _real(inputs: dict[str, Any], row: int) -> Tensor:
-    return inputs["completion_mask"][row].bool()
+            for row in range(len(self.completion_ids))
+        ]
 
 
 class TraceRecorder(TrainerCallback):
-    """Append the traces of every generation to a file: for check_tokens, check_depth and whatever comes later."""
+    """Append the traces of every generation to a file: for check_tokens and check_depth."""
 
     def __init__(self, trainer: Any, path: Path | str) -> None:
         self.trainer, self.path = trainer, Path(path)
         _after_generation(trainer, self._record)
 
-    def _record(self, inputs: dict[str, Any]) -> None:
+    def _record(self, drawn: Drawn) -> None:
         if self.trainer.accelerator.is_main_process and self.trainer.model.training:
-            write_traces(self.path, traces(inputs, self.trainer.state.global_step))
+            write_traces(self.path, drawn.traces(self.trainer.state.global_step))
 
 
 class DrawnCheck(TrainerCallback):
     """Which of the last weights drew the completions? `trainer.add_callback(DrawnCheck(trainer))`, for any sampler.
 
     The trained weights of the last `keep` steps stay in main memory; every `every` steps the completions are scored by
-    each of them, and the evidence of several steps is added up until it decides for or against the policy.
+    each of them, and the evidence of several steps is added up until it decides for or against the policy. Then it
+    starts anew, the n-th time at the level 10⁻⁴/n(n+1), so that a run's false alarms stay below 10⁻⁴ together.
     """
 
     def __init__(
         self, trainer: Any, *, keep: int = 2, every: int = 1, on_mismatch: Literal["stop", "warn"] = "stop"
     ) -> None:
-        if trainer.top_p != 1.0 or trainer.top_k or (trainer.min_p or 0.0):
-            raise KeelError("top_p, top_k or min_p change what is drawn: DrawnCheck needs a sampler without filters")
+        args = trainer.args
+        changed = {
+            "top_p": args.top_p != 1.0,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty != 1.0,
+            "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex,
+            "generation_kwargs": args.generation_kwargs,
+        }
+        if names := [name for name, on in changed.items() if on]:
+            raise KeelError(f"{', '.join(names)} of GRPOConfig change what is drawn: DrawnCheck needs their defaults")
         self.trainer, self.keep, self.every, self.on_mismatch = trainer, keep, every, on_mismatch
         self.reports = list[DrawnReport]()
         self._past: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         self._evidence: dict[str, list[float]] = {}
+        self._starts = 0
         _after_generation(trainer, self._look)
 
     def _trained(self) -> dict[str, Tensor]:
@@ -145,58 +189,80 @@ class DrawnCheck(TrainerCallback):
             self._past.popitem(last=False)
 
     @torch.no_grad()
-    def _look(self, inputs: dict[str, Any]) -> None:
+    def _look(self, drawn: Drawn) -> None:
         step = self.trainer.state.global_step
         older = [at for at in self._past if at < step]
         if not older or step % self.every or not self.trainer.model.training:
             return
         own = {name: p.detach().clone() for name, p in self._trained().items()}
-        found = {"the policy": self._score(inputs)}
+        found = {"the policy": self._score(drawn)}
         try:
             for at in older:
                 self._put(self._past[at])
-                found[f"{step - at} step{'s' if step - at > 1 else ''} ago"] = self._score(inputs)
+                found[f"{step - at} step{'s' if step - at > 1 else ''} ago"] = self._score(drawn)
         finally:
             self._put(own)
         if set(found) != set(self._evidence):
-            self._evidence = {name: [] for name in found}
+            self._evidence, self._starts = {name: [] for name in found}, self._starts + 1
         for name, values in found.items():
             self._evidence[name] += values
-        self.reports.append(check_drawn(self._evidence, "the policy"))
-        if self.reports[-1].sound:
+        report = check_drawn(self._evidence, "the policy", LEVEL / (self._starts * (self._starts + 1)))
+        self.reports.append(report)
+        if report.sound:
             self._evidence = {}
-        if self.reports[-1].stale:
+        if report.stale:
             if self.on_mismatch == "stop":
-                raise StaleWeights(f"step {step}: {self.reports[-1]}")
-            logger.warning("step %d: %s", step, self.reports[-1])
+                raise StaleWeights(f"step {step}: {report}")
+            logger.warning("step %d: %s", step, report)
 
     def _put(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self._trained().items():
             parameter.data.copy_(weights[name])
 
-    def _score(self, inputs: dict[str, Any]) -> list[float]:
+    def _score(self, drawn: Drawn) -> list[float]:
         """The log-probability of each completion's sampled tokens, at the sampling temperature."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        inputs = drawn.inputs
+        completion = inputs["completion_ids"]
+        rows = [torch.tensor(row, dtype=torch.bool) for row in drawn.action]
+        sampled = pad_sequence(rows, batch_first=True).to(completion.device)
+        real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(completion.device)
+        width = completion.size(1) - real.size(1)  # TRL may pad to a multiple
+        sampled, real = (functional.pad(mask, (0, width)) for mask in (sampled, real))
         was_training = self.trainer.model.training
         self.trainer.model.eval()
         try:
             logp, *_ = self.trainer._get_per_token_logps_and_entropies(
-                self.trainer.model, ids, seen, inputs["completion_ids"].size(1)
+                self.trainer.model,
+                torch.cat([inputs["prompt_ids"], completion], 1),
+                torch.cat([inputs["prompt_mask"], real.to(inputs["prompt_mask"].dtype)], 1),
+                completion.size(1),
             )
         finally:
             self.trainer.model.train(was_training)
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        return [x if math.isfinite(x) else 0.0 for x in (logp.double() * mask).sum(1).tolist()]
+        return list(torch.where(sampled, logp.double(), 0.0).sum(1).tolist())
 
 
-def _after_generation(trainer: Any, look: Callable[[dict[str, Any]], None]) -> None:
-    """Show each batch of completions to `look`, as TRL has scored it."""
-    generate = trainer._generate_and_score_completions
+def _after_generation(trainer: Any, look: Callable[[Drawn], None]) -> None:
+    """Show each batch of completions to `look`, as it was drawn and as TRL has scored it."""
+    generate, score = trainer._generate, trainer._generate_and_score_completions
+    drawn: dict[str, Any] = {}
 
-    def looking(*args: Any, **named: Any) -> Any:
-        inputs = generate(*args, **named)
-        look(inputs)
+    def generating(prompts: Sequence[Any]) -> Any:
+        made = generate(prompts)
+        prompt_ids, completion_ids, tool_mask, completions = made[:4]
+        action = tool_mask or [[1] * len(ids) for ids in completion_ids]
+        drawn.update(
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            action=[[bool(sampled) for sampled in row] for row in action],
+            completions=completions,
+        )
+        return made
+
+    def scoring(*args: Any, **named: Any) -> Any:
+        inputs = score(*args, **named)
+        look(Drawn(**drawn, inputs=inputs))
         return inputs
 
-    trainer._generate_and_score_completions = looking
+    trainer._generate, trainer._generate_and_score_completions = generating, scoring

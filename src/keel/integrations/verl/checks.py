@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from keel.integrations.sync import Sampler, SyncLedger, SyncResult, act
+from keel.integrations.sync import Sampler, SyncLedger, SyncResult, stop_or_warn
 from keel.integrations.versions import VERL
 from keel.lab.traces.records import Trace
 
@@ -14,9 +14,10 @@ from keel.lab.traces.records import Trace
 class SyncCheck:
     """Compare the sampler's weights with the policy's: `updated(step)` after an update, `check(step)` after a sync.
 
-    `sampler` is a `Sampler.served(url)` of verl's vLLM server, which VLLM_SERVER_DEV_MODE=1 and Keel's worker
-    extension make answer, or `Sampler.colocated(llm)`. `adapter` is the id of a LoRA that it keeps beside its base
-    (verl's own is 123); without one adapters are merged.
+    `sampler` is `Sampler.served(*urls)` with the address of each of verl's vLLM servers, which answer with
+    VLLM_SERVER_DEV_MODE=1 and `rollout.engine_kwargs.vllm.worker_extension_cls` set to
+    keel.integrations.verl.worker.SyncWorker. `adapter` is the id of a LoRA that they keep beside their base (verl's own
+    is 123); without one, adapters are merged.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SyncCheck:
 
     def check(self, step: int) -> SyncResult:
         self.results.append(self.ledger.compare(step))
-        act(self.results[-1], self.on_mismatch)
+        stop_or_warn(self.results[-1], self.on_mismatch)
         return self.results[-1]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import parse_json
 
-# Names that others give to the same: the first that a line has is taken.
+# Names that others give to the same. The first that a line has is taken; masks are combined, because TRL has one for
+# padding and one for tools.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_ids": ("prompt_ids", "prompt_token_ids", "prompts"),
     "completion_ids": ("completion_ids", "response_ids", "completion_token_ids", "responses"),
@@ -77,7 +78,10 @@ def trace_of(row: Any) -> Trace:
         raise ValueError("this is no record: give an object with completion_ids and prompt_ids")
     found = {name: next((row[key] for key in keys if key in row), None) for name, keys in NAMES.items()}
     completion, prompt = found["completion_ids"], found["prompt_ids"]
-    action = found["action"]
+    masks = [row[key] for key in NAMES["action"] if row.get(key) is not None]
+    if len({len(mask) for mask in masks}) > 1:
+        raise ValueError("the masks have different lengths: give one entry for each token")
+    action = [all(entries) for entries in zip(*masks, strict=True)] if masks else None
     if completion is None and found["token_ids"] is not None and action is not None:
         both = _integers(found["token_ids"], "token_ids")
         if len(action) != len(both):
@@ -91,7 +95,7 @@ def trace_of(row: Any) -> Trace:
         known = ", ".join(sorted(map(str, row))[:8])
         raise ValueError(f"there are no token ids, only {known}: completion_ids and prompt_ids must be recorded")
     completion = _integers(completion, "completion_ids")
-    sampled = [True] * len(completion) if action is None else [bool(x) for x in action]
+    sampled = [True] * len(completion) if action is None else action
     numbers = {name: _numbers(found[name]) for name in ("sample_logp", "logp")}
     for name, values in (("the mask", sampled), *numbers.items()):
         if values is not None and len(values) != len(completion):
@@ -117,7 +121,7 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
             for name in ("sample_logp", "logp"):
                 if name in row:
                     row[name] = [x if math.isfinite(x) else None for x in row[name]]
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, default=str) + "\n")
 
 
 def _integers(values: Any, name: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from keel.lab.traces.records import Trace
 MERGED, TEMPLATE = "merged", "template"
 CAUSES = {
     MERGED: "the sampled tokens of a turn are not those that its text encodes to",
-    TEMPLATE: "the chat template writes earlier turns otherwise than they were sampled",
+    TEMPLATE: "the chat template renders earlier turns differently from how they were sampled",
 }
 ADVICE = {
     MERGED: "keep token ids between turns and append to them, never text that is encoded again (TRL: its own tool loop "
     "or a rollout_func that returns ids; verl: an agent loop that carries response ids)",
-    TEMPLATE: "use a template under which a conversation's beginning never changes, such as one that keeps reasoning "
-    "and blanks of earlier turns (TRL: trl.chat_template_utils.get_training_chat_template), or append token ids",
+    TEMPLATE: "use a template that renders earlier turns unchanged, with their reasoning and white space (TRL: "
+    "trl.chat_template_utils.get_training_chat_template), or append token ids",
 }
 
 
@@ -38,11 +38,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What `check_tokens` found: the differences, and how much of the batch stands behind one."""
+    """What `check_tokens` found: the differences, and how much of the batch they concern."""
 
     traces: int
     tokens: int
-    behind: int  # sampled tokens at or after a first difference
+    affected: int  # sampled tokens at or after a first difference
     differences: tuple[Difference, ...]
     template: str
 
@@ -61,9 +61,9 @@ class TokenReport:
                 finding(
                     "tokens/encoded-again",
                     f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); with "
-                    f"all causes {100 * self.behind / max(1, self.tokens):.3g} % of the sampled tokens stand behind a "
-                    f"change; the first is completion {first.trace}, turn {first.turn}, token {first.position}: "
-                    f"sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
+                    f"all causes {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens come at or "
+                    f"after a change; the first is completion {first.trace}, turn {first.turn}, token "
+                    f"{first.position}: sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
                     f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than were drawn",
                     ADVICE[cause],
                     share=count / self.traces,
@@ -80,73 +80,80 @@ class TokenReport:
 def check_tokens(traces: Sequence[Trace], tokenizer: Any, **template: Any) -> TokenReport:
     """Encode each completion's text again, as a trainer does that keeps text between turns, and compare the tokens.
 
-    Each turn's own text is decoded and encoded. Where a trace has `messages`, the prompt of each later turn is rendered
-    by the tokenizer's chat template too. `template` are arguments of apply_chat_template, such as `chat_template` and
-    `tools`.
+    Each turn's text is decoded and encoded behind its context. Where a trace has `messages`, the prompt of each later
+    turn is rendered by the tokenizer's chat template too. `template` are arguments of apply_chat_template, such as
+    `chat_template` and `tools`.
     """
-    differences, behind = [], 0
+    differences, affected = [], 0
     for index, trace in enumerate(traces):
         found = _first_difference(index, trace, tokenizer, template)
         if found is not None:
             differences.append(found)
-            behind += sum(trace.action[max(0, found.position) :])
+            affected += sum(trace.action[found.position :])
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     chosen = template.get("chat_template") or getattr(tokenizer, "chat_template", None)
     how = f"chat template of {name}, {len(str(chosen))} characters" if chosen else f"tokenizer {name}, no chat template"
     tokens = sum(sum(trace.action) for trace in traces)
-    return TokenReport(len(traces), tokens, behind, tuple(differences), how)
+    return TokenReport(len(traces), tokens, affected, tuple(differences), how)
 
 
 def _first_difference(index: int, trace: Trace, tokenizer: Any, template: dict[str, Any]) -> Difference | None:
-    turns = list(trace.turns())
-    for number, (start, end) in enumerate(turns, 1):
-        if trace.messages is not None and (number > 1):
+    for number, (start, end) in enumerate(trace.turns(), 1):
+        if trace.messages is not None and number > 1:
             found = _against_template(index, trace, number, start, tokenizer, template)
             if found is not None:
                 return found
-        own = trace.completion_ids[start:end]
-        encoded = _encode(tokenizer, own)
-        if encoded != own:
-            return _difference(index, number, own, encoded, start, MERGED, tokenizer)
+        context = (*trace.prompt_ids, *trace.completion_ids[:start])
+        if _encode(tokenizer, context) != context:  # text of its own, such as a prompt that was not made by encoding
+            context = ()
+        sampled = (*context, *trace.completion_ids[start:end])
+        encoded = _encode(tokenizer, sampled)
+        if encoded != sampled:
+            at = _first(sampled, encoded)
+            show = ("|".join(_text(tokenizer, [x]) for x in ids[at : at + 4]) for ids in (sampled, encoded))
+            return Difference(index, number, start + max(0, at - len(context)), MERGED, *show)
     return None
 
 
 def _encode(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
-    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(tokenizer.encode(_text(tokenizer, ids), add_special_tokens=False))
 
 
 def _against_template(
     index: int, trace: Trace, number: int, start: int, tokenizer: Any, template: dict[str, Any]
 ) -> Difference | None:
     """The prompt of a later turn as the template writes it, against the tokens that stand before that turn."""
-    messages = _before(trace, number)
+
+    def rendered(turn: int) -> tuple[int, ...]:
+        try:
+            ids = tokenizer.apply_chat_template(
+                [dict(message) for message in _before(trace, turn)],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                **template,
+            )
+        except KeelError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise KeelError(
+                f"the chat template refuses the messages of completion {index}: "
+                f"{next(iter(str(error).splitlines()), '')}"
+            ) from None
+        return tuple(ids)
+
     sampled = (*trace.prompt_ids, *trace.completion_ids[:start])
-    try:
-        rendered = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-            **template,
-        )
-    except Exception as error:  # templates raise what they like
-        raise KeelError(
-            f"the chat template refuses the messages of completion {index}: {next(iter(str(error).splitlines()), '')}"
-        ) from None
-    encoded = tuple(rendered)
+    encoded = rendered(number)
     if encoded == sampled:
         return None
     at = _first(sampled, encoded)
-    if at < len(
-        trace.prompt_ids
-    ):  # a prompt that was rendered otherwise, such as with tools, is no change between turns
+    if at < len(trace.prompt_ids) and rendered(1) != trace.prompt_ids:
         raise KeelError(
             f"the prompt of completion {index} is not what the chat template makes of its first messages (token {at}): "
             "give the template that was used, check_tokens(…, chat_template=…, tools=…)"
         )
     same_text = _text(tokenizer, sampled) == _text(tokenizer, encoded)
-    position = at - len(trace.prompt_ids)
+    position = max(0, at - len(trace.prompt_ids))
     turn = sum(1 for begin, _ in trace.turns() if begin <= position)
     return Difference(
         index,
@@ -169,20 +176,6 @@ def _before(trace: Trace, number: int) -> Sequence[Any]:
             "hold the whole conversation"
         )
     return trace.messages[: own[len(own) - turns + number - 1]]
-
-
-def _difference(
-    index: int,
-    number: int,
-    own: Sequence[int],
-    encoded: Sequence[int],
-    start: int,
-    cause: str,
-    tokenizer: Any,
-) -> Difference:
-    at = _first(own, encoded)
-    show: Callable[[Sequence[int]], str] = lambda ids: "|".join(_text(tokenizer, [x]) for x in ids[at : at + 4])  # noqa: E731
-    return Difference(index, number, start + at, cause, show(own), show(encoded))
 
 
 def _first(sampled: Sequence[int], encoded: Sequence[int]) -> int:

@@ -58,8 +58,13 @@ class KeelWorker:
         return str(next(self.model_runner.get_model().parameters()).dtype).removeprefix("torch.")
 
     def keel_digests(self) -> dict[str, str]:
-        """The digest of each part in effect."""
-        return {str(part): part.digest(tensor()) for part, tensor in held_weights(self.model_runner.get_model())}
+        """The digest of each part in effect, cast to `keel_dtype` where a tensor has another floating-point type."""
+        dtype: torch.dtype = getattr(torch, self.keel_dtype())
+
+        def cast(value: Tensor) -> Tensor:
+            return value.to(dtype) if value.is_floating_point() else value
+
+        return {str(part): part.digest(cast(tensor())) for part, tensor in held_weights(self.model_runner.get_model())}
 
     def keel_adapter(self, adapter: int, ranks: dict[str, int]) -> dict[str, str]:
         """The digests of the adapter's matrices in its slot, by the layer's checkpoint name, each cut to its rank.

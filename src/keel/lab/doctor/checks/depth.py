@@ -42,10 +42,10 @@ def growing(stretches: Mapping[int, tuple[float, float]], thresholds: Thresholds
     return finding(
         CODE,
         f"KL(sampler‖policy) in nats per token: {rows}",
-        "the gap grows with the depth of the context: sampler and trainer place tokens otherwise, or the sampler's KV "
-        "cache rounds what it keeps",
-        "compare rotary scaling and context length of both (rope_scaling, rope_theta, max_model_len), and sample with "
-        "kv_cache_dtype=auto; positions of padded prompts too",
+        "the gap grows with the depth of the context: sampler and trainer use different positions, or the sampler's KV "
+        "cache loses precision",
+        "compare rotary scaling, context length and positions of padded prompts on both sides (rope_scaling, "
+        "rope_theta, max_model_len), and sample with kv_cache_dtype=auto",
     )
 
 
