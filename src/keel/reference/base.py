@@ -122,12 +122,12 @@ def starts_at_policy(reference: Reference | None) -> bool:
     return isinstance(reference, RuleReference) and reference.teacher is None
 
 
-def shortest_context(policy: int | None, reference: Reference | None) -> int | None:
-    """The context that policy and reference both have; None without a limit."""
-    own = reference.context_length if isinstance(reference, RuleReference) else None
-    return min((length for length in (policy, own) if length is not None), default=None)
+def shortest_context(policy: int | None, *references: Reference | None) -> int | None:
+    """The context that the policy and all references have; None without a limit."""
+    own = (reference.context_length for reference in references if isinstance(reference, RuleReference))
+    return min((length for length in (policy, *own) if length is not None), default=None)
 
 
-def packs_rows(reference: Reference | None) -> bool:
-    """Whether the reference may be given several completions in a row, where the policy may."""
-    return reference.shared_prefix if isinstance(reference, RuleReference) else True
+def packs_rows(*references: Reference | None) -> bool:
+    """Whether all references may be given several completions in a row, where the policy may."""
+    return all(reference.shared_prefix for reference in references if isinstance(reference, RuleReference))

@@ -58,23 +58,41 @@ def frozen(
                     f"reference.{name} applies only with reference.model: set it, or leave reference.{name} out"
                 )
         return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
+    return teacher(
+        loaded, "reference", model, offload=offload, dtype=dtype, chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+
+
+def teacher(
+    loaded: LoadedModel,
+    section: str,
+    model: str,
+    *,
+    offload: Flag = False,
+    dtype: Dtype = "auto",
+    trust_remote_code: Flag = False,
+    chat_template: Literal["same", "student"] = "same",
+) -> Reference:
+    """The model named by `model`, frozen, with the parameters that `frozen` has for it; they stand in `section`."""
     from keel.reference.copies import base_of
     from keel.reference.teacher import TeacherWeights, load_teacher
 
     if dtype == "auto" and (base := base_of(loaded, model)) is not None:
         if offload:
-            raise KeelError("reference.offload has no use with the policy's own base as teacher: leave it out")
+            raise KeelError(f"{section}.offload has no use with the policy's own base as teacher: leave it out")
         return RuleReference("frozen", base, when=_never, move=_assign, teacher=model)
-    teacher = load_teacher(loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code)
-    weights = TeacherWeights(teacher, offload=offload)
+    other = load_teacher(
+        loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code, section=section
+    )
     return RuleReference(
         "frozen",
-        weights,
+        TeacherWeights(other, offload=offload),
         when=_never,
         move=_assign,
         teacher=model,
-        shared_prefix=teacher.shared_prefix,
-        context_length=teacher.context_length,
+        shared_prefix=other.shared_prefix,
+        context_length=other.context_length,
     )
 
 
@@ -167,6 +185,16 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
             f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
         )
     return reference
+
+
+def build_teacher(section: str, loaded: LoadedModel, model: str, **params: Any) -> Reference:
+    """The teacher that a section names, with the parameters that stand there."""
+    return teacher(loaded, section, model, **check_teacher(section, **params))
+
+
+def check_teacher(section: str, **params: Any) -> dict[str, Any]:
+    """Check a teacher's parameters before any model is loaded."""
+    return part_arguments("teacher", teacher, params, section=section, positional=3)
 
 
 def check_reference(kind: str, **params: Any) -> None:

@@ -56,9 +56,18 @@ class TeacherWeights:
 
 
 def load_teacher(
-    policy: LoadedModel, name: str, *, dtype: str = "auto", chat_template: str = "same", trust_remote_code: bool = False
+    policy: LoadedModel,
+    name: str,
+    *,
+    dtype: str = "auto",
+    chat_template: str = "same",
+    trust_remote_code: bool = False,
+    section: str = "reference",
 ) -> LoadedModel:
-    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined."""
+    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined.
+
+    `section` is where its options stand.
+    """
     own = next(policy.model.parameters()).dtype
     wanted = str(own).removeprefix("torch.") if dtype == "auto" else dtype
     attention = getattr(causal_lm(policy.model).config, "_attn_implementation", None) or "sdpa"
@@ -69,11 +78,11 @@ def load_teacher(
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
     )
-    check_tokens(policy, teacher)
+    check_tokens(policy, teacher, section)
     if chat_template == "same" and template_of(teacher) != template_of(policy):
         raise KeelError(
-            f"reference.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
-            "reference.chat_template=student if the teacher was trained on that template, or take another teacher"
+            f"{section}.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
+            f"{section}.chat_template=student if the teacher was trained on that template, or take another teacher"
         )
     return teacher
 
@@ -83,32 +92,32 @@ def template_of(loaded: LoadedModel) -> Any:
     return getattr(loaded.tokenizer, "chat_template", None)
 
 
-def check_tokens(policy: LoadedModel, teacher: LoadedModel) -> None:
+def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "reference") -> None:
     """Refuse other tokens than the policy's; padding of the teacher's head beyond the policy's is cut off."""
     mine, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
         raise KeelError(
-            f"reference.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
+            f"{section}.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
             f"{theirs.get(differ)} there and {mine.get(differ)} here; take a teacher with the policy's tokenizer"
         )
     rows, own = (causal_lm(each.model).get_output_embeddings().weight.shape[0] for each in (teacher, policy))
     if rows < own:
         raise KeelError(
-            f"reference.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
+            f"{section}.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
             f"policy's last {own - rows}; take a teacher whose head is at least as large"
         )
     if rows > own:
-        _cut_head(teacher, own)
+        _cut_head(teacher, own, section)
 
 
-def _cut_head(teacher: LoadedModel, rows: int) -> None:
+def _cut_head(teacher: LoadedModel, rows: int, section: str) -> None:
     """Drop the head's rows from `rows` on, which stand for no token."""
     model = causal_lm(teacher.model)
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise KeelError(
-            f"reference.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
+            f"{section}.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
             f"and it is a {type(head).__name__}, which cannot be cut: take a teacher with as many"
         )
     with torch.no_grad():

@@ -100,6 +100,7 @@ class RunMemory:
     `pass_item` is that of gathered blocks (None: the weights' own), `sampler_item` that of the sampler's copy (None:
     the weights' own, in a copy only where they are spread; 0: the engine is not Keel's). `reference` is a model of its
     own, `masters` are those of its moving average in fp32. With `exact` KL the reference's head stays for the update.
+    A `teacher` beside it counts as one more copy of the policy.
     """
 
     pass_item: int | None = None
@@ -108,6 +109,7 @@ class RunMemory:
     reference_offload: bool = False
     masters: bool = False
     exact: bool = False
+    teacher: bool = False
     moments: int = 2
 
 
@@ -133,6 +135,7 @@ def held(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> dict[str, i
     adapters = sum(p.numel * p.itemsize for p in shape.adapters)
     trained_adapters = sum(p.numel * p.itemsize for p in shape.adapters if p.trained)
     reference = 0 if not job.reference or job.reference_offload else _part_bytes(shape.base, shards)
+    reference += _part_bytes(shape.base, shards) if job.teacher else 0
     masters = sum(4 * p.part(shards) for p in shape.base) if job.reference and job.masters else 0
     return {
         "weights": device * _part_bytes(shape.base, shards) + adapters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -97,23 +98,29 @@ def job_of(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
         reference_offload=bool(config.reference.params.get("offload")),
         masters=config.reference.kind == "ema" and loaded.dtype.itemsize < 4,
         exact=config.kl.needs_exact,
+        teacher=config.kl.teacher is not None and not config.kl.teacher.params.get("offload"),
     )
 
 
 def spread(
-    layout: DeviceLayout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None
+    layout: DeviceLayout,
+    loaded: LoadedModel,
+    references: Sequence[Any],
+    world: World,
+    amp_dtype: torch.dtype | None,
 ) -> None:
-    """Spread the policy's weights over the processes, and those of a reference that are a model of their own."""
+    """Spread the policy's weights over the processes, and those of references that are a model of their own."""
     mesh = world.mesh(loaded.device, layout.shards if layout.sharding == "hybrid" else None)
     sharder = partial(shard, mesh=mesh, amp_dtype=amp_dtype)
     sharder(loaded.model, offload=layout.offload)
-    if isinstance(reference, RuleReference):
-        reference.spread(sharder)
-    elif reference is not None:
-        raise KeelError(
-            f"the reference {type(reference).__name__} is of your own and cannot be spread over processes: use "
-            "parallel.sharding=none"
-        )
+    for reference in references:
+        if isinstance(reference, RuleReference):
+            reference.spread(sharder)
+        elif reference is not None:
+            raise KeelError(
+                f"the reference {type(reference).__name__} is of your own and cannot be spread over processes: use "
+                "parallel.sharding=none"
+            )
 
 
 def _unfit(config: Config) -> str | None:

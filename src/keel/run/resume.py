@@ -45,9 +45,10 @@ FREE_TO_CHANGE = (
     "rollout.vllm.wait_s",
     "kl.budget",
     "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
-    "optim.microbatch_tokens",  # these five change a step's memory, and its numbers by rounding (dropout: other masks)
+    "optim.microbatch_tokens",  # these six change a step's memory, and its numbers by rounding (dropout: other masks)
     "optim.offload",
     "reference.offload",
+    "kl.teacher.offload",
     "rollout.max_batch",
     "rollout.vllm.",  # where vLLM samples: a server lost may be started again elsewhere
     "rollout.max_staleness",  # with another one, what was sampled ahead is sampled again

@@ -315,7 +315,7 @@ def _policy(
 
     layout, draws = layout_of(config, loaded, world), DrawCount()
     if layout.spread:
-        spread(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+        spread(layout, loaded, (), world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
     started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -29,7 +29,7 @@ from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import is_sharded, through
 from keel.reference import shortest_context
-from keel.trainer.state import TrainingRun
+from keel.trainer.state import Anchor, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class StepBatch:
     idle passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
     once there are any.
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    `others` are the batch as further anchors see it: with their log-probabilities, penalties and scores.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
     whose log-probability the engine did not say, so that nothing weighs them; `known` names what it has said of all.
     `stretches` are those of the context that hold sampled tokens (`keel.kl.depth`).
@@ -85,6 +86,12 @@ class StepBatch:
     unreported: float = 0.0
     known: frozenset[str] = frozenset()
     stretches: tuple[int, ...] = ()
+    others: tuple[StepBatch, ...] = ()
+
+    @property
+    def views(self) -> tuple[StepBatch, ...]:
+        """The batch as each anchor sees it, the reference first."""
+        return (replace(self, others=()), *self.others)
 
     @property
     def completions(self) -> list[Completion]:
@@ -127,7 +134,15 @@ class StepBatch:
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
     def with_rows(self, **changes: Any) -> StepBatch:
-        return replace(self, rows=replace(self.rows, **changes))
+        """With other rows, as every anchor sees them."""
+        others = tuple(view.with_rows(**changes) for view in self.others)
+        return replace(self, rows=replace(self.rows, **changes), others=others)
+
+
+def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch, Anchor], StepBatch]) -> StepBatch:
+    """The batch with every anchor's view of it changed."""
+    first, *others = (change(view, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True))
+    return replace(first, others=tuple(others))
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
@@ -139,6 +154,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
         one_row = shared and attends_by_flash(body_of(run.policy.model))
+    context = shortest_context(run.policy.context_length, *(anchor.reference for anchor in run.anchors))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
     for number, members in enumerate(_parts(groups, run.optim.minibatches)):
@@ -151,7 +167,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
                     run.policy.pad_id,
                     shared_prefix=shared,
                     max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
-                    context_length=shortest_context(run.policy.context_length, run.reference),
+                    context_length=context,
                 )
                 stop = start + len(packed.tokens)
                 micros.append(Microbatch(packed.to(device), slice(start, stop), number))
@@ -190,7 +206,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
     stretches = occupied(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(
+    batch = StepBatch(
         tuple(groups),
         rows,
         tuple(micros),
@@ -200,13 +216,14 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         known=known,
         stretches=stretches,
     )
+    return replace(batch, others=(batch,) * (len(run.anchors) - 1))
 
 
 def _weighed_by(run: TrainingRun) -> set[str]:
     """What the terms of the loss read of the sampler: filters belong to a token's weight, not to a sequence's."""
     levels = {run.loss.mismatch.level}
-    if run.kl.penalizes:
-        levels.add(run.kl.level if run.kl.placement == "loss" else "token")
+    for kl in (anchor.kl for anchor in run.anchors if anchor.kl.penalizes):
+        levels.add(kl.level if kl.placement == "loss" else "token")
     return {"filtered_logp" if run.rollout.filtered and level == "token" else "sample_logp" for level in levels}
 
 
@@ -269,11 +286,15 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
     return whole
 
 
-def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch."""
-    assert run.reference is not None
+def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = None) -> StepBatch:
+    """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch.
+
+    It is that of the reference, or of another `anchor` in its view of the batch.
+    """
+    anchor = anchor or run.anchors[0]
+    assert anchor.reference is not None
     logps, micros, temperature = [], [], run.rollout.temperature
-    with run.reference.model() as reference, torch.no_grad(), run.autocast():
+    with anchor.reference.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
         head = through(reference, _whole_head) if scorer is None else None
         for micro in cast_once(batch.micros):
@@ -284,12 +305,14 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
             assert head is not None
             hidden = through(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
-            micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
+            micros.append(replace(micro, ref_hidden=hidden) if anchor.kl.needs_exact else micro)
         for _ in range(batch.idle):
             through(reference, hidden_states, idle_pass(run))
-    ref_logp = assemble(batch, logps, run)
     return replace(
-        batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
+        batch,
+        rows=replace(batch.rows, ref_logp=assemble(batch, logps, run)),
+        micros=tuple(micros),
+        ref_head=head if anchor.kl.needs_exact else None,
     )
 
 
@@ -323,36 +346,50 @@ def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 def keep_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
     """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
-    own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
+    own = {f.name for f in fields(FullScores) for scores in passes if isinstance(getattr(scores, f.name), Tensor)}
     names = sorted(set().union(*run.world.gather(own)))
-    scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
-    return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
+    tensors: dict[str, Any] = {name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names}
+    others = tuple(keep_scores(view, [s.others[i] for s in passes], run) for i, view in enumerate(batch.others))
+    scores = FullScores(**tensors)
+    return replace(batch, rows=replace(batch.rows, old_logp=scores.logp), scores=scores, others=others)
 
 
 def detached(scores: FullScores) -> FullScores:
     """The same numbers without the graph behind them, to be looked at after the update."""
     tensors = {f.name: getattr(scores, f.name) for f in fields(scores)}
-    plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in tensors.items()}
-    return FullScores(**plain)
+    plain: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else None for name, x in tensors.items()}
+    return FullScores(**{**plain, "others": tuple(map(detached, scores.others))})
 
 
 def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
-    """The policy's scores of one microbatch: log-probability, entropy, exact KL where the reference was kept."""
-    exact = micro.ref_hidden is not None
+    """The policy's scores of one microbatch: log-probability, entropy, exact KL where an anchor's states were kept."""
+    first, *others = (_exact_options(view, micro.rows, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True))
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)
-            return through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+            scores = through(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+            return replace(scores, others=(scores,) * len(others))
         return through(
             run.policy.model,
             score_tokens,
             micro.packed,
             temperature=run.rollout.temperature,
             entropy=True,
-            exact_kl=exact,
-            ref_policy=exact,
-            ref_policy_grad=run.kl.estimator == "exact_reverse",
-            divergence=penalty_divergence(run.kl) if exact else None,
-            ref_hidden=micro.ref_hidden,
-            ref_head=batch.ref_head,
+            others=others,
+            **first,
         )
+
+
+def _exact_options(view: StepBatch, rows: slice, anchor: Anchor) -> dict[str, Any]:
+    """What a pass computes against an anchor over the vocabulary, where its hidden states were kept for these rows."""
+    hidden = next(micro.ref_hidden for micro in view.micros if micro.rows == rows)
+    if hidden is None:
+        return {}
+    return {
+        "exact_kl": True,
+        "ref_policy": True,
+        "ref_policy_grad": anchor.kl.estimator == "exact_reverse",
+        "divergence": penalty_divergence(anchor.kl),
+        "ref_hidden": hidden,
+        "ref_head": view.ref_head,
+    }
