@@ -21,14 +21,14 @@ from keel.models.head import causal_lm
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_micro
 from keel.trainer.sample import sample_groups
-from keel.trainer.state import State
+from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import other_terms, score, train_step
 from run.test_resume import lines
 from trainer.small import BASE, other_model, small_config, small_model
 
 TEACHER = "kl.teacher.model=trainer.small:other_model"
 ALONE = "loss.policy_weight=0"
-VOCABULARY = 7
+MASK = torch.ones(1, 1, dtype=torch.bool)
 
 
 def double_model() -> tuple[Any, Any]:
@@ -47,6 +47,19 @@ def divergence(name: str, policy: Tensor, other: Tensor) -> Tensor:
     return (q * (other - policy)).sum() if name == "exact_reverse" else (p * (policy - other)).sum()
 
 
+def against(policy: Tensor, other: Tensor, token: int, options: KLTermOptions, beta: float) -> tuple[Scores, Batch]:
+    """Scores and batch of one drawn token, as an anchor sees it."""
+    scores = Scores(
+        policy[token].view(1, 1),
+        exact_kl=exact_kl(policy, other).view(1, 1),
+        ref_policy_kl=exact_kl(policy, other, "ref_policy").view(1, 1),
+    )
+    batch = Batch(MASK, advantages=torch.zeros(1), ref_logp=other[token].view(1, 1))
+    if options.placement == "reward":
+        batch = replace(batch, kl_advantages=-beta * (policy[token] - other[token]).detach().view(1))
+    return scores, batch
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     product(
@@ -55,39 +68,26 @@ def divergence(name: str, policy: Tensor, other: Tensor) -> Tensor:
     ),
     ids=str,
 )
-def test_the_expected_gradient_is_the_sum_of_both_by_enumeration(mine: tuple[str, str], theirs: tuple[str, str]) -> None:
+def test_the_expected_gradient_is_the_sum_of_both_by_enumeration(
+    mine: tuple[str, str], theirs: tuple[str, str]
+) -> None:
     """One token over a small vocabulary: the gradient of each draw, weighed by its probability."""
     torch.manual_seed(3)
-    leaf = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=True)
-    reference, teacher = torch.randn(2, VOCABULARY, dtype=torch.float64).log_softmax(-1)
-    kl, own = KLOptions(estimator=mine[0], placement=mine[1]), TeacherOptions(
-        model="t", estimator=theirs[0], placement=theirs[1]
-    )
-    betas, mask = (0.3, 0.7), torch.ones(1, 1, dtype=torch.bool)
-    one = count_denominators(mask)
-    expected_gradient, total = torch.zeros(VOCABULARY, dtype=torch.float64), 0.0
+    leaf = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    reference, teacher = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
+    kl = KLOptions(estimator=mine[0], placement=mine[1])
+    own = TeacherOptions(model="t", estimator=theirs[0], placement=theirs[1])
+    counts = Counts(count_denominators(MASK), count_denominators(MASK))
+    expected = torch.zeros_like(leaf)
     for token, weight in enumerate(leaf.detach().softmax(-1)):
         policy = leaf.log_softmax(-1)
-
-        def against(other: Tensor, options: KLTermOptions, beta: float) -> tuple[Scores, Batch]:
-            scores = Scores(
-                policy[token].view(1, 1),
-                exact_kl=exact_kl(policy, other).view(1, 1),
-                ref_policy_kl=exact_kl(policy, other, "ref_policy").view(1, 1),
-            )
-            batch = Batch(mask, advantages=torch.zeros(1), ref_logp=other[token].view(1, 1).detach())
-            if options.placement == "reward":
-                batch = replace(batch, kl_advantages=-beta * (policy[token] - other[token]).detach().view(1))
-            return scores, batch
-
-        scores, batch = against(reference, kl, betas[0])
-        more = KLTerm("teacher", own, betas[1], own.pairing(), *against(teacher, own, betas[1]))
-        out = objective(scores, batch, LossOptions(policy_weight=0.0), kl, betas[0], Counts(one, one), more=[more])
-        expected_gradient += weight * torch.autograd.grad(out.loss, leaf)[0]
-        total += weight * out.loss.detach()
+        scores, batch = against(policy, reference, token, kl, 0.3)
+        more = KLTerm("teacher", own, 0.7, own.pairing(), *against(policy, teacher, token, own, 0.7))
+        out = objective(scores, batch, LossOptions(policy_weight=0.0), kl, 0.3, counts, more=[more])
+        expected += weight * torch.autograd.grad(out.loss, leaf)[0]
     policy = leaf.log_softmax(-1)
-    both = betas[0] * divergence(mine[0], policy, reference) + betas[1] * divergence(theirs[0], policy, teacher)
-    assert (expected_gradient - torch.autograd.grad(both, leaf)[0]).abs().max() < 1e-10
+    both = 0.3 * divergence(mine[0], policy, reference) + 0.7 * divergence(theirs[0], policy, teacher)
+    assert (expected - torch.autograd.grad(both, leaf)[0]).abs().max() < 1e-10
 
 
 def gradient_of(*overrides: str) -> tuple[Any, list[Tensor]]:
@@ -208,6 +208,11 @@ def test_one_pass_serves_all_microbatches_of_both() -> None:
         assert not torch.equal(term.batch.ref_logp, batch.view(micro).ref_logp)
 
 
+def built(*overrides: str) -> TrainingRun:
+    config = small_config(*overrides)
+    return build_run(config, build_policy(config)).run
+
+
 STEERED = (
     TEACHER,
     "kl.controller={name: pid, target: 0.02}",
@@ -230,9 +235,7 @@ def test_each_controller_follows_its_own_kl_and_resume_is_exact(tmp_path: Path) 
     record = (begun / "checkpoints" / "step-2" / "trainer" / "state.json").read_text()
     assert '"teacher"' in record
     with pytest.raises(KeelError, match=r"kl\.teacher\.model"):
-        keel.train(
-            BASE, overrides=[*options("begun", 6), "kl.teacher.model=trainer.small:small_model"], resume=True
-        )
+        keel.train(BASE, overrides=[*options("begun", 6), "kl.teacher.model=trainer.small:small_model"], resume=True)
 
 
 def test_lora_keeps_the_base_as_teacher_and_its_adapter_as_reference() -> None:
@@ -282,6 +285,5 @@ def test_lora_keeps_the_base_as_teacher_and_its_adapter_as_reference() -> None:
 )
 def test_what_two_anchors_cannot_be_is_refused(overrides: list[str], names: str) -> None:
     with pytest.raises(KeelError, match=names) as error:
-        config = small_config(*overrides)
-        build_run(config, build_policy(config))
+        built(*overrides)
     assert "\n" not in str(error.value)

@@ -87,8 +87,9 @@ def _check_distillation(config: Config) -> None:
     in_reward = next((option for option, term in terms.items() if term.placement == "reward"), None)
     if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(
-            f"{in_reward}.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the rewards' "
-            f"deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or {in_reward}.placement=loss"
+            f"{in_reward}.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the "
+            "rewards' deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or "
+            f"{in_reward}.placement=loss"
         )
 
 

@@ -164,7 +164,8 @@ class KLOptions(KLTermOptions):
         default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
     )
     teacher: TeacherOptions | None = Field(
-        default=None, description="A teacher beside the reference, with a KL term and a controller of its own; null: none."
+        default=None,
+        description="A teacher beside the reference, with a KL term and a controller of its own; null: none.",
     )
 
     def measures(self, step: int) -> bool:

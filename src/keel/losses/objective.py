@@ -161,7 +161,7 @@ def objective(
     more: Sequence[KLTerm] = (),
     max_completion_length: int | None = None,
 ) -> Objective:
-    """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, divided by the minibatch's global `counts`.
+    """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, over the minibatch's global `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
     A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own

@@ -363,7 +363,9 @@ def detached(scores: FullScores) -> FullScores:
 
 def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
     """The policy's scores of one microbatch: log-probability, entropy, exact KL where an anchor's states were kept."""
-    first, *others = (_exact_options(view, micro.rows, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True))
+    first, *others = (
+        _exact_options(view, micro.rows, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True)
+    )
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)

@@ -163,9 +163,7 @@ class State:
         """What the controller of an anchor's β remembers."""
         return self.kl if anchor.name == REFERENCE else self.other_kl.get(anchor.name) or anchor.controller.init()
 
-    def next(
-        self, *, kl: Mapping[str, KLState], skipped: Skipped, tokens: int, last_kl: Mapping[str, float]
-    ) -> State:
+    def next(self, *, kl: Mapping[str, KLState], skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
         """The state after one more step; `kl` is that of each anchor."""
         return replace(
             self,
