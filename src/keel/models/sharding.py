@@ -40,7 +40,7 @@ class Sharded(nn.Module):
 
 
 def _flat(value: Any) -> Any:
-    """Dataclasses as dicts: FSDP looks for tensors of a pass in tuples and dicts, and its hooks do not hold on views."""
+    """Dataclasses as dicts: FSDP looks for tensors in tuples and dicts, and its hooks do not hold on views."""
     if isinstance(value, tuple):
         return tuple(map(_flat, value))
     if is_dataclass(value):
