@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import keel
 from keel.base.errors import KeelError
@@ -22,23 +22,13 @@ from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_micro
 from keel.trainer.sample import sample_groups
 from keel.trainer.state import State, TrainingRun
-from keel.trainer.step import other_terms, score, train_step
+from keel.trainer.step import Step, other_terms, score, train_step
 from run.test_resume import lines
 from trainer.small import BASE, other_model, small_config, small_model
 
 TEACHER = "kl.teacher.model=trainer.small:other_model"
 ALONE = "loss.policy_weight=0"
 MASK = torch.ones(1, 1, dtype=torch.bool)
-
-
-def double_model() -> tuple[Any, Any]:
-    model, tokenizer = small_model()
-    return model.double(), tokenizer
-
-
-def double_teacher() -> tuple[Any, Any]:
-    model, tokenizer = other_model()
-    return model.double(), tokenizer
 
 
 def divergence(name: str, policy: Tensor, other: Tensor) -> Tensor:
@@ -62,9 +52,11 @@ def against(policy: Tensor, other: Tensor, token: int, options: KLTermOptions, b
 
 @pytest.mark.parametrize(
     ("mine", "theirs"),
-    product(
-        [("exact", "loss"), ("k1", "advantage"), ("k3", "loss")],
-        [("exact", "loss"), ("exact_reverse", "loss"), ("k1", "advantage"), ("k2", "loss"), ("k1", "reward")],
+    list(
+        product(
+            [("exact", "loss"), ("k1", "advantage"), ("k3", "loss")],
+            [("exact", "loss"), ("exact_reverse", "loss"), ("k1", "advantage"), ("k2", "loss"), ("k1", "reward")],
+        )
     ),
     ids=str,
 )
@@ -90,38 +82,35 @@ def test_the_expected_gradient_is_the_sum_of_both_by_enumeration(
     assert (expected - torch.autograd.grad(both, leaf)[0]).abs().max() < 1e-10
 
 
-def gradient_of(*overrides: str) -> tuple[Any, list[Tensor]]:
-    """A run in float64 whose policy has left its reference, and the gradient of its first step's loss."""
-    at = "trainer.test_anchors"
-    config = small_config(
-        f"model.name={at}:double_model", f"kl.teacher.model={at}:double_teacher", "loss.scale_rewards=none", *overrides
-    )
-    run = build_run(config, build_policy(config)).run
-    with torch.no_grad():
-        for number, parameter in enumerate(run.policy.model.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.1)
-    run.engine.sync(run.policy.model, 0)
-    state = State(kl=run.controller.init())
-    gradients: list[Tensor] = []
-
-    def keep(info: Any, **guard: Any) -> Any:
-        gradients.extend(p.grad.clone() for p in run.optimizer.parameters)
-        return step(info, **guard)
-
-    step, run.optimizer.step = run.optimizer.step, keep  # type: ignore[method-assign]
-    return train_step(run, state), gradients
-
-
-def test_the_steps_gradient_is_that_of_both_sums_over_the_vocabulary() -> None:
-    """Against full logits of three models in float64, on the step's own tokens."""
-    step, gradients = gradient_of(
-        ALONE, "kl.beta=0.2", "kl.estimator=exact", "kl.teacher.beta=0.5", "kl.teacher.estimator=exact_reverse"
-    )
-    policy, reference, teacher = (double_model()[0], double_model()[0], double_teacher()[0])
+def leave_reference(policy: nn.Module) -> None:
     with torch.no_grad():
         for number, parameter in enumerate(policy.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.1)
-    total, count = torch.zeros((), dtype=torch.float64), 0
+
+
+def gradient_of(*overrides: str) -> tuple[Step, list[Tensor]]:
+    """The first step of a run whose policy has left its reference, and the gradient of its loss."""
+    run = built(TEACHER, "loss.scale_rewards=none", "optim.max_grad_norm=1e9", "guards.on_step0_kl=warn", *overrides)
+    leave_reference(run.policy.model)
+    run.engine.sync(run.policy.model, 0)
+    gradients: list[Tensor] = []
+
+    def keep(info: Any, **guard: Any) -> Any:
+        gradients.extend(p.grad.clone() for p in run.optimizer.parameters if p.grad is not None)
+        return step(info, **guard)
+
+    step, run.optimizer.step = run.optimizer.step, keep  # type: ignore[method-assign]
+    return train_step(run, State(kl=run.controller.init())), gradients
+
+
+def test_the_steps_gradient_is_that_of_both_sums_over_the_vocabulary() -> None:
+    """Against full logits of three models, on the step's own tokens; to 1e-10 above, here as fp32 has it."""
+    step, gradients = gradient_of(
+        ALONE, "kl.beta=0.2", "kl.estimator=exact", "kl.teacher.beta=0.5", "kl.teacher.estimator=exact_reverse"
+    )
+    policy, reference, teacher = small_model()[0], small_model()[0], other_model()[0]
+    leave_reference(policy)
+    total, count = torch.zeros(()), 0
     for group in step.batch.groups:
         for completion in group.completions:
             ids = torch.tensor([[*group.prompt_tokens, *completion.tokens]])
@@ -131,9 +120,10 @@ def test_the_steps_gradient_is_that_of_both_sums_over_the_vocabulary() -> None:
             total = total + 0.5 * (other.detach().exp() * (other.detach() - own)).sum()
             count += len(completion.tokens)
     (total / count).backward()
-    assert step.metrics["loss/total"] == pytest.approx(float(total / count), abs=1e-10)
+    assert step.metrics["loss/total"] == pytest.approx(total.item() / count, rel=1e-5)
     for got, parameter in zip(gradients, policy.parameters(), strict=True):
-        assert (got - parameter.grad).abs().max() < 1e-10
+        assert parameter.grad is not None
+        assert (got - parameter.grad).abs().max() < 1e-5 * parameter.grad.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -147,16 +137,20 @@ def test_the_steps_gradient_is_that_of_both_sums_over_the_vocabulary() -> None:
     ids=str,
 )
 def test_the_gradient_is_the_sum_of_each_alone(mine: list[str], theirs: list[str]) -> None:
+    """Beside the policy term, which is in all of them."""
     terms = [*(f"kl.{option}" for option in mine), *(f"kl.teacher.{option}" for option in theirs)]
-    (both, together), (_, first), (_, second) = (
-        gradient_of(ALONE, *terms, f"kl.beta={beta}", f"kl.teacher.beta={other}")
-        for beta, other in ((0.2, 0.5), (0.2, 0.0), (0.0, 0.5))
-    )
-    assert both.metrics["loss/kl"] - both.metrics["loss/kl_teacher"] != 0.0
-    for whole, *parts in zip(together, first, second, strict=True):
-        assert (whole - parts[0] - parts[1]).abs().max() < 1e-10
-    assert any(float(part.abs().max()) > 1e-6 for part in first)
-    assert any(float(part.abs().max()) > 1e-6 for part in second)
+    betas = ((0.2, 0.5), (0.0, 0.0), (0.2, 0.0), (0.0, 0.5))
+    runs = [gradient_of(*terms, f"kl.beta={beta}", f"kl.teacher.beta={other}") for beta, other in betas]
+    together, neither, first, second = (gradients for _, gradients in runs)
+    shares = [
+        (step.metrics["loss/kl"] - step.metrics["loss/kl_teacher"], step.metrics["loss/kl_teacher"]) for step, _ in runs
+    ]
+    assert [[share != 0.0 for share in each] for each in shares] == [[beta > 0 for beta in each] for each in betas]
+    for whole, base, one, other in zip(together, neither, first, second, strict=True):
+        size = max(float(part.abs().max()) for part in (whole, base, one, other))
+        assert (whole + base - one - other).abs().max() < 1e-5 * size
+        assert (one - base).abs().max() > 1e-4 * size
+        assert (other - base).abs().max() > 1e-4 * size
 
 
 def metrics_of(*overrides: str) -> dict[str, float]:
@@ -262,7 +256,7 @@ def test_lora_keeps_the_base_as_teacher_and_its_adapter_as_reference() -> None:
     ("overrides", "names"),
     [
         ([TEACHER, "reference.model=trainer.small:small_model"], r"kl\.teacher.*reference\.model"),
-        ([TEACHER, "kl.teacher.estimator=k1"], r"kl\.teacher: .*zero"),
+        ([TEACHER, "kl.teacher.estimator=k1", "kl.teacher.gradient=plain"], r"kl\.teacher: .*zero"),
         ([TEACHER, "kl.teacher.estimator=k3", "kl.teacher.placement=reward"], r"kl\.teacher: .*wrong|no divergence"),
         ([TEACHER, "kl.teacher.dtyp=float32"], "dtyp"),
         ([TEACHER, "kl.teacher.offload=3"], r"kl\.teacher\.offload"),

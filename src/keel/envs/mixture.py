@@ -123,6 +123,12 @@ class Mixture(Task):
                 }
         return metrics
 
+    def labels(self) -> tuple[str, ...]:
+        return tuple(map(self._label, range(len(self.tasks))))
+
+    def label(self, problem: Problem) -> str:
+        return self._label(problem.info["mixture"])
+
     def _label(self, index: int) -> str:
         """A task's name, with its index before it where another is called the same."""
         name = self.tasks[index].name

@@ -148,7 +148,7 @@ class TeacherOptions(KLTermOptions, PluginOptions):
 
     named_by = ""
 
-    model: str = Field(min_length=1, description="The teacher, as reference.model names one.")
+    model: str | dict[str, str] = Field(min_length=1, description="The teacher, as reference.model names one.")
     beta: NotNegative = Field(default=1.0, description="Coefficient of the KL to the teacher.")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.base.types import Scores
 from keel.models.chunked import Divergence, StatsOptions, default_chunk, token_stats
-from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
+from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
 from keel.models.prefix_attention import RowStructure, prefix_attention, use_prefix_attention
 from keel.models.rope import length_regimes, reset_rope, split_by_regime
@@ -81,7 +81,7 @@ def score_hidden(
     ref_policy_grad: bool = False,
     divergence: Divergence | None = None,
     ref_hidden: Tensor | None = None,
-    ref_head: LogitsOf | None = None,
+    ref_head: LogitsOf | JoinedHeads | None = None,
     chunk_tokens: int | None = None,
 ) -> FullScores:
     """log softmax(logits / temperature) of hidden states `[N, H]`, a chunk at a time; all `[B, T]`, fp32.

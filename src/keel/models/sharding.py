@@ -61,7 +61,7 @@ def through(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: 
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
-    return _unflat(root(function, *args, **kwargs))  # type: ignore[no-any-return]
+    return _unflat(root(function, *args, **kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:

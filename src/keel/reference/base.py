@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from keel.base.errors import KeelError
@@ -48,7 +49,8 @@ class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
 
     `teacher` names the model that they are of, where that is not the policy's; `shared_prefix` says whether it may be
-    given several completions in a row, `context_length` how many tokens it reads at most.
+    given several completions in a row, `context_length` how many tokens it reads at most. `by_task` are several
+    teachers, each for the problems of a task.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class RuleReference:
         teacher: str | None = None,
         shared_prefix: bool = True,
         context_length: int | None = None,
+        by_task: Mapping[str, Reference] = MappingProxyType({}),
     ) -> None:
+        self.by_task = by_task
         self.kind, self.teacher, self.shared_prefix, self.context_length = kind, teacher, shared_prefix, context_length
         self.reset_optimizer = reset_optimizer
         self.moves = 0

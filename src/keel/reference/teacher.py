@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from keel.models.fingerprint import fingerprint
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
+from keel.reference.base import RuleReference
 from keel.reference.full import movable
 from keel.reference.weights import OffloadedTensors, Shard
 
@@ -53,6 +55,38 @@ class TeacherWeights:
         if offloaded is not None:
             offloaded.restore()
         shard(self._model, offload=offloaded is not None)
+
+
+class TaskTeachers:
+    """The weights of several teachers, each for the problems of a task; none of them scores for all."""
+
+    def __init__(self, teachers: Sequence[RuleReference]) -> None:
+        self._teachers = teachers
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
+
+    def assign(self, policy: nn.Module) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing to restore, as of a single teacher."""
+
+    def backup(self) -> Callable[[], None]:
+        return lambda: None
+
+    def fingerprint(self) -> str:
+        return sha256(" ".join(teacher.fingerprint() for teacher in self._teachers).encode()).hexdigest()
+
+    def spread(self, shard: Shard) -> None:
+        for teacher in self._teachers:
+            teacher.spread(shard)
 
 
 def load_teacher(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
 from keel.base.world import ALONE, World
 from keel.config import Config, TaskOptions, kl_pairing, kl_terms
@@ -213,6 +213,8 @@ def _build_run(
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
+    _check_tasks("reference", config.reference.params.get("model"), task)
+    _check_tasks("kl.teacher", None if config.kl.teacher is None else config.kl.teacher.model, task)
     judge = build_judge(config, task, reward)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
@@ -349,21 +351,41 @@ def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool)
     return Anchor("teacher", teacher, term, pairing, controller_of(term, config.episodes_per_step))
 
 
+def _check_saved(model: str | Mapping[str, str]) -> None:
+    """Refuse a teacher, or one of a task, that was damaged since it was saved: another run's checkpoint, perhaps."""
+    for name in [model] if isinstance(model, str) else model.values():
+        check_model(Path(name).expanduser())
+
+
+def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
+    """Refuse teachers by task where a task has none, or where there is no such task."""
+    if not isinstance(model, Mapping):
+        return
+    labels = task.labels()
+    for label in labels:
+        if label not in model:
+            raise KeelError(
+                f"{section}.model has no teacher for the task {label}: give one for each of {', '.join(labels)}"
+            )
+    for label in model:
+        if label not in labels:
+            raise unknown(f"task of {section}.model", label, labels)
+
+
 def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
     """The teacher beside the reference; None where none is configured, or no KL to it is wanted."""
     term = config.kl.teacher
     if term is None or not (term.penalizes or config.kl.measure_every > 0):
         return None
-    check_model(Path(term.model).expanduser())  # another run's checkpoint, perhaps
+    _check_saved(term.model)
     return build_teacher("kl.teacher", loaded, term.model, **term.params)
 
 
 def reference_of(config: Config, loaded: LoadedModel) -> Any:
     """The configured reference, of a policy as it is now; None where no KL is wanted."""
     needed = config.needs_reference or config.kl.collect_max is not None
-    teacher = config.reference.params.get("model")
-    if teacher is not None:
-        check_model(Path(teacher).expanduser())  # another run's checkpoint, perhaps
+    if (model := config.reference.params.get("model")) is not None:
+        _check_saved(model)
     rows = causal_lm(loaded.model).get_output_embeddings().weight.shape[0]
     for option, term in kl_terms(config.kl).items():
         if term.estimator.startswith("topk") and term.topk >= rows:

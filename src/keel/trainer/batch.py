@@ -20,7 +20,7 @@ from keel.base.types import Batch, Completion, Group, Problem
 from keel.kl.depth import occupied, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
-from keel.models.head import Head, body_of, frozen_head
+from keel.models.head import Head, JoinedHeads, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
 from keel.models.prefix_attention import attends_by_flash
@@ -28,7 +28,8 @@ from keel.models.products import cast_once
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import is_sharded, through
-from keel.reference import shortest_context
+from keel.reference import Reference, shortest_context
+from keel.reference.base import RuleReference
 from keel.trainer.state import Anchor, TrainingRun
 
 
@@ -78,7 +79,7 @@ class StepBatch:
     micros: tuple[Microbatch, ...]
     spans: tuple[tuple[slice, int, int], ...]
     actions: MaskIndex
-    ref_head: Head | None = None
+    ref_head: Head | JoinedHeads | None = None
     scores: FullScores | None = None
     kl: Tensor | None = None
     penalty: Tensor | None = None
@@ -293,8 +294,54 @@ def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = 
     """
     anchor = anchor or run.anchors[0]
     assert anchor.reference is not None
-    logps, micros, temperature = [], [], run.rollout.temperature
-    with anchor.reference.model() as reference, torch.no_grad(), run.autocast():
+    scored = [
+        _score_model(batch, run, model, rows, exact=anchor.kl.needs_exact)
+        for model, rows in _models_of(anchor.reference, batch, run)
+    ]
+    head: Head | JoinedHeads | None = scored[0].head
+    logps, micros = scored[0].logps, scored[0].micros
+    if len(scored) > 1:
+        logps = [torch.stack(parts).sum(0) for parts in zip(*(each.logps for each in scored), strict=True)]
+        head, micros = _joined(batch, scored) if head is not None else (None, batch.micros)
+    return replace(
+        batch,
+        rows=replace(batch.rows, ref_logp=assemble(batch, logps, run)),
+        micros=micros,
+        ref_head=head,
+    )
+
+
+@dataclass(frozen=True)
+class _ModelScores:
+    """What one model of a reference says: log-probabilities of its rows (0 elsewhere) and, for the exact KL, more."""
+
+    rows: Tensor | None
+    logps: list[Tensor]
+    micros: tuple[Microbatch, ...]
+    head: Head | None
+
+
+def _models_of(reference: Reference, batch: StepBatch, run: TrainingRun) -> list[tuple[Reference, Tensor | None]]:
+    """The models of a reference, each with the rows `[B]` that it scores: None for all, or those of its tasks."""
+    by_task = reference.by_task if isinstance(reference, RuleReference) else {}
+    if not by_task:
+        return [(reference, None)]
+    teachers = [by_task[run.task.label(group.problem)] for group in batch.groups for _ in group.completions]
+    unique = {id(teacher): teacher for teacher in by_task.values()}
+    device = run.policy.device
+    return [
+        (teacher, to_device(torch.tensor([mine is teacher for mine in teachers]), device))
+        for teacher in unique.values()
+    ]
+
+
+def _score_model(
+    batch: StepBatch, run: TrainingRun, model: Reference, rows: Tensor | None, *, exact: bool
+) -> _ModelScores:
+    logps: list[Tensor] = []
+    micros: list[Microbatch] = []
+    temperature = run.rollout.temperature
+    with model.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
         head = through(reference, _whole_head) if scorer is None else None
         for micro in cast_once(batch.micros):
@@ -305,15 +352,29 @@ def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = 
             assert head is not None
             hidden = through(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
-            micros.append(replace(micro, ref_hidden=hidden) if anchor.kl.needs_exact else micro)
+            micros.append(replace(micro, ref_hidden=hidden) if exact else micro)
         for _ in range(batch.idle):
             through(reference, hidden_states, idle_pass(run))
-    return replace(
-        batch,
-        rows=replace(batch.rows, ref_logp=assemble(batch, logps, run)),
-        micros=tuple(micros),
-        ref_head=head if anchor.kl.needs_exact else None,
-    )
+    if rows is not None:
+        logps = [torch.where(rows[m.rows, None], logp, 0.0) for m, logp in zip(batch.micros, logps, strict=True)]
+    return _ModelScores(rows, logps, tuple(micros), head if exact else None)
+
+
+def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHeads, tuple[Microbatch, ...]]:
+    """The heads of several models, and hidden states whose last number says whose they are: of each row its model's."""
+    micros, widths = [], [0] * len(scored)
+    for index, micro in enumerate(batch.micros):
+        states = [hidden for each in scored if (hidden := each.micros[index].ref_hidden) is not None]
+        widths = [hidden.shape[-1] for hidden in states]
+        width, row_of = max(widths), micro.packed.existing // micro.width
+        joined = states[0].new_zeros(len(row_of), width + 1)
+        for number, (hidden, each) in enumerate(zip(states, scored, strict=True)):
+            assert each.rows is not None
+            own = functional.pad(functional.pad(hidden, (0, width - hidden.shape[-1])), (0, 1), value=float(number))
+            joined = torch.where(each.rows[micro.rows][row_of, None], own.to(joined.dtype), joined)
+        micros.append(replace(micro, ref_hidden=joined))
+    heads = [each.head for each in scored if each.head is not None]
+    return JoinedHeads(tuple(zip(heads, widths, strict=True))), tuple(micros)
 
 
 def _whole_head(reference: nn.Module) -> Head:

@@ -178,7 +178,7 @@ def _save_trainer(
 
 def _references(run: TrainingRun) -> dict[str, Reference]:
     """What the policy is held near, by the name of its entry and its file."""
-    named = {"reference": run.reference, "teacher": run.teacher and run.teacher.reference}
+    named = {"reference": run.reference, "teacher": None if run.teacher is None else run.teacher.reference}
     return {name: reference for name, reference in named.items() if reference is not None}
 
 

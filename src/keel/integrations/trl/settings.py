@@ -151,6 +151,8 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
             "kl.teacher is not done inside TRL, which has one reference: make the teacher that, with reference.model, "
             "or train with keel train"
         )
+    if isinstance(reference.params.get("model"), Mapping):
+        raise KeelError("reference.model with a teacher a task is not done inside TRL: name one teacher for all tasks")
     if kl.collect_max is not None:
         raise KeelError("kl.collect_max is not done inside TRL: leave it out, or train with keel train")
     if kl.budget is not None and kl.budget.action == "rollback":
