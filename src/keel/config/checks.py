@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from keel.base.errors import KeelError
 from keel.base.imports import is_import_path
 from keel.base.redact import secrets_in
 from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
-from keel.kl import Pairing, advise, check_kl, controller_from_options
+from keel.kl import KLOptions, Pairing, advise, check_kl, controller_from_options
 from keel.kl.controllers import RuleController
+from keel.kl.options import KLTermOptions, check_term
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.models.options import check_quantization
-from keel.reference.kinds import check_reference
+from keel.reference.kinds import check_reference, check_teacher
 from keel.trainer.options import check_optim, warmup_within
 from keel.verify.custom import estimator_facts
 
@@ -67,10 +69,13 @@ def _loss(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    """Refuse loss.policy_weight=0 if the KL has no gradient, or together with options of the policy term."""
-    if not config.kl.penalizes:
-        raise KeelError("loss.policy_weight=0 trains on the KL alone, and kl.beta is 0: set kl.beta=1")
-    if config.reference.params.get("model") is None and not is_import_path(config.reference.kind):
+    """Refuse loss.policy_weight=0 where the KL has no gradient, or beside options of the policy term."""
+    terms = kl_terms(config.kl)
+    if not any(term.penalizes for term in terms.values()):
+        beta = [*terms][-1] + ".beta"
+        raise KeelError(f"loss.policy_weight=0 trains by the KL alone, and {beta} is 0: set {beta}=1")
+    elsewhere = config.reference.params.get("model") is not None or is_import_path(config.reference.kind)
+    if not elsewhere and not (config.kl.teacher is not None and config.kl.teacher.penalizes):
         raise KeelError(
             "loss.policy_weight=0 trains on the KL alone, and the KL to the initial policy has no gradient: set "
             "reference.model to a teacher"
@@ -79,17 +84,23 @@ def _check_distillation(config: Config) -> None:
         raise KeelError(
             "loss.dynamic_sampling has no effect with loss.policy_weight=0, which ignores rewards: leave it out"
         )
-    if config.kl.placement == "reward" and scale_rewards(config.loss) != "none":
+    in_reward = next((option for option, term in terms.items() if term.placement == "reward"), None)
+    if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(
-            f"kl.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the rewards' "
-            "deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or kl.placement=loss"
+            f"{in_reward}.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the "
+            "rewards' deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or "
+            f"{in_reward}.placement=loss"
         )
 
 
 def _kl(config: Config) -> None:
     kl = config.kl
     check_kl(kl, estimator_facts(kl.estimator))
-    kl_pairing(config)
+    for option, term in kl_terms(kl).items():
+        with _named(option):
+            check_term(term, kl.measure_every, estimator_facts(term.estimator))
+            kl_pairing(config, term)
+            controller_from_options(term, config.episodes_per_step)
     if kl.budget is not None and kl.budget.action == "rollback" and config.guards.max_rollbacks == 0:
         raise KeelError(
             "kl.budget.action=rollback with guards.max_rollbacks=0 allows no rollback: set kl.budget.action=stop, or "
@@ -97,11 +108,17 @@ def _kl(config: Config) -> None:
         )
     if kl.measure_every == 0 and config.reference.kind == "kl_triggered":
         raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
-    controller_from_options(kl, config.episodes_per_step)
 
 
 def _reference(config: Config) -> None:
     check_reference(config.reference.kind, **config.reference.params)
+    if config.kl.teacher is not None:
+        if config.reference.params.get("model") is not None:
+            raise KeelError(
+                "kl.teacher stands beside a reference that is the policy's own start, and reference.model is a teacher "
+                "as well: leave one of them out"
+            )
+        check_teacher("kl.teacher", **config.kl.teacher.params)
     if config.reference.kind == "adapter_off" and config.model.lora is None:
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
 
@@ -112,7 +129,7 @@ def _model(config: Config) -> None:
         from keel.models.scorer import build_scorer
 
         build_scorer(model.scorer)
-        if config.kl.needs_exact:
+        if any(term.needs_exact for term in kl_terms(config.kl).values()):
             raise KeelError(
                 "the exact KL reads hidden states, which model.scorer does not return: use model.scorer=native, or "
                 "kl.exact=false and a sampled estimator such as k3"
@@ -175,16 +192,18 @@ def _evaluation(config: Config) -> None:
 def advice(config: Config) -> list[str]:
     """Return one sentence for each allowed but surprising choice."""
     kl, notes = config.kl, []
-    if kl.penalizes:
-        pairing = kl_pairing(config)
+    for option, term in kl_terms(kl).items():
+        if not term.penalizes:
+            continue
+        pairing = kl_pairing(config, term)
         if pairing.expected_gradient != "policy||ref":
-            notes.append(pairing.note)
+            notes.append(pairing.note if term is kl else f"{option}: {pairing.note}")
         scale = scale_rewards(config.loss)
-        if kl.placement == "reward" and scale != "none":
+        if term.placement == "reward" and scale != "none":
             notes.append(
-                f"kl.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard "
-                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is "
-                "that of the penalty and β cancels; set loss.scale_rewards=none or kl.placement=advantage"
+                f"{option}.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the "
+                "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
+                f"penalty's own and β drops out; set loss.scale_rewards=none or {option}.placement=advantage"
             )
     if kl.beta == 0 and kl.adapts_beta:
         controller = controller_from_options(kl, config.episodes_per_step)
@@ -237,10 +256,27 @@ def _warmups(config: Config) -> Iterator[str]:
 __all__ = ["advice", "check", "task_specs"]
 
 
-def kl_pairing(config: Config, *, off_policy: bool | None = None) -> Pairing:
-    """The checked pairing of the KL term under this loss. `off_policy` overrides what the options imply."""
-    return config.kl.pairing(
+def kl_terms(kl: KLOptions) -> dict[str, KLTermOptions]:
+    """The KL terms by the section that holds them: the reference's, and a teacher's beside it."""
+    return {"kl": kl} if kl.teacher is None else {"kl": kl, "kl.teacher": kl.teacher}
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Errors of a term other than `kl` begin with its section, since they name options of `kl`."""
+    try:
+        yield
+    except KeelError as error:
+        raise error if option == "kl" else KeelError(f"{option}: {error}") from None
+
+
+def kl_pairing(config: Config, term: KLTermOptions | None = None, *, off_policy: bool | None = None) -> Pairing:
+    """The checked pairing of a KL term under this loss (of the reference's, unless `term` is another); `off_policy`
+    where a run knows more than its options say.
+    """
+    term = term or config.kl
+    return term.pairing(
         get_loss(config.loss.loss_type).reduction,
         off_policy=config.off_policy if off_policy is None else off_policy,
-        facts=estimator_facts(config.kl.estimator),
+        facts=estimator_facts(term.estimator),
     )

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from keel.base.redact import masked
 from keel.config import text
-from keel.config.checks import kl_pairing
+from keel.config.checks import kl_pairing, kl_terms
 from keel.config.declared import plugin_options
 from keel.config.schema import Config, plain
 from keel.losses import loss_defaults
@@ -65,12 +65,13 @@ def _line(setting: str, sentence: str, comments: bool) -> str:
 def resolved(config: Config) -> dict[str, Any]:
     """Map dotted options to the values that their `null` or `auto` stands for in this configuration."""
     stands_for = {f"loss.{name}": value for name, value in loss_defaults(config.loss).items()}
-    if config.kl.gradient == "auto":
-        pairing = kl_pairing(config)
-        in_loss = pairing.placement == "loss" and pairing.level == "token"
-        stands_for["kl.gradient"] = str(pairing.form) if in_loss else "default of the pairing"
-    if config.kl.needs_exact and not config.kl.exact:
-        stands_for["kl.exact"] = True
+    for option, term in kl_terms(config.kl).items():
+        if term.gradient == "auto":
+            pairing = kl_pairing(config, term)
+            in_loss = pairing.placement == "loss" and pairing.level == "token"
+            stands_for[f"{option}.gradient"] = str(pairing.form) if in_loss else "its own"
+        if term.needs_exact and not term.exact:
+            stands_for[f"{option}.exact"] = True
     if config.reference.kind == "auto":
         stands_for["reference.kind"] = "adapter_off" if config.model.lora else "frozen"
     if config.optim.decay_steps is None and config.optim.schedule != "constant":

@@ -73,6 +73,14 @@ class Task:
         """A fixed evaluation set, disjoint from everything that `sample` returns."""
         raise NotImplementedError
 
+    def labels(self) -> tuple[str, ...]:
+        """The names of the tasks that its problems are of: its own, or those that it is made of."""
+        return (self.name,)
+
+    def label(self, problem: Problem) -> str:
+        """Which of `labels` a problem is of."""
+        return self.name
+
     def gold(self, problem: Problem) -> str:
         """A completion that earns the full reward; for multi-turn tasks, the last turn."""
         raise NotImplementedError

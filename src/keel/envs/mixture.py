@@ -127,6 +127,12 @@ class Mixture(Task):
                 }
         return metrics
 
+    def labels(self) -> tuple[str, ...]:
+        return tuple(map(self._label, range(len(self.tasks))))
+
+    def label(self, problem: Problem) -> str:
+        return self._label(problem.info["mixture"])
+
     def _label(self, index: int) -> str:
         """The name of a task, prefixed with its index if it is not unique."""
         name = self.tasks[index].name

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.parts import make_part, part_arguments
-from keel.kl.options import KLOptions
+from keel.kl.options import KLTermOptions
 
 UNITS = ("per_token", "per_sequence")
 
@@ -345,8 +345,8 @@ def get_controller(name: str) -> Callable[..., BetaController]:
     raise unknown("controller", name, CONTROLLERS)
 
 
-def controller_from_options(kl: KLOptions, episodes_per_step: int) -> BetaController:
-    """The controller that the options name; `episodes_per_step` goes to controllers that take it."""
+def controller_from_options(kl: KLTermOptions, episodes_per_step: int) -> BetaController:
+    """The controller that the options name; a rule that counts episodes gets the number of a step."""
     return _build(kl.controller.name, kl.beta, kl.controller.params, episodes_per_step=episodes_per_step)
 
 

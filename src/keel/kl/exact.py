@@ -17,7 +17,7 @@ from keel.base.errors import KeelError
 from keel.kl.ratios import check_same_shape, finite_floor
 
 if TYPE_CHECKING:
-    from keel.kl.options import KLOptions
+    from keel.kl.options import KLTermOptions
 
 # (policy log-probabilities [..., V], the reference's, sampled tokens [...]) -> [...]
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -107,8 +107,8 @@ def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tens
     return values if several else values.squeeze(-1)
 
 
-def penalty_divergence(kl: KLOptions) -> Divergence | None:
-    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include."""
+def penalty_divergence(kl: KLTermOptions) -> Divergence | None:
+    """What computes the estimator's penalty; None for `exact` and `exact_reverse`, which every exact score holds."""
     if kl.estimator == "jsd":
         return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)
     if kl.estimator == "topk":

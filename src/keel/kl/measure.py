@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from keel.kl.estimators import get_estimator
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, clamp_straight_through, log_ratio, select
 
 REPORTED = ("k1", "k2", "k3")
+REFERENCE = "ref"  # the anchor that metrics are named after unless they say otherwise
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,19 @@ def measure_kl(
     return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp, weights=weights))
 
 
-def controlled_kl(metrics: Mapping[str, float], unit: str) -> float | None:
-    """The KL that drives β, in the controller's unit: per token exact or else k3, per sequence k1."""
-    if unit == "per_sequence":
-        return metrics.get("kl/policy_ref/sequence/mean")
-    return metrics.get("kl/policy_ref/exact/mean", metrics.get("kl/policy_ref/k3/mean"))
+def metric_of(name: str, anchor: str) -> str:
+    """A metric of the reference under the name of another anchor: `kl/policy_teacher/…`, `kl/beta_teacher`."""
+    if anchor == REFERENCE:
+        return name
+    own = re.sub(rf"(?<=[/_]){REFERENCE}(?=[/_])", anchor, name)
+    return own if own != name else f"{name}_{anchor}"
+
+
+def controlled_kl(metrics: Mapping[str, float], unit: str, anchor: str = REFERENCE) -> float | None:
+    """The KL that adapts_beta β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    names = ("sequence",) if unit == "per_sequence" else ("exact", "k3")
+    measured = (metrics.get(metric_of(f"kl/policy_ref/{name}/mean", anchor)) for name in names)
+    return next((kl for kl in measured if kl is not None), None)
 
 
 def kl_statistics(

@@ -50,8 +50,8 @@ def _budget(value: Any) -> Any:
     return {"max": value} if isinstance(value, int | float) else value
 
 
-class KLOptions(Options):
-    """The KL term: estimator, placement and coefficient."""
+class KLTermOptions(Options):
+    """One KL term: how it is estimated, where it acts, how strongly."""
 
     beta: NonNegativeFloat = Field(
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
@@ -86,16 +86,8 @@ class KLOptions(Options):
     exact: Flag = Field(
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."
     )
-    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
-    collect_max: PositiveFloat | None = Field(
-        default=None,
-        description="Completions above this KL (nats per token) leave the policy term; their KL penalty stays.",
-    )
     allow_biased: Flag = Field(default=False, description="Run pairings whose expected gradient is zero or wrong.")
-    controller: ControllerOptions = Field(default=ControllerOptions(), description="The controller of β.")
-    budget: Annotated[KLBudget | None, BeforeValidator(_budget)] = Field(
-        default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
-    )
+    controller: ControllerOptions = Field(default=ControllerOptions(), description="What sets β over time.")
 
     @property
     def penalizes(self) -> bool:
@@ -112,12 +104,8 @@ class KLOptions(Options):
         """Whether the full-vocabulary KL is computed, as a metric or for the penalty."""
         return self.exact or over_vocabulary(self.estimator)
 
-    def measures(self, step: int) -> bool:
-        """Whether the KL is measured at this step even at β = 0."""
-        return self.measure_every > 0 and step % self.measure_every == 0
-
     def effective_reduction(self, loss_reduction: str) -> str:
-        """The KL term's reduction over tokens, given the loss's."""
+        """What averages the term over tokens under a loss that is averaged by `loss_reduction`."""
         return term_reduction(self.placement, self.reduction, loss_reduction)
 
     def pairing(
@@ -155,15 +143,53 @@ class KLOptions(Options):
         return pairing
 
 
+class TeacherOptions(KLTermOptions, PluginOptions):
+    """The KL term of a teacher beside the reference's; what loads the teacher is that of `reference.kind=frozen`."""
+
+    named_by = ""
+
+    model: str | dict[str, str] = Field(min_length=1, description="The teacher, as reference.model names one.")
+    beta: NonNegativeFloat = Field(default=1.0, description="Coefficient of the KL to the teacher.")
+
+
+class KLOptions(KLTermOptions):
+    """The KL term to the reference, what is measured of it, and the term of a teacher beside it."""
+
+    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
+    collect_max: PositiveFloat | None = Field(
+        default=None,
+        description="A completion above this KL (nats per token) leaves the policy term and keeps its KL penalty.",
+    )
+    budget: Annotated[KLBudget | None, BeforeValidator(_budget)] = Field(
+        default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
+    )
+    teacher: TeacherOptions | None = Field(
+        default=None,
+        description="A teacher beside the reference, with a KL term and a controller of its own; null: none.",
+    )
+
+    def measures(self, step: int) -> bool:
+        """Whether the KL is measured at this step even at β = 0."""
+        return self.measure_every > 0 and step % self.measure_every == 0
+
+
+def check_term(term: KLTermOptions, measure_every: int, facts: Sequence[Fact] = ()) -> None:
+    """Refuse combinations of one term that mean nothing or pull nowhere, whatever the loss is."""
+    term.pairing(facts=facts)
+    if term.placement != "loss" and term.reduction == "loss":
+        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={term.placement}: leave it out")
+    if measure_every == 0 and term.adapts_beta:
+        raise KeelError(
+            f"kl.controller.name={term.controller.name} needs the measured KL, but kl.measure_every is 0: set it to 1"
+        )
+
+
 def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
-    """Refuse combinations that are meaningless or have no gradient, under any loss."""
-    kl.pairing(facts=facts)
-    if kl.placement != "loss" and kl.reduction == "loss":
-        raise KeelError(f"kl.reduction=loss does not apply to kl.placement={kl.placement}: leave it out")
+    """Refuse what `check_term` does of the reference's term, and what needs a KL that is never measured."""
+    check_term(kl, kl.measure_every, facts)
     if kl.measure_every > 0:
         return
     for option, used in (
-        (f"kl.controller.name={kl.controller.name}", kl.adapts_beta),
         ("kl.budget", kl.budget is not None),
         ("kl.collect_max", kl.collect_max is not None),
     ):

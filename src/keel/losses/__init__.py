@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from keel.losses.mismatch import behaviour_logp, mismatch_ratio, mismatch_weights
     from keel.losses.objective import (
         Counts,
+        KLTerm,
         Objective,
         global_denominators,
         kl_penalty,
@@ -40,6 +41,7 @@ __all__ = [
     "REDUCTIONS",
     "Counts",
     "Denominators",
+    "KLTerm",
     "Limits",
     "LossInputs",
     "LossOptions",

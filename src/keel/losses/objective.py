@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from keel.base.metrics import EffectiveSampleSize, Max, Mean, Metric, Number, Sh
 from keel.base.types import Batch, Scores
 from keel.kl.estimators import estimate
 from keel.kl.facts import Pairing, over_vocabulary
-from keel.kl.options import KLOptions
+from keel.kl.measure import metric_of
+from keel.kl.options import KLTermOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
 from keel.losses.inputs import PolicyTerm
@@ -48,6 +50,18 @@ def global_denominators(batch: Batch, max_completion_length: int | None = None) 
 
 
 @dataclass(frozen=True)
+class KLTerm:
+    """One more KL term: its anchor's name, options and β, and scores and batch against that anchor."""
+
+    anchor: str
+    kl: KLTermOptions
+    beta: float
+    pairing: Pairing
+    scores: Scores
+    batch: Batch
+
+
+@dataclass(frozen=True)
 class Objective:
     """The loss for backward, and its metrics."""
 
@@ -56,7 +70,7 @@ class Objective:
 
 
 def kl_term(
-    kl: KLOptions, pairing: Pairing, loss_reduction: str, scores: Scores, batch: Batch, by: Denominators
+    kl: KLTermOptions, pairing: Pairing, loss_reduction: str, scores: Scores, batch: Batch, by: Denominators
 ) -> Tensor:
     """The KL term of the loss, reduced, before β.
 
@@ -79,7 +93,7 @@ def kl_term(
 
 
 def kl_penalty(
-    kl: KLOptions,
+    kl: KLTermOptions,
     pairing: Pairing | None,
     loss_reduction: str,
     beta: float,
@@ -108,8 +122,8 @@ def kl_penalty(
     return value, value.detach().double()
 
 
-def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
-    """The estimator's KL `[B, T]` of the current policy, detached."""
+def kl_values(kl: KLTermOptions, scores: Scores, batch: Batch) -> Tensor:
+    """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
     if over_vocabulary(kl.estimator):
         return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
@@ -118,8 +132,8 @@ def kl_values(kl: KLOptions, scores: Scores, batch: Batch) -> Tensor:
     return estimate(kl.estimator, logp, batch.ref_logp, batch.action_mask, clamp, old_logp=behaviour)
 
 
-def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
-    """The mean KL behind a penalty in the reward or the advantage, per token or per sequence."""
+def mean_penalty(kl: KLTermOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
+    """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
     if batch.ref_logp is None and not over_vocabulary(kl.estimator):
         return 0.0  # the caller computed the penalty
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
@@ -130,7 +144,7 @@ def mean_penalty(kl: KLOptions, scores: Scores, batch: Batch, by: Denominators) 
     return divide(total, by.sequences if per_sequence else by.tokens).double()
 
 
-def vocabulary_kl(kl: KLOptions, scores: Scores) -> Tensor:
+def vocabulary_kl(kl: KLTermOptions, scores: Scores) -> Tensor:
     """The divergence over the vocabulary `[B, T]` that the estimator names."""
     by_name = {"exact": scores.exact_kl, "exact_reverse": scores.ref_policy_kl}
     values = by_name.get(kl.estimator, scores.divergence)
@@ -145,20 +159,22 @@ def objective(
     scores: Scores,
     batch: Batch,
     loss: LossOptions,
-    kl: KLOptions,
+    kl: KLTermOptions,
     beta: float,
     counts: Counts | None = None,
     *,
     pairing: Pairing | None = None,
+    more: Sequence[KLTerm] = (),
     max_completion_length: int | None = None,
 ) -> Objective:
-    """loss = policy_weight·policy + β·KL − entropy_coef·H on a microbatch, divided by the minibatch's global `counts`.
+    """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, over the minibatch's global `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
-    A KL in the advantage or the reward (`batch.kl_advantages`, β included) is a separate policy-gradient term over all
-    action tokens, unaffected by `policy_mask` and by the loss's ratio and clip. `loss.mismatch` applies if the batch
-    has `sample_logp`. For stale or filtered samples, the KL term's ratio is relative to the sampler, limited by
-    `kl.ratio_cap` instead of the mismatch limits.
+    A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
+    over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
+    `more` are the terms of further anchors; `loss/kl` is the sum of all.
+    `loss.mismatch` acts where the batch has `sample_logp`. Where samples are stale or filtered, the KL term's ratio is
+    taken against what drew them, without the mismatch's limits: `kl.ratio_cap` is its own.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
@@ -180,8 +196,8 @@ def objective(
     old = scores.logp if batch.old_logp is None else batch.old_logp
     sampled = behaviour_logp(batch, old, loss.mismatch.level)
 
-    term = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
-    per_token = term.loss
+    policy_part = policy_term(loss, scores.logp, batch.old_logp, batch.advantages, policy_mask)
+    per_token = policy_part.loss
     if sampled is not None:
         per_token = per_token * mismatch_weights(old, sampled, policy_mask, loss.mismatch)
     policy_loss = per_token.new_zeros(())
@@ -189,7 +205,12 @@ def objective(
         policy_loss = loss.policy_weight * reduce(per_token, policy_mask, counts.policy)
 
     kl_loss_value, kl_part = kl_penalty(kl, pairing, recipe.reduction, beta, scores, batch, counts.kl, loss.mismatch)
-    total = policy_loss + kl_loss_value
+    total, by_anchor = policy_loss + kl_loss_value, {}
+    for term in more:
+        value, part = kl_penalty(
+            term.kl, term.pairing, recipe.reduction, term.beta, term.scores, term.batch, counts.kl, loss.mismatch
+        )
+        total, kl_part, by_anchor[metric_of("loss/kl", term.anchor)] = total + value, kl_part + part, Sum(part)
     if loss.entropy_coef != 0.0:
         if scores.entropy is None:
             raise KeelError("loss.entropy_coef needs the entropy of the scores: score with entropy=True")
@@ -199,8 +220,9 @@ def objective(
         "loss/total": Sum(total.detach().double()),
         "loss/policy": Sum(policy),
         "loss/kl": Sum(kl_part),
+        **by_anchor,
         "loss/kl_share": Share(kl_part, policy),
-        **_ratio_metrics(term, policy_mask),
+        **_ratio_metrics(policy_part, policy_mask),
         **mismatch_metrics(old, sampled, policy_mask, loss.mismatch),
     }
     if scores.entropy is not None:

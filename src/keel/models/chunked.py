@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keel.base.errors import KeelError
 from keel.models.flash_prefix import has_triton
-from keel.models.head import Head, LogitsOf, at_least_fp32, shape_logits
+from keel.models.head import Head, JoinedHeads, LogitsOf, at_least_fp32, shape_logits
 
 # (policy log-probabilities [n, V], the reference's, tokens [n]) -> [n]
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +35,7 @@ class StatsOptions:
     temperature: float = 1.0
     entropy: bool = False
     ref_policy: bool = False
-    ref_head: LogitsOf | None = None
+    ref_head: LogitsOf | JoinedHeads | None = None
     chunk_tokens: int = 256
     ref_policy_grad: bool = False
     dtype: torch.dtype | None = None
@@ -125,8 +125,13 @@ def _ref_logits(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> T
     return logits
 
 
-def _logits_of(head: LogitsOf, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """With the same matmuls as the policy's, so that the KL of equal models is exactly 0."""
+def _logits_of(head: LogitsOf | JoinedHeads, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """By the same products as the policy's: where both are one model, their KL is exactly 0."""
+    if isinstance(head, JoinedHeads):
+        rows = [(hidden[:, -1] == number).nonzero().squeeze(-1) for number in range(len(head.heads))]
+        whose = zip(head.heads, rows, strict=True)
+        parts = torch.cat([_logits_of(own, hidden[mine, :width], dtype) for (own, width), mine in whose])
+        return torch.empty_like(parts).index_copy_(0, torch.cat(rows), parts)
     linear = head.linear() if isinstance(head, Head) else None
     if linear is None or not isinstance(head, Head):
         return at_least_fp32(head(hidden))

@@ -45,6 +45,13 @@ class Head:
         return (module.weight, module.bias) if is_plain_linear(module) else None
 
 
+@dataclass(frozen=True)
+class JoinedHeads:
+    """The heads of several models, each with its width, for hidden states whose last number says whose they are."""
+
+    heads: tuple[tuple[Head, int], ...]
+
+
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is nn.Linear without adapter, quantisation or hooks."""
     return type(module) is nn.Linear and not _hooked(module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.base.types import Scores
 from keel.models.chunked import Divergence, StatsOptions, default_chunk, token_stats
-from keel.models.head import Head, LogitsOf, body_of, head_of, takes_positions
+from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, head_of, takes_positions
 from keel.models.pack import PackedBatch
 from keel.models.prefix_attention import RowStructure, prefix_attention, use_prefix_attention
 from keel.models.rope import length_regimes, reset_rope, split_by_regime
@@ -19,9 +20,13 @@ from keel.models.rope import length_regimes, reset_rope, split_by_regime
 
 @dataclass(frozen=True)
 class FullScores(Scores):
-    """Scores, and `ref_logp` `[B, T]`, the reference's log-probability of the tokens, without gradient."""
+    """Scores, and `ref_logp` `[B, T]`, the reference's log-probability of the tokens, without gradient.
+
+    `others` are those against further references, of the same pass.
+    """
 
     ref_logp: Tensor | None = None
+    others: tuple[FullScores, ...] = ()
 
 
 def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -76,7 +81,7 @@ def score_hidden(
     ref_policy_grad: bool = False,
     divergence: Divergence | None = None,
     ref_hidden: Tensor | None = None,
-    ref_head: LogitsOf | None = None,
+    ref_head: LogitsOf | JoinedHeads | None = None,
     chunk_tokens: int | None = None,
 ) -> FullScores:
     """log softmax(logits / temperature) from hidden states `[N, H]`, in chunks; all `[B, T]`, fp32.
@@ -114,6 +119,22 @@ def score_hidden(
     )
 
 
-def score_tokens(model: nn.Module, packed: PackedBatch, **options: Any) -> FullScores:
-    """One forward of the body, and the scores of its hidden states; `options` are those of `score_hidden`."""
-    return score_hidden(hidden_states(model, packed), head_of(model), packed, **options)
+def score_tokens(
+    model: nn.Module, packed: PackedBatch, *, others: Sequence[Mapping[str, Any]] = (), **options: Any
+) -> FullScores:
+    """One forward of the body, and the scores of its hidden states; `options` are those of `score_hidden`.
+
+    `others` are options against further references, a reading of the head each; empty ones ask for nothing.
+    """
+    hidden, head = hidden_states(model, packed), head_of(model)
+    scores = score_hidden(hidden, head, packed, **options)
+    shared = {"temperature": options.get("temperature", 1.0)}
+    return replace(
+        scores,
+        others=tuple(
+            replace(score_hidden(hidden, head, packed, **shared, **own), logp=scores.logp)
+            if own
+            else FullScores(scores.logp)
+            for own in others
+        ),
+    )

@@ -36,26 +36,32 @@ class Sharded(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = function(self.module, *args, **kwargs)
-        if not is_dataclass(result):
-            return result
-        # FSDP finds tensors only in tuples and dicts, and its hooks do not work on views.
-        parts = {f.name: _own(getattr(result, f.name)) for f in fields(result)}
-        return {"class": type(result), "fields": parts}
+        return _flat(result) if is_dataclass(result) else result
 
 
-def _own(value: Any) -> Any:
+def _flat(value: Any) -> Any:
+    """Dataclasses as dicts: FSDP looks for tensors in tuples and dicts, and its hooks do not hold on views."""
+    if isinstance(value, tuple):
+        return tuple(map(_flat, value))
+    if is_dataclass(value):
+        return {"class": type(value), "fields": {f.name: _flat(getattr(value, f.name)) for f in fields(value)}}
     return value.clone() if isinstance(value, Tensor) and value._base is not None else value
 
 
+def _unflat(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_unflat, value))
+    if isinstance(value, dict) and value.keys() == {"class", "fields"}:
+        return value["class"](**{name: _unflat(part) for name, part in value["fields"].items()})
+    return value
+
+
 def call_with_full_weights(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """`function(model, …)`, with gathered weights if the model is sharded."""
+    """`function(model, …)`, with the weights whole where the model is sharded."""
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
-    result = root(function, *args, **kwargs)
-    if isinstance(result, dict) and result.keys() == {"class", "fields"}:
-        result = result["class"](**result["fields"])
-    return result
+    return _unflat(root(function, *args, **kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:

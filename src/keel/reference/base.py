@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from keel.base.errors import KeelError
@@ -47,8 +48,9 @@ When = Callable[[int, float | None], bool]
 class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
 
-    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
-    several completions in one row, `context_length` is its largest number of tokens.
+    `teacher` names the model that they are of, where that is not the policy's; `shared_prefix` says whether it may be
+    given several completions in a row, `context_length` how many tokens it reads at most. `by_task` are several
+    teachers, each for the problems of a task.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class RuleReference:
         teacher: str | None = None,
         shared_prefix: bool = True,
         context_length: int | None = None,
+        by_task: Mapping[str, Reference] = MappingProxyType({}),
     ) -> None:
+        self.by_task = by_task
         self.kind, self.teacher, self.shared_prefix, self.context_length = kind, teacher, shared_prefix, context_length
         self.reset_optimizer = reset_optimizer
         self.moves = 0
@@ -122,12 +126,12 @@ def starts_at_policy(reference: Reference | None) -> bool:
     return isinstance(reference, RuleReference) and reference.teacher is None
 
 
-def shortest_context(policy: int | None, reference: Reference | None) -> int | None:
-    """The shorter context of policy and reference; None without a limit."""
-    own = reference.context_length if isinstance(reference, RuleReference) else None
-    return min((length for length in (policy, own) if length is not None), default=None)
+def shortest_context(policy: int | None, *references: Reference | None) -> int | None:
+    """The context that the policy and all references have; None without a limit."""
+    own = (reference.context_length for reference in references if isinstance(reference, RuleReference))
+    return min((length for length in (policy, *own) if length is not None), default=None)
 
 
-def packs_rows(reference: Reference | None) -> bool:
-    """Whether the reference can score several completions in one row."""
-    return reference.shared_prefix if isinstance(reference, RuleReference) else True
+def packs_rows(*references: Reference | None) -> bool:
+    """Whether all references may be given several completions in a row, where the policy may."""
+    return all(reference.shared_prefix for reference in references if isinstance(reference, RuleReference))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.parts import Range, make_part, part_arguments
 from keel.models.loaded import LoadedModel
-from keel.reference.base import Reference, RuleReference, When
+from keel.reference.base import Reference, RuleReference, When, packs_rows, shortest_context
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,12 +37,12 @@ def frozen(
     loaded: LoadedModel,
     *,
     offload: Flag = False,
-    model: str | None = None,
+    model: str | dict[str, str] | None = None,
     dtype: Dtype = "auto",
     trust_remote_code: Flag = False,
     chat_template: Literal["same", "student"] = "same",
 ) -> Reference:
-    """A frozen copy of the initial policy, or the model named by `model`, a teacher.
+    """A frozen copy of the initial policy, or the model named by `model`, a teacher; or one teacher a task.
 
     Under LoRA the copy is the starting adapter over the shared base. A teacher has the policy's dtype unless `dtype`
     names another. Its chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts
@@ -58,23 +59,60 @@ def frozen(
                     f"reference.{name} applies only with reference.model: set it, or leave reference.{name} out"
                 )
         return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
-    from keel.reference.copies import base_of
-    from keel.reference.teacher import TeacherWeights, load_teacher
+    return teacher(
+        loaded, "reference", model, offload=offload, dtype=dtype, chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
+
+def teacher(
+    loaded: LoadedModel,
+    section: str,
+    model: str | Mapping[str, str],
+    *,
+    offload: Flag = False,
+    dtype: Dtype = "auto",
+    trust_remote_code: Flag = False,
+    chat_template: Literal["same", "student"] = "same",
+) -> RuleReference:
+    """The model named by `model`, frozen, with the parameters that `frozen` has for it; they stand in `section`.
+
+    A mapping names the teacher of each task; a model that teaches several of them is loaded once.
+    """
+    from keel.reference.copies import base_of
+    from keel.reference.teacher import TaskTeachers, TeacherWeights, load_teacher
+
+    if not isinstance(model, str):
+        load = partial(
+            teacher, loaded, section, offload=offload, dtype=dtype, trust_remote_code=trust_remote_code,
+            chat_template=chat_template,
+        )  # fmt: skip
+        by_name = {name: load(name) for name in dict.fromkeys(model.values())}
+        return RuleReference(
+            "frozen",
+            TaskTeachers([*by_name.values()]),
+            when=_never,
+            move=_assign,
+            teacher=", ".join(f"{name} for {task}" for task, name in model.items()),
+            shared_prefix=packs_rows(*by_name.values()),
+            context_length=shortest_context(None, *by_name.values()),
+            by_task={task: by_name[name] for task, name in model.items()},
+        )
     if dtype == "auto" and (base := base_of(loaded, model)) is not None:
         if offload:
-            raise KeelError("reference.offload has no use with the policy's own base as teacher: leave it out")
+            raise KeelError(f"{section}.offload has no use with the policy's own base as teacher: leave it out")
         return RuleReference("frozen", base, when=_never, move=_assign, teacher=model)
-    teacher = load_teacher(loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code)
-    weights = TeacherWeights(teacher, offload=offload)
+    other = load_teacher(
+        loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code, section=section
+    )
     return RuleReference(
         "frozen",
-        weights,
+        TeacherWeights(other, offload=offload),
         when=_never,
         move=_assign,
         teacher=model,
-        shared_prefix=teacher.shared_prefix,
-        context_length=teacher.context_length,
+        shared_prefix=other.shared_prefix,
+        context_length=other.context_length,
     )
 
 
@@ -167,6 +205,16 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
             f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
         )
     return reference
+
+
+def build_teacher(section: str, loaded: LoadedModel, model: str | Mapping[str, str], **params: Any) -> Reference:
+    """The teacher that a section names, with the parameters that stand there."""
+    return teacher(loaded, section, model, **check_teacher(section, **params))
+
+
+def check_teacher(section: str, **params: Any) -> dict[str, Any]:
+    """Check a teacher's parameters before any model is loaded."""
+    return part_arguments("teacher", teacher, params, section=section, positional=3)
 
 
 def check_reference(kind: str, **params: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from keel.models.fingerprint import fingerprint
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
+from keel.reference.base import RuleReference
 from keel.reference.full import movable
 from keel.reference.weights import OffloadedTensors, Sharder
 
@@ -55,10 +57,51 @@ class TeacherWeights:
         sharder(self._model, offload=offloaded is not None)
 
 
+class TaskTeachers:
+    """The weights of several teachers, each for the problems of a task; none of them scores for all."""
+
+    def __init__(self, teachers: Sequence[RuleReference]) -> None:
+        self._teachers = teachers
+
+    def model(self) -> AbstractContextManager[nn.Module]:
+        raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
+
+    def assign(self, policy: nn.Module) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing to restore, as of a single teacher."""
+
+    def backup(self) -> Callable[[], None]:
+        return lambda: None
+
+    def fingerprint(self) -> str:
+        return sha256(" ".join(teacher.fingerprint() for teacher in self._teachers).encode()).hexdigest()
+
+    def shard(self, sharder: Sharder) -> None:
+        for teacher in self._teachers:
+            teacher.shard(sharder)
+
+
 def load_teacher(
-    policy: LoadedModel, name: str, *, dtype: str = "auto", chat_template: str = "same", trust_remote_code: bool = False
+    policy: LoadedModel,
+    name: str,
+    *,
+    dtype: str = "auto",
+    chat_template: str = "same",
+    trust_remote_code: bool = False,
+    section: str = "reference",
 ) -> LoadedModel:
-    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined."""
+    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined.
+
+    `section` is where its options stand.
+    """
     own = next(policy.model.parameters()).dtype
     wanted = str(own).removeprefix("torch.") if dtype == "auto" else dtype
     attention = getattr(causal_lm(policy.model).config, "_attn_implementation", None) or "sdpa"
@@ -69,11 +112,11 @@ def load_teacher(
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
     )
-    check_tokens(policy, teacher)
+    check_tokens(policy, teacher, section)
     if chat_template == "same" and template_of(teacher) != template_of(policy):
         raise KeelError(
-            f"reference.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
-            "reference.chat_template=student if the teacher was trained on that template, or take another teacher"
+            f"{section}.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
+            f"{section}.chat_template=student if the teacher was trained on that template, or take another teacher"
         )
     return teacher
 
@@ -83,32 +126,32 @@ def template_of(loaded: LoadedModel) -> Any:
     return getattr(loaded.tokenizer, "chat_template", None)
 
 
-def check_tokens(policy: LoadedModel, teacher: LoadedModel) -> None:
+def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "reference") -> None:
     """Refuse other tokens than the policy's; padding of the teacher's head beyond the policy's is cut off."""
     mine, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
         raise KeelError(
-            f"reference.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
+            f"{section}.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
             f"{theirs.get(differ)} there and {mine.get(differ)} here; take a teacher with the policy's tokenizer"
         )
     rows, own = (causal_lm(each.model).get_output_embeddings().weight.shape[0] for each in (teacher, policy))
     if rows < own:
         raise KeelError(
-            f"reference.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
+            f"{section}.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
             f"policy's last {own - rows}; take a teacher whose head is at least as large"
         )
     if rows > own:
-        _cut_head(teacher, own)
+        _cut_head(teacher, own, section)
 
 
-def _cut_head(teacher: LoadedModel, rows: int) -> None:
+def _cut_head(teacher: LoadedModel, rows: int, section: str) -> None:
     """Drop the head's rows from `rows` on, which stand for no token."""
     model = causal_lm(teacher.model)
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise KeelError(
-            f"reference.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
+            f"{section}.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
             f"and it is a {type(head).__name__}, which cannot be cut: take a teacher with as many"
         )
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem
 from keel.base.world import SINGLE_PROCESS, World
-from keel.config import Config, TaskOptions, kl_pairing
+from keel.config import Config, TaskOptions, kl_pairing, kl_terms
 from keel.envs import Task
 from keel.envs.dataset import PromptsTooLong
 from keel.envs.judge import Judge
@@ -30,8 +30,8 @@ from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
-from keel.reference import packs_rows
-from keel.reference.kinds import build_reference
+from keel.reference import Reference, packs_rows
+from keel.reference.kinds import build_reference, build_teacher
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
@@ -45,7 +45,7 @@ from keel.trainer.options import GuardLimits, OptimOptions, WarmstartOptions
 from keel.trainer.overlap import RolloutQueue, StepRollouts
 from keel.trainer.sample import sample_rollouts
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import TrainingRun
+from keel.trainer.state import Anchor, TrainingRun
 
 RewardFunction = Callable[..., Any]
 
@@ -213,6 +213,8 @@ def _build_run(
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
+    _check_tasks("reference", config.reference.params.get("model"), task)
+    _check_tasks("kl.teacher", None if config.kl.teacher is None else config.kl.teacher.model, task)
     judge = build_judge(config, task, reward)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
@@ -228,16 +230,18 @@ def _build_run(
     _check_ahead(config, engine, loaded, layout.sharded)
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
-    reference = reference_of(config, loaded)
-    if reference is not None and config.reference.params.get("model") is not None:
-        _check_same("weights of the teacher", reference.fingerprint(), world)
+    reference, teacher = reference_of(config, loaded), teacher_of(config, loaded)
+    for other in (teacher, None if config.reference.params.get("model") is None else reference):
+        if other is not None:
+            _check_same("weights of the teacher", other.fingerprint(), world)
+    off_policy = config.off_policy or bool(differs)
     if layout.sharded:  # engine and reference were made of whole weights
         if engine.shares_weights:
             raise KeelError(
                 f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
                 "spread over processes: use native, or parallel.sharding=none"
             )
-        shard_run(layout, loaded, reference, world, amp_dtype)
+        shard_run(layout, loaded, (reference, teacher), world, amp_dtype)
     collector = replace(build_collector(config, engine, task, loaded.tokenizer, judge, world), release=True)
     run = TrainingRun(
         policy=loaded,
@@ -251,22 +255,24 @@ def _build_run(
         controller=controller_from_options(config.kl, config.episodes_per_step),
         loss=config.loss,
         kl=config.kl,
-        pairing=kl_pairing(config, off_policy=config.off_policy or bool(differs)),
+        pairing=kl_pairing(config, off_policy=off_policy),
         rollout=config.rollout,
         reward=config.reward,
         optim=config.optim,
         guards=config.guards,
         seed=config.run.seed,
-        shared_prefix=loaded.shared_prefix and scorer is None and packs_rows(reference),
+        shared_prefix=loaded.shared_prefix and scorer is None and packs_rows(reference, teacher),
         amp_dtype=amp_dtype,
         limits=GuardLimits.of(config.guards, config.doctor.thresholds.params),
         scorer=scorer,
         world=world,
+        teacher=_teacher_anchor(config, teacher, off_policy),
     )
     if ahead:
         run.queue = _queue(config, run, collector, tokenizer, engine_world)
     if scorer is None and not layout.sharded:
-        kept = config.episodes_per_step * config.rollout.max_completion_length if config.kl.needs_exact else 0
+        exact = sum(anchor.kl.needs_exact for anchor in run.anchors)
+        kept = exact * config.episodes_per_step * config.rollout.max_completion_length
         run.fitting_tokens = max_pass_tokens(
             loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, cached_tokens=kept
         )
@@ -336,15 +342,56 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
     ]
 
 
+def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool) -> Anchor | None:
+    """The teacher beside the reference, with its own KL term."""
+    term = config.kl.teacher
+    if term is None or teacher is None:
+        return None
+    pairing = kl_pairing(config, term, off_policy=off_policy)
+    return Anchor("teacher", teacher, term, pairing, controller_from_options(term, config.episodes_per_step))
+
+
+def _check_saved(model: str | Mapping[str, str]) -> None:
+    """Refuse a teacher, or one of a task, that was damaged since it was saved: another run's checkpoint, perhaps."""
+    for name in [model] if isinstance(model, str) else model.values():
+        check_model(Path(name).expanduser())
+
+
+def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
+    """Refuse teachers by task where a task has none, or where there is no such task."""
+    if not isinstance(model, Mapping):
+        return
+    labels = task.labels()
+    for label in labels:
+        if label not in model:
+            raise KeelError(
+                f"{section}.model has no teacher for the task {label}: give one for each of {', '.join(labels)}"
+            )
+    for label in model:
+        if label not in labels:
+            raise unknown(f"task of {section}.model", label, labels)
+
+
+def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
+    """The teacher beside the reference; None where none is configured, or no KL to it is wanted."""
+    term = config.kl.teacher
+    if term is None or not (term.penalizes or config.kl.measure_every > 0):
+        return None
+    _check_saved(term.model)
+    return build_teacher("kl.teacher", loaded, term.model, **term.params)
+
+
 def reference_of(config: Config, loaded: LoadedModel) -> Any:
     """The configured reference, of a policy as it is now; None where no KL is wanted."""
     needed = config.needs_reference or config.kl.collect_max is not None
-    teacher = config.reference.params.get("model")
-    if teacher is not None:
-        check_model(Path(teacher).expanduser())  # another run's checkpoint, perhaps
+    if (model := config.reference.params.get("model")) is not None:
+        _check_saved(model)
     rows = causal_lm(loaded.model).get_output_embeddings().weight.shape[0]
-    if config.kl.estimator.startswith("topk") and config.kl.topk >= rows:
-        raise KeelError(f"kl.topk is {config.kl.topk} and the model has {rows} tokens: set it below that, or use exact")
+    for option, term in kl_terms(config.kl).items():
+        if term.estimator.startswith("topk") and term.topk >= rows:
+            raise KeelError(
+                f"{option}.topk is {term.topk} and the model has {rows} tokens: set it below that, or use exact"
+            )
     return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 
 

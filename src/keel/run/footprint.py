@@ -99,9 +99,10 @@ class DeviceLayout:
 class RunMemory:
     """What a run holds beside the policy. Item sizes are in bytes.
 
-    `pass_itemsize` is that of gathered blocks (None: the weights'), `sampler_itemsize` of the sampler's copy (None:
-    the weights', copied only if they are sharded; 0: the engine is not Keel's). `reference` is a separate model,
-    `masters` its fp32 moving average. With `exact` KL the reference's head stays gathered for the update.
+    `pass_item` is that of gathered blocks (None: the weights' own), `sampler_item` that of the sampler's copy (None:
+    the weights' own, in a copy only where they are spread; 0: the engine is not Keel's). `reference` is a model of its
+    own, `masters` are those of its moving average in fp32. With `exact` KL the reference's head stays for the update.
+    A `teacher` beside it counts as one more copy of the policy.
     """
 
     pass_itemsize: int | None = None
@@ -110,6 +111,7 @@ class RunMemory:
     reference_offload: bool = False
     masters: bool = False
     exact: bool = False
+    teacher: bool = False
     moments: int = 2
 
 
@@ -135,6 +137,7 @@ def resident_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> d
     adapters = sum(p.numel * p.itemsize for p in shape.adapters)
     trained_adapters = sum(p.numel * p.itemsize for p in shape.adapters if p.trained)
     reference = 0 if not job.reference or job.reference_offload else _part_bytes(shape.base, shards)
+    reference += _part_bytes(shape.base, shards) if job.teacher else 0
     masters = sum(4 * p.part(shards) for p in shape.base) if job.reference and job.masters else 0
     return {
         "weights": device * _part_bytes(shape.base, shards) + adapters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -100,23 +101,29 @@ def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
         reference_offload=bool(config.reference.params.get("offload")),
         masters=config.reference.kind == "ema" and loaded.dtype.itemsize < 4,
         exact=config.kl.needs_exact,
+        teacher=config.kl.teacher is not None and not config.kl.teacher.params.get("offload"),
     )
 
 
 def shard_run(
-    layout: DeviceLayout, loaded: LoadedModel, reference: Any, world: World, amp_dtype: torch.dtype | None
+    layout: DeviceLayout,
+    loaded: LoadedModel,
+    references: Sequence[Any],
+    world: World,
+    amp_dtype: torch.dtype | None,
 ) -> None:
-    """Shard the policy's weights over the processes, and those of a reference that is a separate model."""
+    """Shard the weights of the policy and of references that are separate models."""
     mesh = world.mesh(loaded.device, layout.shards if layout.sharding == "hybrid" else None)
     sharder = partial(shard, mesh=mesh, amp_dtype=amp_dtype)
     sharder(loaded.model, offload=layout.offload)
-    if isinstance(reference, RuleReference):
-        reference.shard(sharder)
-    elif reference is not None:
-        raise KeelError(
-            f"the reference {type(reference).__name__} is your own and cannot be sharded over processes: use "
-            "parallel.sharding=none"
-        )
+    for reference in references:
+        if isinstance(reference, RuleReference):
+            reference.shard(sharder)
+        elif reference is not None:
+            raise KeelError(
+                f"the reference {type(reference).__name__} is of your own and cannot be sharded: use "
+                "parallel.sharding=none"
+            )
 
 
 def _unsupported_option(config: Config) -> str | None:

@@ -44,10 +44,11 @@ RESUMABLE_OPTIONS = (
     "rollout.vllm.secret",
     "rollout.vllm.wait_s",
     "kl.budget",
-    "optim.decay_steps",  # keeps its value unless given: `keep_schedule`
-    "optim.microbatch_tokens",  # these five change memory, and results only by rounding (or other dropout masks)
+    "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
+    "optim.microbatch_tokens",  # these six change a step's memory, and its numbers by rounding (dropout: other masks)
     "optim.offload",
     "reference.offload",
+    "kl.teacher.offload",
     "rollout.max_batch",
     "rollout.vllm.",  # a lost vLLM server may be restarted elsewhere
     "rollout.max_staleness",  # if changed, rollouts sampled ahead are sampled again

@@ -314,7 +314,7 @@ def _policy(
 
     layout, draws = build_layout(config, loaded, world), DrawCount()
     if layout.sharded:
-        shard_run(layout, loaded, None, world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+        shard_run(layout, loaded, (), world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
     started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
     for note in draws.notes:
         loggers.event("note", step=0, message=note)

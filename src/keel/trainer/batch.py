@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,15 +21,16 @@ from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
 from keel.models.fused_linear import cast_weights_once
-from keel.models.head import Head, body_of, frozen_head
+from keel.models.head import Head, JoinedHeads, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
 from keel.models.prefix_attention import uses_flash
 from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import call_with_full_weights, is_sharded
-from keel.reference import shortest_context
-from keel.trainer.state import TrainingRun
+from keel.reference import Reference, shortest_context
+from keel.reference.base import RuleReference
+from keel.trainer.state import Anchor, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,15 @@ class Minibatch:
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    Rows and groups cover all processes, `micros` are the passes of this process, `spans` the rows, width and dummy
-    passes of each minibatch. `actions` indexes the true entries of the action mask. `scores` are the policy's scores
-    with the rollout weights, None until they are computed.
-    `kl` `[B, T]` is the detached KL estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
-    `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
-    log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
-    engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
+    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows, width and
+    dummy passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
+    once there are any.
+    `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    `others` are the batch as further anchors see it: with their log-probabilities, penalties and scores.
+    `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
+    without a log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that
+    the engine gave for all tokens.
+    `depth_bins` are those of the context that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -77,7 +80,7 @@ class StepBatch:
     micros: tuple[Microbatch, ...]
     spans: tuple[tuple[slice, int, int], ...]
     actions: MaskIndex
-    ref_head: Head | None = None
+    ref_head: Head | JoinedHeads | None = None
     scores: FullScores | None = None
     kl: Tensor | None = None
     penalty: Tensor | None = None
@@ -85,6 +88,12 @@ class StepBatch:
     unreported: float = 0.0
     reported: frozenset[str] = frozenset()
     depth_bins: tuple[int, ...] = ()
+    others: tuple[StepBatch, ...] = ()
+
+    @property
+    def views(self) -> tuple[StepBatch, ...]:
+        """The batch as each anchor sees it, the reference first."""
+        return (replace(self, others=()), *self.others)
 
     @property
     def completions(self) -> list[Completion]:
@@ -127,7 +136,15 @@ class StepBatch:
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
     def with_rows(self, **changes: Any) -> StepBatch:
-        return replace(self, rows=replace(self.rows, **changes))
+        """With other rows, as every anchor sees them."""
+        others = tuple(view.with_rows(**changes) for view in self.others)
+        return replace(self, rows=replace(self.rows, **changes), others=others)
+
+
+def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch, Anchor], StepBatch]) -> StepBatch:
+    """The batch with every anchor's view of it changed."""
+    first, *others = (change(view, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True))
+    return replace(first, others=tuple(others))
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
@@ -139,6 +156,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     with run.autocast():
         one_row = shared and uses_flash(body_of(run.policy.model))
+    context = shortest_context(run.policy.context_length, *(anchor.reference for anchor in run.anchors))
     completions = [completion for group in groups for completion in group.completions]
     micros, spans, start = [], [], 0
     for number, members in enumerate(_minibatches(groups, run.optim.minibatches)):
@@ -151,7 +169,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
                     run.policy.pad_id,
                     shared_prefix=shared,
                     max_row_tokens=sys.maxsize if one_row else _row_budget(part, budget) if shared else None,
-                    context_length=shortest_context(run.policy.context_length, run.reference),
+                    context_length=context,
                 )
                 stop = start + len(packed.tokens)
                 micros.append(Microbatch(packed.to(device), slice(start, stop), number))
@@ -190,7 +208,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
     prompts = [len(group.prompt_tokens) for group in groups for _ in group.completions]
     depth_bins = occupied_bins(positions(prompts, actions.shape[1]), actions)
     on_device = MaskIndex(to_device(index.tokens, device), to_device(index.rows, device))
-    return StepBatch(
+    batch = StepBatch(
         tuple(groups),
         rows,
         tuple(micros),
@@ -200,13 +218,14 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         reported=reported,
         depth_bins=depth_bins,
     )
+    return replace(batch, others=(batch,) * (len(run.anchors) - 1))
 
 
 def _required_logps(run: TrainingRun) -> set[str]:
     """The sampler log-probabilities that the loss reads: filtered ones for token weights, unfiltered for sequences."""
     levels = {run.loss.mismatch.level}
-    if run.kl.penalizes:
-        levels.add(run.kl.level if run.kl.placement == "loss" else "token")
+    for kl in (anchor.kl for anchor in run.anchors if anchor.kl.penalizes):
+        levels.add(kl.level if kl.placement == "loss" else "token")
     return {"filtered_logp" if run.rollout.filtered and level == "token" else "sample_logp" for level in levels}
 
 
@@ -269,11 +288,61 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
     return whole
 
 
-def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """Compute `ref_logp` of every token; for exact KL also keep the hidden states over all updates of the batch."""
-    assert run.reference is not None
-    logps, micros, temperature = [], [], run.rollout.temperature
-    with run.reference.model() as reference, torch.no_grad(), run.autocast():
+def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = None) -> StepBatch:
+    """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch.
+
+    It is that of the reference, or of another `anchor` in its view of the batch.
+    """
+    anchor = anchor or run.anchors[0]
+    assert anchor.reference is not None
+    scored = [
+        _score_model(batch, run, model, rows, exact=anchor.kl.needs_exact)
+        for model, rows in _models_of(anchor.reference, batch, run)
+    ]
+    head: Head | JoinedHeads | None = scored[0].head
+    logps, micros = scored[0].logps, scored[0].micros
+    if len(scored) > 1:
+        logps = [torch.stack(parts).sum(0) for parts in zip(*(each.logps for each in scored), strict=True)]
+        head, micros = _joined(batch, scored) if head is not None else (None, batch.micros)
+    return replace(
+        batch,
+        rows=replace(batch.rows, ref_logp=assemble(batch, logps, run)),
+        micros=micros,
+        ref_head=head,
+    )
+
+
+@dataclass(frozen=True)
+class _ModelScores:
+    """What one model of a reference says: log-probabilities of its rows (0 elsewhere) and, for the exact KL, more."""
+
+    rows: Tensor | None
+    logps: list[Tensor]
+    micros: tuple[Microbatch, ...]
+    head: Head | None
+
+
+def _models_of(reference: Reference, batch: StepBatch, run: TrainingRun) -> list[tuple[Reference, Tensor | None]]:
+    """The models of a reference, each with the rows `[B]` that it scores: None for all, or those of its tasks."""
+    by_task = reference.by_task if isinstance(reference, RuleReference) else {}
+    if not by_task:
+        return [(reference, None)]
+    teachers = [by_task[run.task.label(group.problem)] for group in batch.groups for _ in group.completions]
+    unique = {id(teacher): teacher for teacher in by_task.values()}
+    device = run.policy.device
+    return [
+        (teacher, to_device(torch.tensor([mine is teacher for mine in teachers]), device))
+        for teacher in unique.values()
+    ]
+
+
+def _score_model(
+    batch: StepBatch, run: TrainingRun, model: Reference, rows: Tensor | None, *, exact: bool
+) -> _ModelScores:
+    logps: list[Tensor] = []
+    micros: list[Microbatch] = []
+    temperature = run.rollout.temperature
+    with model.model() as reference, torch.no_grad(), run.autocast():
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
         head = call_with_full_weights(reference, _whole_head) if scorer is None else None
         for micro in cast_weights_once(batch.micros):
@@ -284,13 +353,29 @@ def score_reference(batch: StepBatch, run: TrainingRun) -> StepBatch:
             assert head is not None
             hidden = call_with_full_weights(reference, hidden_states, micro.packed)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
-            micros.append(replace(micro, ref_hidden=hidden) if run.kl.needs_exact else micro)
+            micros.append(replace(micro, ref_hidden=hidden) if exact else micro)
         for _ in range(batch.dummy_passes):
             call_with_full_weights(reference, hidden_states, dummy_batch(run))
-    ref_logp = assemble(batch, logps, run)
-    return replace(
-        batch.with_rows(ref_logp=ref_logp), micros=tuple(micros), ref_head=head if run.kl.needs_exact else None
-    )
+    if rows is not None:
+        logps = [torch.where(rows[m.rows, None], logp, 0.0) for m, logp in zip(batch.micros, logps, strict=True)]
+    return _ModelScores(rows, logps, tuple(micros), head if exact else None)
+
+
+def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHeads, tuple[Microbatch, ...]]:
+    """The heads of several models, and hidden states whose last number says whose they are: of each row its model's."""
+    micros, widths = [], [0] * len(scored)
+    for index, micro in enumerate(batch.micros):
+        states = [hidden for each in scored if (hidden := each.micros[index].ref_hidden) is not None]
+        widths = [hidden.shape[-1] for hidden in states]
+        width, row_of = max(widths), micro.packed.existing // micro.width
+        joined = states[0].new_zeros(len(row_of), width + 1)
+        for number, (hidden, each) in enumerate(zip(states, scored, strict=True)):
+            assert each.rows is not None
+            own = functional.pad(functional.pad(hidden, (0, width - hidden.shape[-1])), (0, 1), value=float(number))
+            joined = torch.where(each.rows[micro.rows][row_of, None], own.to(joined.dtype), joined)
+        micros.append(replace(micro, ref_hidden=joined))
+    heads = [each.head for each in scored if each.head is not None]
+    return JoinedHeads(tuple(zip(heads, widths, strict=True))), tuple(micros)
 
 
 def _whole_head(reference: nn.Module) -> Head:
@@ -322,37 +407,53 @@ def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def store_old_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
-    """Store the scores under the rollout weights and set `old_logp` from them."""
-    own = {f.name for f in fields(FullScores) for scores in passes if getattr(scores, f.name) is not None}
+    """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
+    own = {f.name for f in fields(FullScores) for scores in passes if isinstance(getattr(scores, f.name), Tensor)}
     names = sorted(set().union(*run.world.all_gather(own)))
-    scores = FullScores(**{name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names})
-    return replace(batch.with_rows(old_logp=scores.logp), scores=scores)
+    tensors: dict[str, Any] = {name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names}
+    others = tuple(store_old_scores(view, [s.others[i] for s in passes], run) for i, view in enumerate(batch.others))
+    scores = FullScores(**tensors)
+    return replace(batch, rows=replace(batch.rows, old_logp=scores.logp), scores=scores, others=others)
 
 
 def detached(scores: FullScores) -> FullScores:
     """The scores without their autograd graph, for metrics after the update."""
     tensors = {f.name: getattr(scores, f.name) for f in fields(scores)}
-    plain: dict[str, Any] = {name: None if x is None else x.detach() for name, x in tensors.items()}
-    return FullScores(**plain)
+    plain: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else None for name, x in tensors.items()}
+    return FullScores(**{**plain, "others": tuple(map(detached, scores.others))})
 
 
 def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
-    """The policy's scores of one microbatch: log-probability, entropy, and exact KL if `ref_hidden` is set."""
-    exact = micro.ref_hidden is not None
+    """The policy's scores of one microbatch: log-probability, entropy, exact KL where an anchor's states were kept."""
+    first, *others = (
+        _exact_options(view, micro.rows, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True)
+    )
     with run.autocast():
         if run.scorer is not None:
             scorer = partial(score_with, run.scorer)
-            return call_with_full_weights(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+            scores = call_with_full_weights(run.policy.model, scorer, micro.packed, temperature=run.rollout.temperature)
+            return replace(scores, others=(scores,) * len(others))
         return call_with_full_weights(
             run.policy.model,
             score_tokens,
             micro.packed,
             temperature=run.rollout.temperature,
             entropy=True,
-            exact_kl=exact,
-            ref_policy=exact,
-            ref_policy_grad=run.kl.estimator == "exact_reverse",
-            divergence=penalty_divergence(run.kl) if exact else None,
-            ref_hidden=micro.ref_hidden,
-            ref_head=batch.ref_head,
+            others=others,
+            **first,
         )
+
+
+def _exact_options(view: StepBatch, rows: slice, anchor: Anchor) -> dict[str, Any]:
+    """What a pass computes against an anchor over the vocabulary, where its hidden states were kept for these rows."""
+    hidden = next(micro.ref_hidden for micro in view.micros if micro.rows == rows)
+    if hidden is None:
+        return {}
+    return {
+        "exact_kl": True,
+        "ref_policy": True,
+        "ref_policy_grad": anchor.kl.estimator == "exact_reverse",
+        "divergence": penalty_divergence(anchor.kl),
+        "ref_hidden": hidden,
+        "ref_head": view.ref_head,
+    }

@@ -67,15 +67,15 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             (temporary / TRAINER).mkdir(parents=True)
     world.barrier()
     weights = full_state_dict(model, wanted=world.is_main)
-    with _saving(target, temporary, (OSError,)):  # other errors here come from a process that ended
+    with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
         optimizer = optimizer_state(run.optimizer, model, temporary / TRAINER / MOMENTS)
-    reference = None if run.reference is None else _reference_state(run.reference)
+    references = {name: _reference_state(reference) for name, reference in _references(run).items()}
     if world.is_main:
         with _saving(target, temporary):
             save_weights(temporary, model, run.policy.tokenizer, weights)
             (temporary / "README.md").write_text(model_card(run, state, about or {}), encoding="utf-8")
             save_pending(temporary / TRAINER, run, state)
-            _save_trainer(temporary / TRAINER, state, optimizer, reference, newest(folder))
+            _save_trainer(temporary / TRAINER, state, optimizer, references, newest(folder))
             _flush(temporary)
             if target.exists():  # after a rollback a step is saved again
                 shutil.rmtree(target)
@@ -168,22 +168,27 @@ def _save_trainer(
     folder: Path,
     state: State,
     optimizer: Mapping[str, Any],
-    reference_state: Mapping[str, Any] | None,
+    references: Mapping[str, Mapping[str, Any]],
     previous: Path | None,
 ) -> None:
     torch.save(dict(optimizer), folder / OPTIMIZER)
     torch.save(rng_state(), folder / RNG)
-    reference = None
-    if reference_state is not None:
-        reference = {"kind": reference_state["kind"], "fingerprint": reference_state["fingerprint"]}
-        _save_reference(folder / REFERENCE, reference_state, previous)
-    record = {"keel": keel.__version__, "state": state.to_dict(), "reference": reference}
+    record: dict[str, Any] = {"keel": keel.__version__, "state": state.to_dict(), "reference": None}
+    for name, saved in references.items():
+        record[name] = {"kind": saved["kind"], "fingerprint": saved["fingerprint"]}
+        _save_reference(folder, name, saved, previous)
     record["files"] = {
         str(path.relative_to(folder.parent)): path.stat().st_size
         for path in sorted(folder.parent.rglob("*"))
         if path.is_file()
     }
     (folder / STATE).write_text(with_checksums(record, checksums(folder.parent)), encoding="utf-8")
+
+
+def _references(run: TrainingRun) -> dict[str, Reference]:
+    """What the policy is held near, by the name of its entry and its file."""
+    named = {"reference": run.reference, "teacher": None if run.teacher is None else run.teacher.reference}
+    return {name: reference for name, reference in named.items() if reference is not None}
 
 
 def _reference_state(reference: Reference) -> dict[str, Any]:
@@ -194,15 +199,16 @@ def _reference_state(reference: Reference) -> dict[str, Any]:
     return {"kind": reference.kind, "fingerprint": reference.fingerprint(), "moves": None, "own": state}
 
 
-def _save_reference(path: Path, reference_state: Mapping[str, Any], previous: Path | None) -> None:
-    """Save the reference; if it has not moved since the last checkpoint, hard-link that checkpoint's file.
+def _save_reference(folder: Path, name: str, reference_state: Mapping[str, Any], previous: Path | None) -> None:
+    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
 
     A damaged file is not linked: its new checksum would hide the damage.
     """
+    path = folder / f"{name}.pt"
     if previous is not None and (before := read_record(previous)) is not None:
-        same = (before.get("reference") or {}).get("fingerprint") == reference_state["fingerprint"]
-        old = previous / TRAINER / REFERENCE
-        saved = saved_checksums(previous).get(f"{TRAINER}/{REFERENCE}")
+        same = (before.get(name) or {}).get("fingerprint") == reference_state["fingerprint"]
+        old = previous / TRAINER / path.name
+        saved = saved_checksums(previous).get(f"{TRAINER}/{path.name}")
         if same and saved is not None and old.is_file() and checksum(old) == saved:
             moved = torch.load(old, map_location="cpu", weights_only=True, mmap=True)["moves"]
             if moved is not None and moved == reference_state["moves"]:
@@ -221,19 +227,21 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     record = _record_of(folder)
     trainer = folder / TRAINER
     load_optimizer(run.optimizer, run.policy.model, _load(trainer / OPTIMIZER), trainer / MOMENTS)
-    if (run.reference is None) != (record["reference"] is None):
-        saved = "has a reference" if record["reference"] else "has no reference"
-        raise KeelError(
-            f"the checkpoint {folder} {saved}, unlike this configuration: use the kl options of the saved run"
-        )
-    if run.reference is not None:
-        reference_state = _load(trainer / REFERENCE)
-        if reference_state["fingerprint"] != record["reference"]["fingerprint"]:
+    references = _references(run)
+    for name in ("reference", "teacher"):
+        if (name in references) != (record.get(name) is not None):
+            saved = f"has a {name}" if record.get(name) else f"has no {name}"
             raise KeelError(
-                f"the reference in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
-                f"says {record['reference']['fingerprint'][:12]}: the file was replaced; put the saved one back"
+                f"the checkpoint {folder} {saved} and this configuration wants it otherwise: keep kl as it was"
             )
-        run.reference.load_state_dict(reference_state.get("own", reference_state))
+    for name, reference in references.items():
+        reference_state, expected = _load(trainer / f"{name}.pt"), record[name]["fingerprint"]
+        if reference_state["fingerprint"] != expected:
+            raise KeelError(
+                f"the {name} in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
+                f"says {expected[:12]}: the file was exchanged; use the one that was saved"
+            )
+        reference.load_state_dict(reference_state.get("own", reference_state))
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor

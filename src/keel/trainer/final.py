@@ -7,13 +7,14 @@ import math
 import torch
 
 from keel.base.metrics import values
+from keel.kl.measure import metric_of
 from keel.models.sharding import local_tensor
-from keel.trainer.batch import pack_step, score_policy, score_reference
+from keel.trainer.batch import StepBatch, each_anchor, pack_step, score_policy, score_reference
 from keel.trainer.checkpoint import rng_state, set_rng_state
 from keel.trainer.measure import measure_policy
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import sample_groups
-from keel.trainer.state import State, TrainingRun, step_seed
+from keel.trainer.state import Anchor, State, TrainingRun, step_seed
 
 
 def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
@@ -25,7 +26,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
     if run.world.any(not finite):
         return {"logp/policy_mean": math.nan}
-    if run.reference is None:
+    if all(anchor.reference is None for anchor in run.anchors):
         return {}
     before, memory = rng_state(), StepMemory(run, state.step)
     try:
@@ -33,9 +34,13 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
         with memory("rollout"):
             groups, _ = sample_groups(run, run.collect, state.attempt, state.step)
         with memory("score"):
-            batch = score_reference(pack_step(groups, run), run)
+            batch = each_anchor(pack_step(groups, run), run, lambda view, anchor: _scored(view, run, anchor))
             measured = values(measure_policy(score_policy(batch, run), run))
     finally:
         set_rng_state(before)
-    prefixes = ("kl/policy_ref/", "logp/policy_mean")
+    prefixes = (*(metric_of("kl/policy_ref/", anchor.name) for anchor in run.anchors), "logp/policy_mean")
     return {name: value for name, value in measured.items() if name.startswith(prefixes)}
+
+
+def _scored(view: StepBatch, run: TrainingRun, anchor: Anchor) -> StepBatch:
+    return view if anchor.reference is None else score_reference(view, run, anchor)

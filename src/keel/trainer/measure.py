@@ -19,13 +19,13 @@ from keel.base.world import World
 from keel.envs import Task
 from keel.kl import k3, log_ratio
 from keel.kl.depth import depth_metrics, positions
-from keel.kl.measure import kl_statistics, prefix_gap
+from keel.kl.measure import kl_statistics, metric_of, prefix_gap
 from keel.losses import behaviour_logp, group_statistics, mismatch_ratio, zero_variance
 from keel.models.logprobs import FullScores
 from keel.models.segments import to_device
 from keel.trainer.batch import StepBatch, assemble, rewards_of
 from keel.trainer.overlap import RolloutQueue
-from keel.trainer.state import TrainingRun
+from keel.trainer.state import Anchor, TrainingRun
 
 _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
@@ -82,7 +82,7 @@ def peak_gib(device: torch.device) -> float:
 def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
     """Metrics of a step that are computed on the device, after all microbatches of an iteration."""
     assert batch.rejected is not None
-    penalty = 0.0 if batch.penalty is None else batch.penalty.double().mean()
+    penalty = sum(view.penalty.double().mean() for view in batch.views if view.penalty is not None)
     shaped = {
         "reward/penalized": Last(rewards_of(batch.groups)[0].mean().item() + penalty),
         "kl/rejected_fraction": Last(batch.rejected.float().mean()),
@@ -105,21 +105,9 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
     metrics: dict[str, Number] = {"logp/policy_mean": mean(logp)}
     if scores.entropy is not None:
         metrics["entropy/mean"] = mean(scores.entropy)
-    if rows.ref_logp is not None:
-        clamp, where, weights = run.kl.log_ratio_clamp, batch.actions, sample_weights(batch)
-        metrics |= kl_statistics(
-            logp, rows.ref_logp, mask, where, exact_kl=scores.exact_kl, clamp=clamp, weights=weights
-        )
-        if (
-            rows.stale
-            and rows.filtered_logp is None
-            and rows.sample_logp is not None
-            and "sample_logp" in batch.reported
-        ):
-            metrics |= prefix_gap(logp, rows.ref_logp, rows.sample_logp, mask, where, clamp=clamp)
-        metrics["logp/ref_mean"] = mean(rows.ref_logp)
-        if scores.ref_policy_kl is not None:
-            metrics["kl/ref_policy/exact/mean"] = mean(scores.ref_policy_kl)
+    for view, anchor in zip(batch.views, run.anchors, strict=True):
+        own = measure_anchor(view, anchor)
+        metrics |= {metric_of(name, anchor.name): number for name, number in own.items()}
     if rows.sample_logp is not None and "sample_logp" in batch.reported:
         d = log_ratio(rows.sample_logp, logp, mask).d
         metrics["kl/sampler_policy/k1/mean"] = mean(-d)
@@ -129,6 +117,24 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
         places = to_device(positions(prompts, mask.shape[1]), mask.device)
         metrics |= depth_metrics(k3(d), mask, places, batch.depth_bins)
     return {name: Last(number) for name, number in metrics.items()}
+
+
+def measure_anchor(view: StepBatch, anchor: Anchor) -> dict[str, Number]:
+    """The rollout's policy against an anchor, in its view of the batch, by the names of the reference."""
+    rows, scores, where = view.rows, view.scores, view.actions
+    if rows.ref_logp is None:
+        return {}
+    assert rows.old_logp is not None
+    assert scores is not None
+    clamp, weights = anchor.kl.log_ratio_clamp, sample_weights(view)
+    logp, ref_logp, mask = rows.old_logp, rows.ref_logp, rows.action_mask
+    metrics = kl_statistics(logp, ref_logp, mask, where, exact_kl=scores.exact_kl, clamp=clamp, weights=weights)
+    if rows.stale and rows.filtered_logp is None and rows.sample_logp is not None and "sample_logp" in view.reported:
+        metrics |= prefix_gap(logp, ref_logp, rows.sample_logp, mask, where, clamp=clamp)
+    metrics["logp/ref_mean"] = where.mean(ref_logp)
+    if scores.ref_policy_kl is not None:
+        metrics["kl/ref_policy/exact/mean"] = where.mean(scores.ref_policy_kl)
+    return metrics
 
 
 def sample_weights(batch: StepBatch) -> Tensor | None:

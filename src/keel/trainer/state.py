@@ -16,6 +16,8 @@ from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
 from keel.envs.options import RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
+from keel.kl.measure import REFERENCE
+from keel.kl.options import KLTermOptions
 from keel.losses import LossOptions
 from keel.models.loaded import LoadedModel
 from keel.models.scorer import Scorer
@@ -29,10 +31,21 @@ from keel.trainer.overlap import RolloutQueue
 Collect = Callable[..., list[Group]]  # `Collector.collect(problems, attempt=…, step=…)` of keel.rollout.collect
 
 
+@dataclass(frozen=True)
+class Anchor:
+    """A model that the policy is held near: the reference, or a teacher beside it, with a KL term of its own."""
+
+    name: str  # in the metrics, as `kl.measure.metric_of` has it
+    reference: Reference | None
+    kl: KLTermOptions
+    pairing: Pairing
+    controller: BetaController
+
+
 @dataclass
 class TrainingRun:
-    """The parts that a step uses. `reference` is None without KL, `scorer` for Keel's own pass, `queue` without
-    sampling ahead.
+    """Everything that a step works with. `reference` is None where no KL is wanted, `teacher` where none stands beside
+    it, `scorer` for Keel's own pass, `queue` where nothing is sampled ahead.
     """
 
     policy: LoadedModel
@@ -56,7 +69,14 @@ class TrainingRun:
     scorer: Scorer | None = None
     world: World = SINGLE_PROCESS
     queue: RolloutQueue | None = None
-    fitting_tokens: int | None = None  # of the largest pass that fits in free memory, if known
+    teacher: Anchor | None = None
+    fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        """All that the policy is held near: the reference first."""
+        first = Anchor(REFERENCE, self.reference, self.kl, self.pairing, self.controller)
+        return (first,) if self.teacher is None else (first, self.teacher)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -100,9 +120,11 @@ class Skipped:
 class State:
     """The state of a run after `step` finished steps: plain data, saved in checkpoints.
 
-    `consecutive_skips` counts the last steps with a skipped update, `spike_skips` those skipped for spikes only;
-    `confirmed` is the last step whose weights the following step found good; `lr_factor` is the factor of all rollbacks
-    on the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the task's data.
+    `consecutive_skips` are the last steps that skipped an update, `spike_skips` those of them that were spikes alone;
+    `kl` is the controller's of the reference's β, `other_kl` those of further anchors by name, once they have moved;
+    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what rollbacks
+    have left of the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
+    problems, of a task that has one.
     """
 
     kl: KLState
@@ -126,6 +148,7 @@ class State:
     constant_rewards: int = 0
     zero_advantages: int = 0
     data: str | None = None
+    other_kl: Mapping[str, KLState] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
@@ -136,11 +159,16 @@ class State:
     def beta(self) -> float:
         return self.kl.beta
 
-    def next(self, *, kl: KLState, skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
-        """The state after one more step."""
+    def kl_of(self, anchor: Anchor) -> KLState:
+        """What the controller of an anchor's β remembers."""
+        return self.kl if anchor.name == REFERENCE else self.other_kl.get(anchor.name) or anchor.controller.init()
+
+    def next(self, *, kl: Mapping[str, KLState], skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
+        """The state after one more step; `kl` is that of each anchor."""
         return replace(
             self,
-            kl=kl,
+            kl=kl[REFERENCE],
+            other_kl={name: own for name, own in kl.items() if name != REFERENCE},
             step=self.step + 1,
             policy_version=self.policy_version + int(not skipped.all),
             consecutive_skips=self.consecutive_skips + 1 if skipped.any else 0,
@@ -157,7 +185,8 @@ class State:
         try:
             lists = ("before", "evaluated", "norms")
             plain = {**data, **{name: tuple(data[name]) for name in lists if name in data}}
-            return cls(**{**plain, "kl": KLState.from_dict(data["kl"])})
+            others = {name: KLState.from_dict(own) for name, own in data["other_kl"].items()}
+            return cls(**{**plain, "kl": KLState.from_dict(data["kl"]), "other_kl": others})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
-from keel.kl import estimate, reward_penalty
+from keel.kl import KLState, estimate, reward_penalty
 from keel.kl.facts import over_vocabulary
-from keel.kl.measure import controlled_kl
+from keel.kl.measure import controlled_kl, metric_of
 from keel.losses import (
+    KLTerm,
     centred,
     deviation,
     global_denominators,
@@ -27,9 +29,11 @@ from keel.models.fused_linear import cast_weights_once
 from keel.models.logprobs import FullScores
 from keel.models.segments import to_device
 from keel.trainer.batch import (
+    Microbatch,
     StepBatch,
     detached,
     dummy_loss,
+    each_anchor,
     pack_step,
     score_micro,
     score_policy,
@@ -40,7 +44,7 @@ from keel.trainer.guards import over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import next_rollouts, sample_ahead, sync_engine
-from keel.trainer.state import Skipped, State, TrainingRun
+from keel.trainer.state import Anchor, Skipped, State, TrainingRun
 from keel.trainer.step0 import check_step0
 
 
@@ -66,7 +70,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
         batch = pack_step(rollouts.groups, run, stale=stale)            # one row a group, the prompt once
         batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
-    batch = penalize_rewards(batch, run, state.beta)                    # KL placement: reward
+    batch = each_anchor(batch, run, lambda view, anchor: penalize_rewards(view, anchor, state.kl_of(anchor).beta))
     batch = with_advantages(batch, run, state.step)
     metrics: Metrics = {}
     spike = spike_limit(state.norms, run.limits)
@@ -82,7 +86,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     scores = score_micro(micro, batch, run)             # logp, entropy, exact KL: each [b, t]
                     out = objective(                                    # KL placement: advantage or loss
                         scores, batch.view(micro), run.loss, run.kl, state.beta, counts,
-                        pairing=run.pairing,
+                        pairing=run.pairing, more=other_terms(scores, batch, micro, run, state),
                     )
                     run.optimizer.backward(out.loss)
                     info = merge(info, out.metrics)
@@ -95,14 +99,15 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     info = {**info, **measure(batch, passes, run)}      # stays on the device: no synchronisation
                 with memory("optimizer"):                               # guarded: the host waits for the device
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
-    line = {**values(metrics), **describe_groups(batch), **rollouts.counts, "kl/beta": state.beta}
+    line = {**values(metrics), **describe_groups(batch), **rollouts.counts}
+    line |= {metric_of("kl/beta", anchor.name): state.kl_of(anchor).beta for anchor in run.anchors}
     line |= describe_staleness(batch.completions, state.policy_version)
     line = run.world.broadcast(line)                                        # broadcast, so that all ranks branch alike
     line["guard/over_budget"] = float(over_budget(line, run.kl.budget) is not None)
     skipped = Skipped.of(line)
     tokens = len(batch.actions.tokens)
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
-    kl = run.controller.update(state.kl, controlled_kl(line, run.controller.unit))
+    kl = {anchor.name: steered(anchor, state, line) for anchor in run.anchors}
     state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
     norms, baseline = run.optimizer.applied_norms, run.loss.baseline
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
@@ -119,19 +124,25 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 
     Otherwise `old_logp` is the detached logp of the first update's own pass, without an extra pass.
     """
-    kl = run.kl
-    needs_reference = state.beta != 0.0 or kl.collect_max is not None or kl.measures(state.step)
-    if run.reference is not None and needs_reference:
-        batch = score_reference(batch, run)
-    in_reward = kl.placement == "reward" and state.beta != 0.0
-    if kl.collect_max is not None or in_reward or run.optim.minibatches > 1:
+    measured = run.kl.collect_max is not None or run.kl.measures(state.step)
+    in_reward = {a.name for a in run.anchors if a.kl.placement == "reward" and state.kl_of(a).beta != 0.0}
+
+    def scored(view: StepBatch, anchor: Anchor) -> StepBatch:
+        needed = measured or state.kl_of(anchor).beta != 0.0
+        return score_reference(view, run, anchor) if needed and anchor.reference is not None else view
+
+    def estimated(view: StepBatch, anchor: Anchor) -> StepBatch:
+        return replace(view, kl=sampled_kl(view, anchor)) if anchor.name in in_reward else view
+
+    batch = each_anchor(batch, run, scored)
+    if run.kl.collect_max is not None or in_reward or run.optim.minibatches > 1:
         batch = score_policy(batch, run)
-    return replace(batch, kl=sampled_kl(batch, run)) if in_reward else batch
+    return each_anchor(batch, run, estimated)
 
 
-def sampled_kl(batch: StepBatch, run: TrainingRun) -> Tensor:
-    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: exact or estimated."""
-    rows, kl = batch.rows, run.kl
+def sampled_kl(batch: StepBatch, of: TrainingRun | Anchor) -> Tensor:
+    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
+    rows, kl = batch.rows, of.kl
     if over_vocabulary(kl.estimator):
         assert batch.scores is not None
         return vocabulary_kl(kl, batch.scores)
@@ -161,29 +172,50 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
     return replace(batch.with_rows(policy_mask=mask), rejected=rejected)
 
 
-def penalize_rewards(batch: StepBatch, run: TrainingRun, beta: float) -> StepBatch:
-    """For placement in the reward: the KL penalty of each completion."""
-    if run.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
+def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) -> StepBatch:
+    """Placement in the reward: what the KL takes from each one."""
+    if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
-    """Advantages of rewards and of the KL penalty: centred per group, both divided by the deviation of their sum.
+    """Rewards, and the KL penalties on them, against their group; all divided by their sum's deviation.
 
     The reward's warm-up scales the reward's advantages after the division, not the penalty's.
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
-    assert rows.group is not None
-    penalized = rows.rewards if batch.penalty is None else rows.rewards + batch.penalty
-    scale = deviation(penalized, rows.group, baseline=baseline, scale=scale_rewards(run.loss))
-    advantage = centred(rows.rewards, rows.group, baseline) / scale
+    group = rows.group
+    assert group is not None
+    penalized = rows.rewards + sum(view.penalty for view in batch.views if view.penalty is not None)
+    scale = deviation(penalized, group, baseline=baseline, scale=scale_rewards(run.loss))
+    advantage = centred(rows.rewards, group, baseline) / scale
     if warmup:
         advantage = advantage * min(1.0, (step + 1) / warmup)
-    if batch.penalty is None:
-        return batch.with_rows(advantages=advantage)
-    return batch.with_rows(advantages=advantage, kl_advantages=centred(batch.penalty, rows.group, baseline) / scale)
+
+    def shaped(view: StepBatch, anchor: Anchor) -> StepBatch:
+        if view.penalty is None:
+            return view
+        return view.with_rows(kl_advantages=centred(view.penalty, group, baseline) / scale)
+
+    return each_anchor(batch.with_rows(advantages=advantage), run, shaped)
+
+
+def other_terms(
+    scores: FullScores, batch: StepBatch, micro: Microbatch, run: TrainingRun, state: State
+) -> list[KLTerm]:
+    """The KL terms of a microbatch beside the reference's."""
+    return [
+        KLTerm(anchor.name, anchor.kl, state.kl_of(anchor).beta, anchor.pairing, own, view.view(micro))
+        for anchor, own, view in zip(run.anchors[1:], scores.others, batch.others, strict=True)
+    ]
+
+
+def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
+    """What an anchor's controller makes of the step's KL to it."""
+    controller = anchor.controller
+    return controller.update(state.kl_of(anchor), controlled_kl(line, controller.unit, anchor.name))
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:

@@ -146,6 +146,13 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
             "kl.placement=reward is not done inside TRL, whose rewards are out of reach: use kl.placement=advantage, "
             "which comes after the division by the group's deviation"
         )
+    if kl.teacher is not None:
+        raise KeelError(
+            "kl.teacher is not done inside TRL, which has one reference: make the teacher that, with reference.model, "
+            "or train with keel train"
+        )
+    if isinstance(reference.params.get("model"), Mapping):
+        raise KeelError("reference.model with a teacher a task is not done inside TRL: name one teacher for all tasks")
     if kl.collect_max is not None:
         raise KeelError("kl.collect_max is not done inside TRL: leave it out, or train with keel train")
     if kl.budget is not None and kl.budget.action == "rollback":

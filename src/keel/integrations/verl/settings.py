@@ -123,7 +123,7 @@ def _check_done_here(kl: KLOptions) -> None:
             "the exact KL needs the logits of both models, and verl's engines give a loss the log-probabilities alone: "
             "use kl.estimator=k3 and kl.exact=false, or train with keel train"
         )
-    for name, given in (("budget", kl.budget), ("collect_max", kl.collect_max)):
+    for name, given in (("budget", kl.budget), ("collect_max", kl.collect_max), ("teacher", kl.teacher)):
         if given is not None:
             raise KeelError(f"kl.{name} is not done inside verl: leave it out, or train with keel train")
     if kl.placement != "reward":
