@@ -61,7 +61,8 @@ def call_with_full_weights(model: nn.Module, function: Callable[..., R], *args: 
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
-    return _unflat(root(function, *args, **kwargs))
+    result = root(function, *args, **kwargs)
+    return _unflat(result) if isinstance(result, dict) else result
 
 
 def is_sharded(model: nn.Module) -> bool:
