@@ -95,7 +95,7 @@ REFUSED = {
     "network, local sockets": ("import socket\nsocket.socket(socket.AF_UNIX).connect('\\0x')", "PermissionError"),
     "killing the parent": ("import os\nos.kill(WARM, 9)", "ProcessLookupError"),
     "killing a process group": ("import os\nos.killpg(WARM, 9)", "ProcessLookupError"),
-    "more time": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "ValueError"),
+    "more time": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (10**6, 10**6))", "ValueError"),
     "a device's mode": ("import os\nos.chmod('/dev/null', 0o600)", "PermissionError"),
     "the mode of an open device": ("import os\nos.fchmod(os.open('/dev/null', os.O_RDWR), 0o600)", "PermissionError"),
     "a device's times": ("import os\nos.utime('/dev/null', (0, 0))", "PermissionError"),
