@@ -70,8 +70,8 @@ class StepBatch:
     `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `others` are the batch as further anchors see it: with their log-probabilities, penalties and scores.
     `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
-    without a log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that
-    the engine gave for all tokens.
+    without a log-probability from the engine, which get no importance weight. `reported` names the log-probabilities
+    that the engine gave for all tokens.
     `depth_bins` are those of the context that hold sampled tokens (`keel.kl.depth`).
     """
 
