@@ -215,6 +215,7 @@ STEERED = (
 )
 
 
+@pytest.mark.slow
 def test_each_controller_follows_its_own_kl_and_resume_is_exact(tmp_path: Path) -> None:
     def options(name: str, steps: int) -> list[str]:
         return [*STEERED, f"run.dir={tmp_path}", f"run.name={name}", f"run.max_steps={steps}", "checkpoint.every=2"]

@@ -51,6 +51,10 @@ CASES = {  # each on 2 processes, some on 4; 5 groups of unequal lengths
         *(FULL, *DISTILLED, "kl.estimator=topk_unbiased", "kl.topk=8", "rollout.prompts_per_step=1"),
     ],
     "hybrid": HYBRID,
+    "sharded, a teacher beside the reference": [
+        *(FULL, "kl.estimator=exact", "kl.teacher.model=keel.models.tiny:half_model"),
+        *("kl.teacher.estimator=exact_reverse", "rollout.prompts_per_step=1"),
+    ],
     "sharded, native sampling": [FULL, NATIVE],
     "sharded, native sampling, LoRA, a reference that becomes an adapter": [
         FULL,
