@@ -100,7 +100,7 @@ test-gpu: $(TEST_STAMP)  ## run the tests that need a large CUDA device (half an
 	$(BIN)/python -m pytest tests_gpu --ignore=tests_gpu/test_kernel_grid_cuda.py
 	$(BIN)/python -m pytest -n 8 --dist worksteal tests_gpu/test_kernel_grid_cuda.py
 
-test-envs: setup-envs  ## test environments of gem, skyrl-gym and textarena (3 minutes)
+test-envs: setup-envs  ## test environments of gem, skyrl-gym and textarena
 	$(ENVS_VENV)/bin/python -m pytest tests_envs
 
 test-verl: setup-verl  ## test Keel inside verl (a minute)
