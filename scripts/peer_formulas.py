@@ -42,8 +42,10 @@ OpenRLHF, AReaL, tinker-cookbook and prime-rl are judged where they are installe
 | tinker-cookbook 0.6.1 | KL in the advantage (`kl_penalty_coef`) | ∇KL(policy‖ref) |
 | OpenRLHF 0.11.2 | KL in the reward, k1 (default) | ∇KL(policy‖ref) |
 | OpenRLHF 0.11.2 | KL in the loss, `unbiased_gradient` | ∇KL(policy‖ref), from older weights too |
+| prime-rl 0.8.0 | distillation, loss type `ref_kl` | ∇KL(policy‖teacher) |
 
-OpenRLHF imports flash_attn, which needs a GPU: its imports of flash_attn and deepspeed were replaced here.
+OpenRLHF imports flash_attn, which needs a GPU: its imports of flash_attn and deepspeed were replaced here. Of
+prime-rl its module of losses alone was imported.
 
 Not judged, because it is no function of its own: the KL in the reward of TRL's RLOOTrainer.
 """

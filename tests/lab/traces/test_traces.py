@@ -182,7 +182,7 @@ def test_a_stretch_that_few_completions_reach_is_left_out():
     long = gaps(lambda at: 0.02 if at < 64 else 0.5, seed=1, rows=1, width=100)
     report = check_depth(short + long)
     assert report.finding is None
-    assert list(report.stretches) == [0]
+    assert list(report.depth_bins) == [0]
     assert check_depth(short + gaps(lambda at: 0.02 if at < 64 else 0.5, seed=1, rows=8, width=100)).finding
 
 
