@@ -41,7 +41,7 @@ from keel.lab.studies.folder import jobs
 from keel.lab.studies.run import run_study
 from keel.rollout import SamplingParams
 from keel.run.build import build_named_task, build_policy, build_run
-from keel.run.sft import supervise
+from keel.run.sft import run_sft as train_sft
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 
@@ -159,7 +159,7 @@ def run_sft(config: Config, teacher: Path, out: Path) -> Path:
     start |= {"learning_rate": config.optim.learning_rate, "warmup_steps": 0}
     plain = config.to_dict() | {"warmstart": start}
     named = [f"run.dir={json.dumps(str(out))}", "run.name=sft", "run.if_exists=replace"]
-    supervise(load_config(plain, [*named, "loss.policy_weight=1", "kl.beta=0"]))
+    train_sft(load_config(plain, [*named, "loss.policy_weight=1", "kl.beta=0"]))
     return folder
 
 

@@ -178,7 +178,7 @@ def test_mistakes_in_a_file(tmp_path):
         assert says in refused(path)
     path.write_bytes(b"\xff\xfe\x00")
     assert "not a UTF-8 text file" in refused(path)
-    assert f"there is {path}" in refused(tmp_path / "b.yaml")
+    assert f"found {path}" in refused(tmp_path / "b.yaml")
     assert "without a config.yaml" in refused(tmp_path)
     path.write_text("", encoding="utf-8")
     assert load_config(path) == load_config({})

@@ -35,7 +35,7 @@ class Full(Task):
     """A task whose every member says something that no default says."""
 
     name, notes, prompts_only, evaluation_only = "full", ("read twice",), True, True
-    reward_concurrency = 3
+    reward_concurrency, prompts_repeat = 3, True
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return [PROBLEM] * count

@@ -138,7 +138,7 @@ def _disjoint(drawn: _DrawnProblems) -> str:
     what = "keys" if drawn.task.prompts_repeat else "prompts"
     trained = {_told_apart(drawn.task, p) for batch in drawn.steps for p in batch}
     shared = [p.key for p in drawn.held if _told_apart(drawn.task, p) in trained]
-    expect(not shared, f"a held-out problem turns up in training: {shared[:1]}")
+    expect(not shared, f"a held-out problem is in the training data: {shared[:1]}")
     return f"none of {len(drawn.held)} held-out {what} is among {len(trained)} in training"
 
 

@@ -177,7 +177,7 @@ def check_term(term: KLTermOptions, measure_every: int, facts: Sequence[Fact] = 
     """Refuse combinations of one term that mean nothing or pull nowhere, whatever the loss is."""
     term.pairing(facts=facts)
     if term.placement != "loss" and term.reduction == "loss":
-        raise KeelError(f"kl.reduction=loss has no meaning with kl.placement={term.placement}: leave it out")
+        raise KeelError(f"kl.reduction=loss does not apply to kl.placement={term.placement}: leave it out")
     if measure_every == 0 and term.adapts_beta:
         raise KeelError(
             f"kl.controller.name={term.controller.name} needs the measured KL, but kl.measure_every is 0: set it to 1"
