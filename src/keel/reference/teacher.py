@@ -20,17 +20,8 @@ from keel.reference.full import movable
 from keel.reference.weights import OffloadedTensors, Sharder
 
 
-class TeacherWeights:
-    """Another model's weights, frozen. A checkpoint holds their fingerprint only: a resume loads the model again."""
-
-    def __init__(self, teacher: LoadedModel, *, offload: bool = False) -> None:
-        self._model = teacher.model.eval().requires_grad_(False)
-        self._offloaded = OffloadedTensors(movable(self._model)) if offload else None
-
-    @contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        with self._offloaded.on_device() if self._offloaded else nullcontext(), evaluating(self._model):
-            yield self._model
+class _Frozen:
+    """Weights that never move. A checkpoint holds only their fingerprint, and a resume loads them again."""
 
     def assign(self, policy: nn.Module) -> None:
         raise NotImplementedError("a teacher never becomes the policy")
@@ -47,6 +38,19 @@ class TeacherWeights:
     def backup(self) -> Callable[[], None]:
         return lambda: None
 
+
+class TeacherWeights(_Frozen):
+    """Another model's weights."""
+
+    def __init__(self, teacher: LoadedModel, *, offload: bool = False) -> None:
+        self._model = teacher.model.eval().requires_grad_(False)
+        self._offloaded = OffloadedTensors(movable(self._model)) if offload else None
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with self._offloaded.on_device() if self._offloaded else nullcontext(), evaluating(self._model):
+            yield self._model
+
     def fingerprint(self) -> str:
         return fingerprint(self._model)
 
@@ -57,7 +61,7 @@ class TeacherWeights:
         sharder(self._model, offload=offloaded is not None)
 
 
-class TaskTeachers:
+class TaskTeachers(_Frozen):
     """The weights of several teachers, each for the problems of a task; none of them scores for all."""
 
     def __init__(self, teachers: Sequence[RuleReference]) -> None:
@@ -65,21 +69,6 @@ class TaskTeachers:
 
     def model(self) -> AbstractContextManager[nn.Module]:
         raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
-
-    def assign(self, policy: nn.Module) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
-    def blend(self, policy: nn.Module, alpha: float) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to restore, as of a single teacher."""
-
-    def backup(self) -> Callable[[], None]:
-        return lambda: None
 
     def fingerprint(self) -> str:
         return sha256(" ".join(teacher.fingerprint() for teacher in self._teachers).encode()).hexdigest()
