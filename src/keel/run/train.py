@@ -301,7 +301,8 @@ def _policy(
     loaded, began = build_policy(config), time.monotonic()
     steps = config.warmstart.steps
     every = max(1, steps // 5)
-    begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the reference"
+    role = "start" if config.reference.model else "start and the reference"
+    begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the {role}"
     loggers.event("warmstart", step=0, message=begin)
 
     def report(step: int, line: Mapping[str, float]) -> None:
@@ -320,7 +321,7 @@ def _policy(
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
-    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the reference"
+    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the {role}"
     loggers.event("warmstart", step=0, message=message)
     # Engine and reference are built from unsharded weights.
     return build_policy(config, start) if layout.sharded else loaded
