@@ -60,7 +60,8 @@ class Config(Options):
     run: RunOptions = Field(default=RunOptions(), description="Name, folder, seed and length of the run.")
     model: ModelOptions = Field(default=ModelOptions(), description="The policy.")
     warmstart: WarmstartOptions | None = Field(
-        default=None, description="SFT warm start; its result is the reference, unless reference.model names another model. null: none."
+        default=None,
+        description="SFT warm start; its result is the reference unless reference.model is set. null: none.",
     )
     task: TaskOptions = Field(default=TaskOptions(), description="The task: its name and its parameters.")
     data: DataOptions = Field(
