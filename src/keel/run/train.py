@@ -301,7 +301,7 @@ def _policy(
     loaded, began = build_policy(config), time.monotonic()
     steps = config.warmstart.steps
     every = max(1, steps // 5)
-    role = "start" if config.reference.model else "start and the reference"
+    role = "start" if config.reference.params.get("model") else "start and the reference"
     begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the {role}"
     loggers.event("warmstart", step=0, message=begin)
 
