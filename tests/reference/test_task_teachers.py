@@ -10,6 +10,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.kl import exact_kl
+from keel.reference.kinds import build_reference
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step
@@ -102,6 +103,16 @@ def test_a_checkpoint_knows_both_teachers() -> None:
     assert saved["weights"] == {}
     with pytest.raises(KeelError, match="fingerprint"):
         first.reference.load_state_dict(saved)
+
+
+def test_the_fingerprint_says_who_teaches_what_in_any_order() -> None:
+    loaded = build_policy(small_config())
+    swapped = dict(zip(TEACHERS, reversed(TEACHERS.values()), strict=True))
+    one, same, other = (
+        build_reference("frozen", loaded, model=models).fingerprint()
+        for models in (TEACHERS, dict(reversed(TEACHERS.items())), swapped)
+    )
+    assert one == same != other
 
 
 @pytest.mark.parametrize(

@@ -69,22 +69,22 @@ def _loss(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    """Refuse loss.policy_weight=0 where the KL has no gradient, or beside options of the policy term."""
+    """Refuse loss.policy_weight=0 if the KL has no gradient, or together with options of the policy term."""
     terms = kl_terms(config.kl)
     if not any(term.penalizes for term in terms.values()):
         beta = [*terms][-1] + ".beta"
-        raise KeelError(f"loss.policy_weight=0 trains by the KL alone, and {beta} is 0: set {beta}=1")
+        raise KeelError(f"loss.policy_weight=0 trains on the KL alone, and {beta} is 0: set {beta}=1")
     elsewhere = config.reference.params.get("model") is not None or is_import_path(config.reference.kind)
     if not elsewhere and not (config.kl.teacher is not None and config.kl.teacher.penalizes):
         raise KeelError(
             "loss.policy_weight=0 trains on the KL alone, and the KL to the initial policy has no gradient: set "
-            "reference.model to a teacher"
+            "reference.model to a teacher, or kl.teacher"
         )
     if config.loss.dynamic_sampling:
         raise KeelError(
             "loss.dynamic_sampling has no effect with loss.policy_weight=0, which ignores rewards: leave it out"
         )
-    in_reward = next((option for option, term in terms.items() if term.placement == "reward"), None)
+    in_reward = next((o for o, term in terms.items() if term.penalizes and term.placement == "reward"), None)
     if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(
             f"{in_reward}.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the "
@@ -201,9 +201,9 @@ def advice(config: Config) -> list[str]:
         scale = scale_rewards(config.loss)
         if term.placement == "reward" and scale != "none":
             notes.append(
-                f"{option}.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the "
-                "rewards' deviation σ, so the effective coefficient is β/σ, and where a group's rewards agree σ is the "
-                f"penalty's own and β drops out; set loss.scale_rewards=none or {option}.placement=advantage"
+                f"{option}.placement=reward with loss.scale_rewards={scale}: the penalty is divided by the standard "
+                "deviation σ of the rewards, so the effective coefficient is β/σ. In groups with equal rewards σ is "
+                f"that of the penalty and β cancels; set loss.scale_rewards=none or {option}.placement=advantage"
             )
     if kl.beta == 0 and kl.adapts_beta:
         controller = controller_from_options(kl, config.episodes_per_step)
@@ -245,9 +245,10 @@ def _warmups(config: Config) -> Iterator[str]:
         elif used > total:
             yield f"{asked} but {length} is {total}: the run ends during the warm-up of the learning rate"
     others = {"reward.warmup_steps": (config.reward.warmup_steps, "the advantages")}
-    if config.kl.penalizes:
-        name = "steps" if config.kl.controller.name == "warmup" else "warmup_steps"
-        others[f"kl.controller.{name}"] = (config.kl.controller.params.get(name, 0), "β")
+    for section, term in kl_terms(config.kl).items():
+        if term.penalizes:
+            name = "steps" if term.controller.name == "warmup" else "warmup_steps"
+            others[f"{section}.controller.{name}"] = (term.controller.params.get(name, 0), "β")
     for option, (warmup, what) in others.items():
         if warmup > steps:
             yield f"{option} is {warmup} but run.max_steps is {steps}: the run ends during the warm-up of {what}"
@@ -271,8 +272,8 @@ def _named(option: str) -> Iterator[None]:
 
 
 def kl_pairing(config: Config, term: KLTermOptions | None = None, *, off_policy: bool | None = None) -> Pairing:
-    """The checked pairing of a KL term under this loss (of the reference's, unless `term` is another); `off_policy`
-    where a run knows more than its options say.
+    """The checked pairing of a KL term (by default the reference's) under this loss. `off_policy` overrides what the
+    options imply.
     """
     term = term or config.kl
     return term.pairing(

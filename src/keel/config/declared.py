@@ -61,6 +61,8 @@ def plugin_defaults(config: Config) -> dict[str, Any]:
         "reference": config.reference,
         "loss": config.loss,
     }
+    if config.kl.teacher is not None:
+        sections["kl.teacher.controller"] = config.kl.teacher.controller
     defaults: dict[str, Any] = {}
     for path, section in sections.items():
         options = plugin_options(section, path)

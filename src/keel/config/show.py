@@ -69,7 +69,7 @@ def resolved(config: Config) -> dict[str, Any]:
         if term.gradient == "auto":
             pairing = kl_pairing(config, term)
             in_loss = pairing.placement == "loss" and pairing.level == "token"
-            stands_for[f"{option}.gradient"] = str(pairing.form) if in_loss else "its own"
+            stands_for[f"{option}.gradient"] = str(pairing.form) if in_loss else "default of the pairing"
         if term.needs_exact and not term.exact:
             stands_for[f"{option}.exact"] = True
     if config.reference.kind == "auto":

@@ -346,7 +346,7 @@ def get_controller(name: str) -> Callable[..., BetaController]:
 
 
 def controller_from_options(kl: KLTermOptions, episodes_per_step: int) -> BetaController:
-    """The controller that the options name; a rule that counts episodes gets the number of a step."""
+    """The controller that the options name; `episodes_per_step` goes to controllers that take it."""
     return _build(kl.controller.name, kl.beta, kl.controller.params, episodes_per_step=episodes_per_step)
 
 

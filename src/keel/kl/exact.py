@@ -108,7 +108,7 @@ def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tens
 
 
 def penalty_divergence(kl: KLTermOptions) -> Divergence | None:
-    """What computes the estimator's penalty; None for `exact` and `exact_reverse`, which every exact score holds."""
+    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include."""
     if kl.estimator == "jsd":
         return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)
     if kl.estimator == "topk":

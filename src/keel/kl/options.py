@@ -51,7 +51,7 @@ def _budget(value: Any) -> Any:
 
 
 class KLTermOptions(Options):
-    """One KL term: how it is estimated, where it acts, how strongly."""
+    """One KL term: estimator, placement and coefficient."""
 
     beta: NonNegativeFloat = Field(
         default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
@@ -87,7 +87,7 @@ class KLTermOptions(Options):
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."
     )
     allow_biased: Flag = Field(default=False, description="Run pairings whose expected gradient is zero or wrong.")
-    controller: ControllerOptions = Field(default=ControllerOptions(), description="What sets β over time.")
+    controller: ControllerOptions = Field(default=ControllerOptions(), description="The controller of β.")
 
     @property
     def penalizes(self) -> bool:
@@ -105,7 +105,7 @@ class KLTermOptions(Options):
         return self.exact or over_vocabulary(self.estimator)
 
     def effective_reduction(self, loss_reduction: str) -> str:
-        """What averages the term over tokens under a loss that is averaged by `loss_reduction`."""
+        """The KL term's reduction over tokens, given the loss's."""
         return term_reduction(self.placement, self.reduction, loss_reduction)
 
     def pairing(
@@ -158,7 +158,7 @@ class KLOptions(KLTermOptions):
     measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
     collect_max: PositiveFloat | None = Field(
         default=None,
-        description="A completion above this KL (nats per token) leaves the policy term and keeps its KL penalty.",
+        description="Completions above this KL (nats per token) leave the policy term; their KL penalty stays.",
     )
     budget: Annotated[KLBudget | None, BeforeValidator(_budget)] = Field(
         default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
@@ -174,7 +174,7 @@ class KLOptions(KLTermOptions):
 
 
 def check_term(term: KLTermOptions, measure_every: int, facts: Sequence[Fact] = ()) -> None:
-    """Refuse combinations of one term that mean nothing or pull nowhere, whatever the loss is."""
+    """Refuse combinations of one term that are meaningless or have no gradient, under any loss."""
     term.pairing(facts=facts)
     if term.placement != "loss" and term.reduction == "loss":
         raise KeelError(f"kl.reduction=loss does not apply to kl.placement={term.placement}: leave it out")

@@ -123,7 +123,7 @@ def kl_penalty(
 
 
 def kl_values(kl: KLTermOptions, scores: Scores, batch: Batch) -> Tensor:
-    """The estimator's KL `[B, T]` of the policy as it is at this update, detached."""
+    """The estimator's KL `[B, T]` of the current policy, detached."""
     if over_vocabulary(kl.estimator):
         return vocabulary_kl(kl, scores).detach()
     if batch.ref_logp is None:
@@ -133,7 +133,7 @@ def kl_values(kl: KLTermOptions, scores: Scores, batch: Batch) -> Tensor:
 
 
 def mean_penalty(kl: KLTermOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
-    """The mean KL that a penalty in the reward or the advantage is made of: a token's, or a sequence's sum."""
+    """The mean KL behind a penalty in the reward or the advantage, per token or per sequence."""
     if batch.ref_logp is None and not over_vocabulary(kl.estimator):
         return 0.0  # the caller computed the penalty
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
@@ -167,14 +167,13 @@ def objective(
     more: Sequence[KLTerm] = (),
     max_completion_length: int | None = None,
 ) -> Objective:
-    """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, over the minibatch's global `counts`.
+    """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, divided by the minibatch's `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
-    A KL in the advantage, or in the reward (`batch.kl_advantages`, β included), is a policy-gradient term of its own
-    over all action tokens, so that neither `policy_mask` nor the loss's ratio and clip take the penalty away.
-    `more` are the terms of further anchors; `loss/kl` is the sum of all.
-    `loss.mismatch` acts where the batch has `sample_logp`. Where samples are stale or filtered, the KL term's ratio is
-    taken against what drew them, without the mismatch's limits: `kl.ratio_cap` is its own.
+    A KL in the advantage or the reward (`batch.kl_advantages`, β included) is a separate policy-gradient term over all
+    action tokens, unaffected by `policy_mask` and by the loss's ratio and clip. `more` are the terms of further
+    anchors; `loss/kl` is the sum of all. `loss.mismatch` applies if the batch has `sample_logp`. For stale or filtered
+    samples, the KL term's ratio is relative to the sampler, limited by `kl.ratio_cap` instead of the mismatch limits.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:

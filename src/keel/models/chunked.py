@@ -126,7 +126,7 @@ def _ref_logits(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> T
 
 
 def _logits_of(head: LogitsOf | JoinedHeads, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """By the same products as the policy's: where both are one model, their KL is exactly 0."""
+    """With the same matmuls as the policy's, so that the KL of equal models is exactly 0."""
     if isinstance(head, JoinedHeads):
         rows = [(hidden[:, -1] == number).nonzero().squeeze(-1) for number in range(len(head.heads))]
         whose = zip(head.heads, rows, strict=True)

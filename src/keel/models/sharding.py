@@ -40,7 +40,7 @@ class Sharded(nn.Module):
 
 
 def _flat(value: Any) -> Any:
-    """Dataclasses as dicts: FSDP looks for tensors in tuples and dicts, and its hooks do not hold on views."""
+    """Dataclasses as dicts: FSDP finds tensors only in tuples and dicts, and its hooks do not work on views."""
     if isinstance(value, tuple):
         return tuple(map(_flat, value))
     if is_dataclass(value):
@@ -57,7 +57,7 @@ def _unflat(value: Any) -> Any:
 
 
 def call_with_full_weights(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """`function(model, …)`, with the weights whole where the model is sharded."""
+    """`function(model, …)`, with gathered weights if the model is sharded."""
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)

@@ -48,9 +48,9 @@ When = Callable[[int, float | None], bool]
 class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
 
-    `teacher` names the model that they are of, where that is not the policy's; `shared_prefix` says whether it may be
-    given several completions in a row, `context_length` how many tokens it reads at most. `by_task` are several
-    teachers, each for the problems of a task.
+    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
+    several completions in one row, `context_length` is its largest number of tokens. `by_task` are several teachers,
+    each for the problems of a task.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ def starts_at_policy(reference: Reference | None) -> bool:
 
 
 def shortest_context(policy: int | None, *references: Reference | None) -> int | None:
-    """The context that the policy and all references have; None without a limit."""
+    """The shortest context of policy and references; None without a limit."""
     own = (reference.context_length for reference in references if isinstance(reference, RuleReference))
     return min((length for length in (policy, *own) if length is not None), default=None)
 
 
 def packs_rows(*references: Reference | None) -> bool:
-    """Whether all references may be given several completions in a row, where the policy may."""
+    """Whether every reference can score several completions in one row."""
     return all(reference.shared_prefix for reference in references if isinstance(reference, RuleReference))

@@ -88,15 +88,16 @@ def teacher(
             chat_template=chat_template,
         )  # fmt: skip
         by_name = {name: load(name) for name in dict.fromkeys(model.values())}
+        by_task = {task: by_name[name] for task, name in model.items()}
         return RuleReference(
             "frozen",
-            TaskTeachers([*by_name.values()]),
+            TaskTeachers(by_task),
             when=_never,
             move=_assign,
             teacher=", ".join(f"{name} for {task}" for task, name in model.items()),
             shared_prefix=packs_rows(*by_name.values()),
             context_length=shortest_context(None, *by_name.values()),
-            by_task={task: by_name[name] for task, name in model.items()},
+            by_task=by_task,
         )
     if dtype == "auto" and (base := base_of(loaded, model)) is not None:
         if offload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
 from typing import Any
@@ -64,14 +64,18 @@ class TeacherWeights(_Frozen):
 class TaskTeachers(_Frozen):
     """The weights of several teachers, each for the problems of a task; none of them scores for all."""
 
-    def __init__(self, teachers: Sequence[RuleReference]) -> None:
-        self._teachers = teachers
+    def __init__(self, by_task: Mapping[str, RuleReference]) -> None:
+        self._by_task = by_task
+        self._teachers = tuple({id(teacher): teacher for teacher in by_task.values()}.values())
 
     def model(self) -> AbstractContextManager[nn.Module]:
         raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
 
     def fingerprint(self) -> str:
-        return sha256(" ".join(teacher.fingerprint() for teacher in self._teachers).encode()).hexdigest()
+        """The same in any order of the tasks."""
+        digests = {id(teacher): teacher.fingerprint() for teacher in self._teachers}
+        lines = sorted(f"{task}={digests[id(teacher)]}" for task, teacher in self._by_task.items())
+        return sha256("\n".join(lines).encode()).hexdigest()
 
     def shard(self, sharder: Sharder) -> None:
         for teacher in self._teachers:

@@ -99,10 +99,10 @@ class DeviceLayout:
 class RunMemory:
     """What a run holds beside the policy. Item sizes are in bytes.
 
-    `pass_item` is that of gathered blocks (None: the weights' own), `sampler_item` that of the sampler's copy (None:
-    the weights' own, in a copy only where they are spread; 0: the engine is not Keel's). `reference` is a model of its
-    own, `masters` are those of its moving average in fp32. With `exact` KL the reference's head stays for the update.
-    A `teacher` beside it counts as one more copy of the policy.
+    `pass_itemsize` is that of gathered blocks (None: the weights'), `sampler_itemsize` of the sampler's copy (None:
+    the weights', copied only if they are sharded; 0: the engine is not Keel's). `reference` is a separate model,
+    `masters` its fp32 moving average. With `exact` KL the reference's head stays gathered for the update. `teacher` is
+    one more copy of the policy.
     """
 
     pass_itemsize: int | None = None

@@ -93,7 +93,8 @@ def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
     sampler_itemsize = None if same else DTYPES[sampler.dtype].itemsize
-    reference = (config.needs_reference or config.kl.collect_max is not None) and loaded.lora is None
+    separate = loaded.lora is None or config.reference.params.get("model") is not None
+    reference = (config.needs_reference or config.kl.collect_max is not None) and separate
     return RunMemory(
         pass_itemsize=None if amp_dtype is None else amp_dtype.itemsize,
         sampler_itemsize=sampler_itemsize if sampler.named_engine.name == "native" else 0,
@@ -121,7 +122,7 @@ def shard_run(
             reference.shard(sharder)
         elif reference is not None:
             raise KeelError(
-                f"the reference {type(reference).__name__} is of your own and cannot be sharded: use "
+                f"the reference {type(reference).__name__} is your own and cannot be sharded over processes: use "
                 "parallel.sharding=none"
             )
 

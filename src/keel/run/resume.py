@@ -44,8 +44,8 @@ RESUMABLE_OPTIONS = (
     "rollout.vllm.secret",
     "rollout.vllm.wait_s",
     "kl.budget",
-    "optim.decay_steps",  # kept from before unless it is given: `keep_schedule`
-    "optim.microbatch_tokens",  # these six change a step's memory, and its numbers by rounding (dropout: other masks)
+    "optim.decay_steps",  # keeps its value unless given: `keep_schedule`
+    "optim.microbatch_tokens",  # these six change memory, and results only by rounding (or other dropout masks)
     "optim.offload",
     "reference.offload",
     "kl.teacher.offload",

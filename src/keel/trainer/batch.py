@@ -64,15 +64,14 @@ class Minibatch:
 class StepBatch:
     """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
 
-    Rows and groups are those of all processes, `micros` the passes of this one, `spans` the rows, width and
-    dummy passes of each minibatch. `actions` is where the action mask is true. `scores` are the rollout weights' own,
-    once there are any.
-    `kl` `[B, T]` is the detached estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
+    Rows and groups cover all processes, `micros` are the passes of this process, `spans` the rows, width and dummy
+    passes of each minibatch. `actions` indexes the true entries of the action mask. `scores` are the policy's scores
+    with the rollout weights, None until they are computed.
+    `kl` `[B, T]` is the detached KL estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
     `others` are the batch as further anchors see it: with their log-probabilities, penalties and scores.
-    `rejected` `[B]` are the completions that `kl.collect_max` turned away. `unreported` is the share of sampled tokens
-    without a log-probability from the engine, which get no importance weight. `reported` names the log-probabilities
-    that the engine gave for all tokens.
-    `depth_bins` are those of the context that hold sampled tokens (`keel.kl.depth`).
+    `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
+    log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
+    engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
     """
 
     groups: tuple[Group, ...]
@@ -289,9 +288,9 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
 
 
 def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = None) -> StepBatch:
-    """`ref_logp` of every token; with exact KL also the hidden states, kept over all updates of the batch.
+    """Compute `ref_logp` of every token; for exact KL also keep the hidden states over all updates of the batch.
 
-    It is that of the reference, or of another `anchor` in its view of the batch.
+    `anchor` is the reference's, or another with its view of the batch.
     """
     anchor = anchor or run.anchors[0]
     assert anchor.reference is not None
@@ -407,7 +406,7 @@ def score_policy(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def store_old_scores(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> StepBatch:
-    """The rollout weights' scores of the whole batch: from now on `old_logp` is theirs."""
+    """Store the scores under the rollout weights and set `old_logp` from them."""
     own = {f.name for f in fields(FullScores) for scores in passes if isinstance(getattr(scores, f.name), Tensor)}
     names = sorted(set().union(*run.world.all_gather(own)))
     tensors: dict[str, Any] = {name: assemble(batch, [getattr(s, name) for s in passes], run) for name in names}

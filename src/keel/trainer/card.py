@@ -63,7 +63,7 @@ def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
         task=run.task.name,
         tokens=state.tokens,
         loss=run.loss.loss_type,
-        kl=f"β = {state.beta:g}, {run.kl.estimator} in the {run.kl.placement}" if state.beta else "none (β = 0)",
+        kl=_penalties(run, state),
         measured=_measured(state.last_kl),
         reference=_reference(run),
         evaluation=_evaluation(state),
@@ -72,12 +72,23 @@ def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
     return redact_text(card)
 
 
+def _penalties(run: TrainingRun, state: State) -> str:
+    """β, estimator and placement of each KL term."""
+    terms = ((anchor, state.kl_of(anchor).beta) for anchor in run.anchors)
+    acting = (
+        f"β = {beta:g}, {anchor.kl.estimator} in the {anchor.kl.placement}"
+        + (" (teacher)" if anchor is run.teacher else "")
+        for anchor, beta in terms
+        if beta
+    )
+    return "; ".join(acting) or "none (β = 0)"
+
+
 def _reference(run: TrainingRun) -> str:
-    """The reference's kind, with the teacher's name if it is a teacher."""
-    if run.reference is None:
-        return "none"
-    teacher = getattr(run.reference, "teacher", None)
-    return run.reference.kind if teacher is None else f"{run.reference.kind}, teacher {teacher}"
+    """The reference's kind, with the name of a teacher in its place or beside it."""
+    beside = None if run.teacher is None else run.teacher.reference
+    teachers = [name for each in (run.reference, beside) if (name := getattr(each, "teacher", None)) is not None]
+    return ", teacher ".join(["none" if run.reference is None else run.reference.kind, *teachers])
 
 
 def is_hub_name(name: str) -> bool:

@@ -67,7 +67,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             (temporary / TRAINER).mkdir(parents=True)
     world.barrier()
     weights = full_state_dict(model, wanted=world.is_main)
-    with _saving(target, temporary, (OSError,)):  # what else is raised here is another process's end
+    with _saving(target, temporary, (OSError,)):  # other errors here come from a process that ended
         optimizer = optimizer_state(run.optimizer, model, temporary / TRAINER / MOMENTS)
     references = {name: _reference_state(reference) for name, reference in _references(run).items()}
     if world.is_main:
@@ -200,12 +200,13 @@ def _reference_state(reference: Reference) -> dict[str, Any]:
 
 
 def _save_reference(folder: Path, name: str, reference_state: Mapping[str, Any], previous: Path | None) -> None:
-    """A reference that has not moved since the last checkpoint is the same file: a hard link instead of a copy.
+    """Save a reference; if it has not moved since the last checkpoint, hard-link that checkpoint's file.
 
-    A damaged file is not linked: its new checksum would hide the damage.
+    A damaged file is not linked: its new checksum would hide the damage. Nor is one without weights, which is small:
+    damage to it then costs one checkpoint.
     """
     path = folder / f"{name}.pt"
-    if previous is not None and (before := read_record(previous)) is not None:
+    if reference_state.get("weights") and previous is not None and (before := read_record(previous)) is not None:
         same = (before.get(name) or {}).get("fingerprint") == reference_state["fingerprint"]
         old = previous / TRAINER / path.name
         saved = saved_checksums(previous).get(f"{TRAINER}/{path.name}")
@@ -232,14 +233,14 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
         if (name in references) != (record.get(name) is not None):
             saved = f"has a {name}" if record.get(name) else f"has no {name}"
             raise KeelError(
-                f"the checkpoint {folder} {saved} and this configuration wants it otherwise: keep kl as it was"
+                f"the checkpoint {folder} {saved}, unlike this configuration: use the kl options of the saved run"
             )
     for name, reference in references.items():
         reference_state, expected = _load(trainer / f"{name}.pt"), record[name]["fingerprint"]
         if reference_state["fingerprint"] != expected:
             raise KeelError(
                 f"the {name} in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
-                f"says {expected[:12]}: the file was exchanged; use the one that was saved"
+                f"says {expected[:12]}: the file was replaced; put the saved one back"
             )
         reference.load_state_dict(reference_state.get("own", reference_state))
     set_rng_state(_load(trainer / RNG))

@@ -44,8 +44,8 @@ class Anchor:
 
 @dataclass
 class TrainingRun:
-    """Everything that a step works with. `reference` is None where no KL is wanted, `teacher` where none stands beside
-    it, `scorer` for Keel's own pass, `queue` where nothing is sampled ahead.
+    """The parts that a step uses. `reference` is None without KL, `teacher` without a second anchor, `scorer` for
+    Keel's own pass, `queue` without sampling ahead.
     """
 
     policy: LoadedModel
@@ -70,7 +70,7 @@ class TrainingRun:
     world: World = SINGLE_PROCESS
     queue: RolloutQueue | None = None
     teacher: Anchor | None = None
-    fitting_tokens: int | None = None  # of the largest pass that the device's free memory holds, where that is known
+    fitting_tokens: int | None = None  # of the largest pass that fits in free memory, if known
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -120,11 +120,11 @@ class Skipped:
 class State:
     """The state of a run after `step` finished steps: plain data, saved in checkpoints.
 
-    `consecutive_skips` are the last steps that skipped an update, `spike_skips` those of them that were spikes alone;
-    `kl` is the controller's of the reference's β, `other_kl` those of further anchors by name, once they have moved;
-    `confirmed` is the last step whose weights were seen to be fine, by the step after it; `lr_factor` is what rollbacks
-    have left of the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
-    problems, of a task that has one.
+    `kl` is the state of the controller of the reference's β, `other_kl` those of further anchors by name, once they
+    have moved; `consecutive_skips` counts the last steps with a skipped update, `spike_skips` those skipped for spikes
+    only; `confirmed` is the last step whose weights the following step found good; `lr_factor` is the factor of all
+    rollbacks on the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
+    task's data.
     """
 
     kl: KLState
@@ -160,7 +160,7 @@ class State:
         return self.kl.beta
 
     def kl_of(self, anchor: Anchor) -> KLState:
-        """What the controller of an anchor's β remembers."""
+        """The state of an anchor's controller."""
         return self.kl if anchor.name == REFERENCE else self.other_kl.get(anchor.name) or anchor.controller.init()
 
     def next(self, *, kl: Mapping[str, KLState], skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
@@ -185,7 +185,7 @@ class State:
         try:
             lists = ("before", "evaluated", "norms")
             plain = {**data, **{name: tuple(data[name]) for name in lists if name in data}}
-            others = {name: KLState.from_dict(own) for name, own in data["other_kl"].items()}
+            others = {name: KLState.from_dict(own) for name, own in data.get("other_kl", {}).items()}
             return cls(**{**plain, "kl": KLState.from_dict(data["kl"]), "other_kl": others})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error

@@ -141,7 +141,7 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 
 
 def sampled_kl(batch: StepBatch, of: TrainingRun | Anchor) -> Tensor:
-    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: the vocabulary's sum, or the estimate."""
+    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: exact or estimated."""
     rows, kl = batch.rows, of.kl
     if over_vocabulary(kl.estimator):
         assert batch.scores is not None
@@ -173,14 +173,14 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) -> StepBatch:
-    """Placement in the reward: what the KL takes from each one."""
+    """For placement in the reward: the KL penalty of each completion."""
     if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
-    """Rewards, and the KL penalties on them, against their group; all divided by their sum's deviation.
+    """Advantages of rewards and of the KL penalties: centred per group, all divided by the deviation of their sum.
 
     The reward's warm-up scales the reward's advantages after the division, not the penalty's.
     """
