@@ -127,7 +127,7 @@ def metric_of(name: str, anchor: str) -> str:
 
 
 def controlled_kl(metrics: Mapping[str, float], unit: str, anchor: str = REFERENCE) -> float | None:
-    """The KL that adapts_beta β, in the controller's unit: exact where measured, otherwise k3; a sequence's k1."""
+    """The KL that the controller reads, in its unit: exact if measured, else k3; k1 of a sequence."""
     names = ("sequence",) if unit == "per_sequence" else ("exact", "k3")
     measured = (metrics.get(metric_of(f"kl/policy_ref/{name}/mean", anchor)) for name in names)
     return next((kl for kl in measured if kl is not None), None)

@@ -100,7 +100,7 @@ class RunMemory:
     """What a run holds beside the policy. Item sizes are in bytes.
 
     `pass_item` is that of gathered blocks (None: the weights' own), `sampler_item` that of the sampler's copy (None:
-    the weights' own, in a copy only where they are spread; 0: the engine is not Keel's). `reference` is a model of its
+    the weights' own, in a copy only where they are sharded; 0: the engine is not Keel's). `reference` is a model of its
     own, `masters` are those of its moving average in fp32. With `exact` KL the reference's head stays for the update.
     A `teacher` beside it counts as one more copy of the policy.
     """

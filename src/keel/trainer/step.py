@@ -173,7 +173,7 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) -> StepBatch:
-    """Placement in the reward: what the KL takes from each one."""
+    """Placement in the reward: the penalty that is subtracted from each reward."""
     if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
@@ -213,7 +213,7 @@ def other_terms(
 
 
 def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
-    """What an anchor's controller makes of the step's KL to it."""
+    """The next state of an anchor's controller, from the step's KL to the anchor."""
     controller = anchor.controller
     return controller.update(state.kl_of(anchor), controlled_kl(line, controller.unit, anchor.name))
 

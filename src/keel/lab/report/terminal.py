@@ -80,7 +80,7 @@ def _prompt(record: Record) -> Panel:
 
 
 def _completion(record: Record, kl_max: float) -> Table:
-    """Speaker and text side by side, so that turns can be told apart without colour; then the figures."""
+    """Speaker and text side by side, so that turns are distinguishable without colour; then the figures."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(justify="right", width=8, no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
