@@ -122,7 +122,7 @@ def latest(run: RunRecord, limit: int = MAX_LATEST_BYTES) -> str:
 
 
 def completions(records: Sequence[Record]) -> str:
-    """Completions under their prompts, and what their colours mean."""
+    """Completions under their prompts, and a legend of the colours."""
     kl_max = colour_scale(records)
     return legend(kl_max, any(as_list(record.get("kl")) for record in records)) + _problems(records, kl_max)
 
