@@ -108,7 +108,7 @@ class Batch:
 
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
     of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is the contribution of a
-    KL penalty in the reward, kept apart from the rewards' advantages. `group` `[B]` numbers the group of each row.
+    KL penalty in the reward, kept separate from the rewards' advantages. `group` `[B]` numbers the group of each row.
     `filtered_logp` is the log-probability under the filtered distribution (top-p, top-k, min-p), NaN where the engine
     did not report it. `stale`: the samples may come from a policy older than the old one.
     """

@@ -50,7 +50,7 @@ class Task:
 
         @property
         def prompts_repeat(self) -> bool:
-            """Whether different problems may have the same prompt, since their episodes hide what tells them apart."""
+            """Whether different problems may have the same prompt, because only their episodes differ."""
 
     else:
         notes, prompts_only, evaluation_only, reward_concurrency, prompts_repeat = (), False, False, 1, False

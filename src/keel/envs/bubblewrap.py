@@ -27,7 +27,7 @@ def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any
         return subprocess.Popen(command, pass_fds=pass_fds, **options)
     (info, report), (block, release) = os.pipe(), os.pipe()
     failed: OSError | None = None
-    with open(info) as reported, open(release, "wb"):  # which lets bubblewrap go on when it is closed
+    with open(info) as reported, open(release, "wb"):  # closing it lets bubblewrap continue
         try:
             command += ["--info-fd", str(report), "--userns-block-fd", str(block)]
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", *python]

@@ -84,7 +84,7 @@ class Code(Task):
         return training_problems(self._draw, count, seeded_rng("code", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set that no training stream ever draws from."""
+        """A fixed set that training never draws."""
         return held_out_problems(self._draw, count, seeded_rng("code", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:

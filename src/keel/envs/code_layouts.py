@@ -99,7 +99,7 @@ def _started(question: str, row: Row) -> str:
 
 
 def _mbpp_question(row: Row) -> str:
-    """The first test tells the function's name; the others stay hidden."""
+    """The first test shows the function's name; the others stay hidden."""
     return f"{row.get('text') or row['prompt']}\nYour program must pass this test: {row['test_list'][0]}"
 
 

@@ -60,7 +60,7 @@ class Game:
         return {}
 
     def close(self) -> None:
-        """Let go of what the environment holds."""
+        """Release the environment's resources."""
 
 
 class RandomStream:
@@ -79,7 +79,7 @@ class RandomStream:
 
     def __enter__(self) -> None:
         lock = RandomStream._lock
-        if not lock.acquire(timeout=LOCK_PATIENCE_S):  # a call that hangs holds it: others take a new one
+        if not lock.acquire(timeout=LOCK_PATIENCE_S):  # a hanging call has the lock: other calls use a new one
             lock = RandomStream._lock = threading.Lock()
             lock.acquire()
         self._held = lock
@@ -155,7 +155,7 @@ class GameTask(Task):
         raise NotImplementedError
 
     def identity(self, problem: Problem) -> str:
-        """What the randomness of a problem's episodes is keyed by; problems' keys change in mixtures."""
+        """The key of the random state of a problem's episodes; problems' keys change in mixtures."""
         raise NotImplementedError
 
     def start(self, problem: Problem) -> Episode:
@@ -194,7 +194,7 @@ class GameTask(Task):
             episode.close()
         except KeelError:
             raise
-        except Exception as error:  # environments assert, and raise what they like
+        except Exception as error:  # environments may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise KeelError(f"{self.name} does not start: {cause}{self.advice}") from error
         return episode.opening

@@ -152,7 +152,7 @@ def _run(program: str, tests: Sequence[Mapping[str, Any]], limits: Limits) -> tu
 
 
 def _again(job: Callable[[], Result]) -> Result:
-    """What a job gives; it is done anew where the sandbox ended under it."""
+    """A job's result; the job is repeated if the sandbox ended during it."""
     for _ in range(TRIES):
         try:
             return job()
@@ -331,7 +331,7 @@ def _plain(value: Any) -> Any:
 
 
 def need_sandbox(limits: Limits) -> None:
-    """Raise a KeelError where these limits cannot be held, before a model is loaded."""
+    """Raise a KeelError if these limits cannot be enforced, before a model is loaded."""
 
     def tried() -> Answer:
         with sandbox(limits).program() as program:

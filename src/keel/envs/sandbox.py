@@ -1,4 +1,4 @@
-"""The sandbox: a model's programs in processes without network, files or rights, forked from a warm Python."""
+"""The sandbox: a model's programs in processes without network, files or capabilities, forked from a warm Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORKER = Path(__file__).with_name("sandbox_worker.py")
 KINDS = ("auto", "bubblewrap", "none")
 MIB = 2**20
 LARGEST_MESSAGE = 4 * MIB
-LONGEST_ERROR, LONGEST_KIND = 500, 80  # characters of a program's words that are kept
+LONGEST_ERROR, LONGEST_KIND = 500, 80  # characters of a program's error that are kept
 START_S = 30.0
 TRIES = 4  # of what fails because the sandbox itself has ended
 ENVIRONMENT = {
@@ -48,7 +48,7 @@ FAULTS = {  # what a program did instead of answering
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. `sandbox` is auto, bubblewrap, or none: the program has your own rights."""
+    """The limits of a program. `sandbox` is auto, bubblewrap, or none (the program has your own permissions)."""
 
     sandbox: str = "auto"
     timeout_s: float = 4.0  # of one test, by the clock
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request: the process's message, what it printed, and a fault of `FAULTS` in place of a message.
+    """The result of one request: the process's message, its output, and a fault of `FAULTS` if there is no message.
 
     Message and output are the program's words: data, whose size is limited, and never a verdict.
     """
@@ -146,7 +146,7 @@ class Program:
         self.close()
 
     def close(self) -> None:
-        """End the process: the warm one sees that the connection is shut, whoever has a copy of it, and kills it."""
+        """End the process: the warm process sees that the connection is shut and kills it."""
         if not self.closed:
             self.closed = True
             if os.getpid() == self._owner:
@@ -157,7 +157,7 @@ class Program:
                 os.close(pipe)
 
     def started(self) -> bool:
-        """Wait until the process is confined. Nothing of a program has been sent, so its word can be believed."""
+        """Wait until the process is confined. Nothing of a program has been sent, so its message can be trusted."""
         try:
             message, _ = self._exchange(b"", time.monotonic() + START_S)
         except _Fault:
@@ -195,7 +195,7 @@ class Program:
                     self._end(until)
             except _Fault as error:
                 fault = str(error)
-            except RecursionError:  # data that is nested as deep as can be read and no deeper
+            except RecursionError:  # data that is nested too deep to be read
                 fault = "ended"
             if fault is None:
                 self._drain()

@@ -139,7 +139,7 @@ class Confinement:
 
         def rule(action: int, name: str, *compare: _Compare) -> None:
             number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # this kind of processor has no such call
+            if number < 0:  # this processor architecture has no such call
                 return
             array = (_Compare * len(compare))(*compare)
             added = library.seccomp_rule_add_array(
@@ -319,7 +319,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _flush(ends: bool) -> dict[str, Any]:
-    """What a program has printed reaches Keel before the reply does; with `ends`, also what it prints at its exit."""
+    """Flush a program's output before the reply is sent; with `ends`, also its output at exit."""
     try:
         if ends:
             threading._shutdown()  # type: ignore[attr-defined]  # as Python does: threads first
@@ -333,7 +333,7 @@ def _flush(ends: bool) -> dict[str, Any]:
 
 
 def _feed(text: str) -> None:
-    """Make a text the program's standard input."""
+    """Use a text as the program's standard input."""
     with open("stdin", "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
         file.write(text)
     descriptor = os.open("stdin", os.O_RDONLY)
@@ -354,7 +354,7 @@ def _writer(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
 
 
 def _become_child(confinement: Confinement, channel: int, stdout: int, stderr: int) -> NoReturn:
-    """Never returns: whatever happens, the child does not go on as the warm process."""
+    """Never returns, so that the child cannot continue as the warm process."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
@@ -380,7 +380,7 @@ def _become_child(confinement: Confinement, channel: int, stdout: int, stderr: i
 def main() -> None:
     """Fork a child for each connection and its two pipes that arrive; end one whose connection Keel has closed."""
     limits = json.loads(sys.argv[1])
-    if limits["isolated"] and os.getuid() != USER:  # Keel is root, whom no limit on threads binds
+    if limits["isolated"] and os.getuid() != USER:  # Keel is root, for whom the limit on threads has no effect
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)

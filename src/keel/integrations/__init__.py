@@ -1,1 +1,1 @@
-"""Keel's KL, guards and findings inside other trainers. Nothing of a training step of Keel's own imports this room."""
+"""Keel's KL, guards and findings inside other trainers. A training step of Keel's own imports nothing of it."""

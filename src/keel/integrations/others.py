@@ -83,7 +83,7 @@ def areal() -> Sequence[PeerTerm]:
             }
             return grpo_loss_fn(logp, torch.zeros_like(old), data, 0.2, None, None)
 
-        def each(*double: Tensor) -> Tensor:  # it takes fp32 alone
+        def each(*double: Tensor) -> Tensor:  # it accepts only fp32
             logp, teacher, old = (x.float() for x in double)
             return torch.stack([one(logp[i], teacher[i], old[i]) for i in range(len(logp))])[:, None]
 
@@ -100,7 +100,7 @@ def tinker_cookbook() -> Sequence[PeerTerm]:
     from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
     def penalty(old: Tensor, ref: Tensor) -> Tensor:
-        """Of all tokens as one batch: each is a prompt of one token and the token itself."""
+        """All tokens as one batch: each row is a prompt of one token and the token itself."""
         base = iter(ref[:, 0].tolist())
 
         def sample(**_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compare the weights that a sampler holds with the policy's, by a digest of each tensor, for any trainer with vLLM."""
+"""Compare a sampler's weights with the policy's, by a digest of each tensor, for any trainer with vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weigh
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
-MAX_STEPS = 8  # steps whose digests are remembered, to say which weights the sampler holds instead
+MAX_STEPS = 8  # steps whose digests are kept, to name the weights that the sampler has instead
 MAX_NAMES = 3  # tensors that a message names
 
 
@@ -85,13 +85,13 @@ class Sampler:
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all workers hold alike. A tensor that one of them lacks, or holds otherwise, is left out, so it is wrong."""
+    """The digests on which all workers agree. Others are left out, so that these tensors count as wrong."""
     first, *others = workers
     return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
 
 class _Worker(KeelWorker):
-    """Keel's methods on a worker that lies in this process."""
+    """Keel's methods on a worker in this process."""
 
     def __init__(self, runner: Any) -> None:
         self.model_runner = runner
@@ -112,7 +112,7 @@ def _sharded(name: str) -> KeelError:
 
 
 def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a sampler without adapters must hold, under a checkpoint's names; adapters are merged as peft does it."""
+    """The tensors that a sampler without adapters must have, by checkpoint name; adapters are merged as peft does."""
     inner: Any = causal_lm(policy)
     adapted = {path: module for path, module in inner.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in inner.named_parameters():
@@ -126,7 +126,7 @@ def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 
 @torch.no_grad()
 def merged_parameter(layer: Any, leaf: str) -> Tensor:
-    """A parameter of an adapted layer with its adapters in it. The layer is left as it was, to the last bit."""
+    """A parameter of an adapted layer with its adapters merged. The layer is restored bit by bit."""
     base = layer.get_base_layer()
     if layer.merged:
         return base.get_parameter(leaf).detach()
@@ -141,7 +141,7 @@ def merged_parameter(layer: Any, leaf: str) -> Tensor:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """One comparison: the tensors that differ, the last step at which all were right, the step that they are of."""
+    """One comparison: the tensors that differ, the last step without a difference, the step whose weights they are."""
 
     step: int
     compared: int
@@ -176,7 +176,7 @@ class SyncLedger:
         self._sound: dict[str, int] = {}
 
     def note(self, step: int) -> None:
-        """Remember the digests that the sampler must have once it is synced with the policy as it is now."""
+        """Store the digests that the sampler must have after a sync with the current policy."""
         if any(hasattr(parameter, "ds_id") for parameter in self.policy.parameters()):
             raise KeelError("SyncCheck does not read weights that DeepSpeed ZeRO-3 shards: use stage 2, or check_drawn")
         held = PartDigests(self._parts, self.policy)
@@ -196,7 +196,7 @@ class SyncLedger:
             self._expected.popitem(last=False)
 
     def compare(self, step: int) -> SyncResult:
-        """The sampler as it is now against what was noted of that step."""
+        """Compare the current sampler with the digests of that step."""
         if step not in self._expected:
             raise KeelError(f"the policy of step {step} was not noted: call note after every update")
         held, expected = self._held(), self._expected[step]

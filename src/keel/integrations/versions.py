@@ -1,4 +1,4 @@
-"""Which versions of other trainers Keel was tested inside of: it overrides methods that a minor version may change."""
+"""The tested versions of other trainers: Keel overrides methods that a minor version may change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Bridge:
         return f"keel.integrations.{self.peer.lower()}"
 
     def check_version(self) -> str:
-        """The installed version, which has to be a tested one."""
+        """The installed version; raises an error if it is not a tested one."""
         try:
             installed = version(self.peer.lower())
         except PackageNotFoundError:
@@ -45,7 +45,7 @@ class Bridge:
         return installed
 
     def check_names(self, owner: type, names: Sequence[str] | None = None) -> None:
-        """Refuse a class that lacks what is overridden, or called: an override that is never called does nothing."""
+        """Refuse a class without the overridden or called methods: an override that is never called does nothing."""
         missing = [name for name in (self.overridden if names is None else names) if not hasattr(owner, name)]
         if missing:
             package = self.base.partition("=")[0]
@@ -73,4 +73,4 @@ VERL = Bridge(
     base="verl==0.9.*",
     overridden=("_step_once", "_compute_advantage", "_update_actor", "_save_checkpoint", "_load_checkpoint"),
 )
-VERLS_WORKER = ("set_loss_fn", "update_actor")  # what is called of verl's workers
+VERLS_WORKER = ("set_loss_fn", "update_actor")  # methods that Keel calls on verl's workers

@@ -144,7 +144,7 @@ class KLTermOptions(Options):
 
 
 class TeacherOptions(KLTermOptions, PluginOptions):
-    """The KL term of a teacher beside the reference's; what loads the teacher is that of `reference.kind=frozen`."""
+    """A second KL term, to a teacher; the teacher is loaded with the parameters of `reference.kind=frozen`."""
 
     named_by = ""
 
@@ -185,7 +185,7 @@ def check_term(term: KLTermOptions, measure_every: int, facts: Sequence[Fact] = 
 
 
 def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
-    """Refuse what `check_term` does of the reference's term, and what needs a KL that is never measured."""
+    """Check the reference's term (`check_term`), and refuse options that need a KL that is never measured."""
     check_term(kl, kl.measure_every, facts)
     if kl.measure_every > 0:
         return

@@ -169,7 +169,7 @@ class RunReader:
 
 
 def _stepped(file: str, lines: tuple[Record, ...], notes: list[str]) -> tuple[Record, ...]:
-    """The lines whose step is a number; others belong to no step, and a note counts them."""
+    """The lines whose step is a number; a note counts the others."""
     kept = tuple(line for line in lines if number(line.get("step")) is not None)
     if len(kept) < len(lines):
         notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no numeric step and were skipped")
@@ -235,7 +235,7 @@ def _thresholds(config: Record, notes: list[str]) -> Thresholds:
 
 
 def _shown(text: str | None, config: Record) -> str | None:
-    """The configuration as it was written, where it holds no secrets."""
+    """The configuration as written, if it has no secrets."""
     if text is None or masked(config) == config:
         return None if text is None else redact_text(text)
     import yaml

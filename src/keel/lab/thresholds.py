@@ -110,7 +110,7 @@ def _overridden(shipped: Mapping[str, Threshold], overrides: Mapping[str, Any]) 
 
 
 def _parsed(overrides: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
-    """A mapping as it is, texts `name=value` as one."""
+    """A mapping unchanged; texts `name=value` as a mapping."""
     if isinstance(overrides, Mapping):
         return overrides
     for override in overrides:

@@ -136,7 +136,7 @@ class AdapterWeights:
 class DeltaAverage:
     """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix a target layer.
 
-    Averaging A and B apart gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
+    Averaging A and B alone gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
     with every move, so it is stored dense in fp32 and added to the base layer's output, which takes the memory of the
     target layers. Until the first move the initial policy is stored exactly, as by `AdapterWeights`.
     """

@@ -177,7 +177,7 @@ def build_run(
     reward: RewardFunction | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Built:
-    """Everything that a step needs; the reference is the policy as it is now. Close `Built.run` after use."""
+    """Everything that a step needs; the reference is the current policy. Close `Built.run` after use."""
     with memory_guard("building the run", lambda: _copies_remedy(config)), ExitStack() as on_error:
         built = _build_run(config, loaded, task, reward, world, on_error)
         on_error.pop_all()
@@ -358,7 +358,7 @@ def _check_saved(model: str | Mapping[str, str]) -> None:
 
 
 def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
-    """Refuse teachers by task where a task has none, or where there is no such task."""
+    """Refuse teachers by task if a task has none, or if there is no such task."""
     if not isinstance(model, Mapping):
         return
     labels = task.labels()
@@ -373,7 +373,7 @@ def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task
 
 
 def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
-    """The teacher beside the reference; None where none is configured, or no KL to it is wanted."""
+    """The teacher of `kl.teacher`; None if none is configured, or its KL is neither used nor measured."""
     term = config.kl.teacher
     if term is None or not (term.penalizes or config.kl.measure_every > 0):
         return None
@@ -382,7 +382,7 @@ def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
 
 
 def reference_of(config: Config, loaded: LoadedModel) -> Any:
-    """The configured reference, of a policy as it is now; None where no KL is wanted."""
+    """The configured reference of the current policy; None if no KL is used or measured."""
     needed = config.needs_reference or config.kl.collect_max is not None
     if (model := config.reference.params.get("model")) is not None:
         _check_saved(model)

@@ -213,7 +213,7 @@ def other_terms(
 
 
 def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
-    """What an anchor's controller makes of the step's KL to it."""
+    """The next state of an anchor's controller, from the step's KL to the anchor."""
     controller = anchor.controller
     return controller.update(state.kl_of(anchor), controlled_kl(line, controller.unit, anchor.name))
 

@@ -55,7 +55,7 @@ def load_state(
 ) -> tuple[State, int] | None:
     """The state and the batches of rollouts so far, with the reference put back; None of a plain TRL checkpoint.
 
-    Options other than the saved ones are refused: β, the controller's memory and the reference go on from those.
+    Options other than the saved ones are refused: β, the controller's state and the reference continue from those.
     """
     path = folder / STATE
     if not path.is_file():
@@ -97,7 +97,7 @@ def saved_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def good_checkpoints(output_dir: Path, confirmed: int) -> Iterator[Path]:
-    """Those up to the last step whose weights were seen to be fine, and whose own update was made; newest first."""
+    """Checkpoints up to the last confirmed step whose own update was applied; newest first."""
     for step, path in reversed(saved_checkpoints(output_dir)):
         whole = all((path / name).is_file() for name in (STATE, TRAINER_STATE_NAME))  # TRL writes the latter last
         if step <= confirmed and whole:

@@ -1,4 +1,4 @@
-"""What is allowed inside TRL and may surprise, one sentence each; dropout is refused where the KL decides."""
+"""Notes on allowed options of TRL with unexpected effects; dropout is refused where the KL makes decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPING = (
 
 
 def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
-    """What is allowed and may surprise, one sentence each."""
+    """Notes on allowed options with unexpected effects, one sentence each."""
     notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
     if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
         notes.append(
@@ -37,7 +37,7 @@ def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
 
 
 def _sampling_notes(args: Any) -> list[str]:
-    """What makes samples others than the policy's, where no log-probability of theirs could weigh them."""
+    """Options that change the sampling distribution without log-probabilities to correct for it."""
     given = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     notes = []
     if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):
@@ -59,7 +59,7 @@ def _sampling_notes(args: Any) -> list[str]:
 
 
 def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
-    """A sentence on dropout; where the measured KL decides something, which would be noise then, it is refused."""
+    """A note on dropout; it is refused where the measured KL decides something, because dropout makes it noise."""
     where = _dropout(model)
     if where is None:
         return []
@@ -79,7 +79,7 @@ def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
 
 
 def _dropout(model: nn.Module) -> str | None:
-    """The first part of a model that drops at random while it trains."""
+    """The first module of a model with active dropout in training."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name}, p={module.p:g}"

@@ -25,7 +25,7 @@ from keel.reference.options import ReferenceOptions
 
 
 def reference_of(trainer: Any, options: ReferenceOptions, *, exact: bool) -> Reference:
-    """The reference of the trainer's policy as it is now; `exact`: the KL over the vocabulary is taken from it."""
+    """A reference with the policy's current weights; `exact`: it also serves the KL over the vocabulary."""
     policy, tokenizer = trainer.model, trainer._tokenizer
     loaded = LoadedModel(
         model=policy,
@@ -61,12 +61,12 @@ def _give_own_head(copy: Any, temperature: float, *, in_fp32: bool) -> None:
 
 
 def is_needed(kl: KLOptions, step: int, updates: int) -> bool:
-    """Whether a batch of rollouts is penalized or measured at any of the updates that it serves, from `step` on."""
+    """Whether any update of a batch of rollouts, from `step` on, penalizes or measures the KL."""
     return kl.penalizes or any(kl.measures(step + ahead) for ahead in range(updates))
 
 
 def keeping_base(model: nn.Module, sync: Callable[[], Any]) -> Callable[[], Any]:
-    """`sync`, after which every weight that an adapter lies on is put back from a copy in host memory."""
+    """Call `sync`, then restore the weights of adapted layers from a copy in host memory."""
     kept = [(weight, weight.detach().to("cpu", copy=True)) for weight in adapted_weights(model)]
 
     @wraps(sync)
@@ -82,7 +82,7 @@ def keeping_base(model: nn.Module, sync: Callable[[], Any]) -> Callable[[], Any]
 
 
 def adapted_weights(model: nn.Module) -> list[Tensor]:
-    """The base's tensors in layers that carry an adapter."""
+    """The base's tensors in layers with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]

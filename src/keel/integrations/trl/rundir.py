@@ -44,7 +44,7 @@ MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
 class KeelRunCallback(TrainerCallback):
     """Writes metrics.jsonl, config.yaml, events.jsonl, rollouts.jsonl, findings.json, summary.json and report.html.
 
-    They lie in TRL's own `output_dir`, where `checkpoints/step-N` leads to its `checkpoint-N`; with `push_to_hub` in
+    They lie in TRL's own `output_dir`, where `checkpoints/step-N` links to its `checkpoint-N`; with `push_to_hub` in
     `_keel` there, which is not uploaded. Added to a plain `GRPOTrainer` it writes what TRL logs, under Keel's names;
     `KeelGRPOTrainer` has one of its own, and writes a complete line every step. `if_exists="replace"` discards a run
     that lies there already, with its checkpoints. rollouts.jsonl has two groups of every `rollouts_every`-th batch, and
@@ -81,12 +81,12 @@ class KeelRunCallback(TrainerCallback):
             self._loggers.rollouts(step, records)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that is not a number a step."""
+        """Write an event."""
         if self._loggers is not None:
             self._loggers.event(kind, **fields)
 
     def skipped(self, step: int, record: Mapping[str, Any], cause: str) -> None:
-        """A batch whose update was not made, kept in a file; of a long stretch only the first ones."""
+        """Save a batch whose update was skipped, up to `MAX_SKIPPED_FILES`."""
         if self._directory is None:
             return
         fields: dict[str, Any] = {"message": f"an update was skipped: {cause}", "nonfinite": record["first_nonfinite"]}
@@ -172,7 +172,7 @@ class KeelRunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Give the folder back; safe to call twice."""
+        """Release the folder; safe to call twice."""
         if self._directory is not None and self._loggers is not None:
             self._loggers.close()
             self._directory.close()
@@ -186,7 +186,7 @@ def trained_weights(model: Any) -> str:
 
 
 def run_folder(args: Any) -> Path:
-    """Where Keel's files go: what begins with an underscore is not pushed to the hub with the model."""
+    """The folder of Keel's files: names with a leading underscore are not pushed to the hub with the model."""
     return Path(args.output_dir) / "_keel" if args.push_to_hub else Path(args.output_dir)
 
 
@@ -254,7 +254,7 @@ def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) 
 
 
 def _linked_checkpoints(path: Path) -> list[Path]:
-    """TRL's folders that the run's `checkpoints/step-N` lead to."""
+    """TRL's folders that the run's `checkpoints/step-N` link to."""
     links = [link for link in (path / CHECKPOINTS).glob("step-*") if link.is_symlink()]
     folders = [link.resolve() for link in links]
     return [folder for folder in folders if folder.name.startswith("checkpoint-") and folder.is_dir()]

@@ -1,4 +1,4 @@
-"""What the bridge is asked to do: refusals, β from one of two places, and TRL's options under Keel's names."""
+"""The bridge's settings: refusals, β from one of two places, and TRL's options under Keel's names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrlSettings:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The options that a run is resumed with as they were, by their dotted names."""
+        """The options that must not change on resume, by their dotted names."""
         sections = {"kl": self.kl, "reference": self.reference}
         named = {
             f"{section}.{name}": value
@@ -58,7 +58,7 @@ class TrlSettings:
 
 
 def check_args(args: Any) -> None:
-    """Refuse what the bridge does not do, before a model is loaded for it."""
+    """Refuse what the bridge does not support, before a model is loaded."""
     from trl import GRPOConfig
 
     if not isinstance(args, GRPOConfig):
@@ -162,7 +162,7 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
 
 
 def _guards(guards: GuardOptions) -> GuardOptions:
-    """The guards; inside TRL a run is not rolled back, and what nobody chose is a stop."""
+    """The guards; runs inside TRL cannot roll back, so `on_nans` defaults to stop."""
     for name in sorted({"max_rollbacks", "recovery_lr_factor"} & guards.model_fields_set):
         raise KeelError(f"guards.{name} is of rollbacks, which are not done inside TRL: leave it out")
     if "on_nans" not in guards.model_fields_set:

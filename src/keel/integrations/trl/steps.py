@@ -1,4 +1,4 @@
-"""The moments of a step at which Keel looks at it: before the optimizer's step, after it, and at the step's end."""
+"""Keel's hooks in a step: before the optimizer's step, after it, and at the end of the step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("keel")
 
 
 class Steps(TrainerCallback):
-    """Guards an update, steers β after it and records it; `trainer` is the KeelGRPOTrainer that makes it."""
+    """Guard an update, update β after it and record it; `trainer` is the KeelGRPOTrainer."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -52,7 +52,7 @@ class Steps(TrainerCallback):
     # -------------------------------------------------------------------------------------- guarded update
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Look at the update's numbers, and take the gradients away where it is not to be made."""
+        """Check the update's numbers, and drop the gradients if the update must be skipped."""
         trainer = self.trainer
         window = gather(trainer._passes, trainer._world)
         own = None if window is None else self._judged(window)
@@ -65,7 +65,7 @@ class Steps(TrainerCallback):
         trainer.optimizer._is_overflow = False
 
     def _judged(self, window: Window) -> tuple[dict[str, float], bool, int]:
-        """What is measured of an update, whether it is made, and its tokens."""
+        """The metrics of an update, whether it is applied, and its tokens."""
         trainer, norm = self.trainer, self.grad_norm
         limit = spike_limit(trainer.keel_state.norms, self.limits)
         finite = math.isfinite(norm) and math.isfinite(window.loss)
@@ -94,7 +94,7 @@ class Steps(TrainerCallback):
     # --------------------------------------------------------------------------------------- a step's end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Steer β, move the reference, log, and stop where a guard says so."""
+        """Update β, move the reference, log, and stop if a guard asks for it."""
         trainer, update = self.trainer, self.update
         assert update is not None
         settings, before = trainer.keel, trainer.keel_state
@@ -132,7 +132,7 @@ class Steps(TrainerCallback):
         return next((violation for violation in found if violation.action == "stop"), None)
 
     def _own_metrics(self, tokens: int) -> dict[str, float]:
-        """What TRL has measured of this update, under Keel's names; means of what it has listed since the last one."""
+        """TRL's metrics of this update under Keel's names: means of the values since the last update."""
         metrics: dict[str, float] = {}
         for name, values in self.trainer._metrics["train"].items():
             fresh = [value for value in values[self.seen.get(name, 0) :] if not math.isnan(value)]
@@ -165,7 +165,7 @@ class Steps(TrainerCallback):
         return replace(judged, constant_rewards=before.constant_rewards, zero_advantages=before.zero_advantages)
 
     def _stop(self, violation: GuardViolation, control: Any) -> None:
-        """End training at the last good checkpoint; what is there now is not saved."""
+        """End training at the last good checkpoint; the current state is not saved."""
         trainer = self.trainer
         control.should_training_stop, control.should_save = True, False
         newest = next(good_checkpoints(Path(trainer.args.output_dir), trainer.keel_state.confirmed), None)
@@ -218,7 +218,7 @@ class Steps(TrainerCallback):
             self._event(kind, message)
 
     def pool(self) -> None:
-        """Bring Keel's metrics of the steps since TRL's last log to one number each, which TRL's mean leaves alone."""
+        """Reduce Keel's metrics since TRL's last log to one number each, which TRL's mean does not change."""
         metrics = self.trainer._metrics["train"]
         for name in self.names & metrics.keys():
             metrics[name] = [over_steps(name, metrics[name])]

@@ -87,7 +87,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         settings = settle(0.0 if args is None else args.beta, kl, guards, reference)
         if args is not None:
             pairing_of(settings.kl, args)  # what is refused is refused before a model is loaded
-            args.beta = 0.0  # TRL shall build no reference: it would load another copy, or add an adapter
+            args.beta = 0.0  # so that TRL builds no reference: it would load another copy, or add an adapter
         super().__init__(model, reward_funcs, args, *positional, **named)
         check_args(self.args)
         dropout = dropout_notes(settings, self.model)
@@ -270,7 +270,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         self._steps.begin()
         self._metrics["train"].clear()
         self._current_train_step_time = 0.0
-        self._step, self._buffered_inputs = 0, None  # TRL would go on with the batch that it was stopped at
+        self._step, self._buffered_inputs = 0, None  # otherwise TRL continues with the batch that it was stopped at
         try:
             result = super().train(*args, **named)
         finally:

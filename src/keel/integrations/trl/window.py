@@ -1,4 +1,4 @@
-"""An update's passes together: what was scored in all microbatches of all processes, and what is measured of it."""
+"""All passes of an update: the scores of all microbatches and processes, and their measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Generated:
     number: int = 0
 
     def total(self, row: int) -> float:
-        """The weighted sum of a row's rewards; one that was not given counts nothing."""
+        """The weighted sum of a row's rewards; a missing reward counts 0."""
         parts = zip(self.rewards.values(), self.weights, strict=True)
         return sum(weight * values[row] for values, weight in parts if values[row] == values[row])
 
@@ -70,7 +70,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Update:
-    """An update between its last pass and the end of its step: what is measured of it, and whether it is made.
+    """An update between its last pass and the end of its step: its measurements, and whether it is applied.
 
     `window` is the first process's, which measures for all.
     """
@@ -91,7 +91,7 @@ def detached(scores: Scores) -> Scores:
 
 
 def on_host(part: Pass) -> Pass:
-    """A pass to be measured later: in main memory, without the completions behind it."""
+    """A pass to be measured later: in main memory, without its completions."""
     return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), inputs={})
 
 
@@ -120,7 +120,7 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Rows of several batches or scores under each other; what one of them lacks is lacking."""
+    """Concatenate the rows of several batches or scores; a field that one of them lacks is dropped."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
     return type(parts[0])(**{name: _stacked(values) for name, values in columns.items()})
 
@@ -142,7 +142,7 @@ def _on_cpu(part: Any) -> Any:
 
 
 def measure(window: Window, clamp: float | None) -> dict[str, float]:
-    """What Keel's own step measures of policy, reference and sampler, in the same names and units.
+    """The measurements of Keel's own step on policy, reference and sampler, with the same names and units.
 
     On a batch's first update the policy drew the samples. On a later one they are an older policy's, under filters what
     those left of it, and each token weighs ρ = π/μ. Where every token is masked there are losses alone.

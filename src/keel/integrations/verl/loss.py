@@ -47,7 +47,7 @@ class KeelLoss:
         return policy + penalty, metrics
 
     def penalty(self, logp: Tensor, data: Any) -> tuple[Tensor, Number]:
-        """What the KL adds to a microbatch's loss, β included, and its value, times the ranks that are averaged."""
+        """The KL's contribution to a microbatch's loss, β included, and its value, times the averaged ranks."""
         rows = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
         batch = Batch(rows["response_mask"].bool(), old_logp=rows["old_log_probs"], ref_logp=rows["ref_log_prob"])
         mode = self.actor.loss_agg_mode
@@ -66,7 +66,7 @@ class KeelLoss:
 
 
 def denominators(mode: str, scale: int | None, data: Any, width: int) -> Denominators:
-    """What verl divides a minibatch by, over all ranks, under its `loss_agg_mode`."""
+    """The denominators of a minibatch over all ranks, under verl's `loss_agg_mode`."""
     sequences, tokens = data["global_batch_size"], data["batch_num_tokens"]
     if sequences is None or tokens is None:
         raise KeelError(

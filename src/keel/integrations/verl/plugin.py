@@ -1,8 +1,8 @@
-"""The entry point of the group `verl.plugins`: makes `keel_sync` known as soon as verl loads its trainers.
+"""The entry point of the group `verl.plugins`: registers `keel_sync` as soon as verl loads its trainers.
 
 verl imports every plugin in every process and swallows what it raises (`verl/__init__.py`). So nothing heavy happens
 here, and what keeps Keel's trainer from being loaded (a version that was not tested, a missing package) is said in the
-log; a run of plain verl goes on. Where `keel_sync` is then asked for, verl itself refuses it.
+log; a run of plain verl continues. Where `keel_sync` is then asked for, verl itself refuses it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("keel")
 
 
 def with_trainers(module: ModuleType) -> None:
-    """What follows verl's trainers: they refuse what they would not read, and Keel's is registered."""
+    """After verl's trainers are loaded: make them refuse options that they would not read, and register Keel's."""
     refuse_unread(module.PPOTrainer)
     importlib.import_module("keel.integrations.verl.trainer")
 
 
 def with_legacy_trainer(module: ModuleType) -> None:
-    """What follows the trainer of `trainer.use_v1=False`."""
+    """After the trainer of `trainer.use_v1=False` is loaded."""
     refuse_unread(module.RayPPOTrainer)
 
 
@@ -43,7 +43,7 @@ FOLLOWED: dict[str, Follow] = {
 
 
 def follow_safely(follow: Follow, module: ModuleType) -> None:
-    """Let Keel follow a module of verl's; what goes wrong must not stop a run that does not ask for Keel."""
+    """Run Keel's hook after a module of verl; an error must not stop a run that does not use Keel."""
     try:
         follow(module)
     except Exception as error:
@@ -52,7 +52,7 @@ def follow_safely(follow: Follow, module: ModuleType) -> None:
 
 
 class _Then(Loader):
-    """A module's own loader, and after it Keel."""
+    """A module's own loader, followed by Keel's hook."""
 
     def __init__(self, loader: Loader, follow: Follow) -> None:
         self.loader, self.follow = loader, follow
@@ -69,7 +69,7 @@ class _Then(Loader):
 
 
 class Following(MetaPathFinder):
-    """Finds a module of verl's as everybody does, and lets Keel follow it; once."""
+    """Find a module of verl in the usual way, and run Keel's hook after it, once."""
 
     def __init__(self, name: str, follow: Follow) -> None:
         self.name, self.follow = name, follow
@@ -87,7 +87,7 @@ class Following(MetaPathFinder):
 
 
 def install() -> None:
-    """Let Keel follow verl's trainers: now where they are loaded already, otherwise when they are."""
+    """Run Keel's hooks after verl's trainers are loaded: now if they are loaded already, else on import."""
     try:
         VERL.check_version()
     except KeelError as error:

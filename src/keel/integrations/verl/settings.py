@@ -1,4 +1,4 @@
-"""What the plugin is asked to do: `keel.kl` of verl's configuration, checked, and verl's options that it needs."""
+"""The plugin's settings: `keel.kl` of verl's configuration, checked, and the options of verl that it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCTIONS = {
     "seq-mean-token-mean": "sequence_mean",
     **dict.fromkeys(("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"), "constant"),
 }
-VERLS_MODE = "sync"  # the mode of verl's that Keel's is, with its KL in place of verl's
+VERLS_MODE = "sync"  # verl's mode that `keel_sync` is based on, with Keel's KL in place of verl's
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class VerlSettings:
 
 
 def settle(config: Any) -> VerlSettings:
-    """Keel's options; verl's configuration is changed to what they need: its own mode, and a reference."""
+    """Keel's options; sets the options of verl's configuration that they need: its mode, and a reference."""
     kl = _read(config)
     _check_verl_options(config)
     _check_done_here(kl)
@@ -87,7 +87,7 @@ def _read(config: Any) -> KLOptions:
 
 
 def _section(given: Any, name: str) -> Mapping[str, Any]:
-    """A section as plain values; where none is given it is empty."""
+    """A section as plain values; empty if not given."""
     values = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
     if values is None:
         return {}
@@ -97,7 +97,7 @@ def _section(given: Any, name: str) -> Mapping[str, Any]:
 
 
 def _check_verl_options(config: Any) -> None:
-    """Refuse verl's options that Keel's take the place of, or that the plugin does not go with."""
+    """Refuse verl's options that Keel's replace, or that the plugin does not support."""
     actor = config.actor_rollout_ref.actor
     if config.trainer.v1.trainer_mode != MODE:
         raise KeelError(f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} is not Keel's: set {MODE}")
@@ -117,7 +117,7 @@ def _check_verl_options(config: Any) -> None:
 
 
 def _check_done_here(kl: KLOptions) -> None:
-    """Refuse options that verl's places do not allow."""
+    """Refuse KL options that are not supported inside verl."""
     if kl.needs_exact:
         raise KeelError(
             "the exact KL needs the logits of both models, and verl's engines give a loss the log-probabilities alone: "
@@ -151,7 +151,7 @@ def _correction(config: Any, name: str) -> Any:
 
 
 def notes_on(settings: VerlSettings, config: Any) -> list[str]:
-    """What is allowed and may surprise, one sentence each."""
+    """Notes on allowed options with unexpected effects, one sentence each."""
     notes, rollout = [], config.actor_rollout_ref.rollout
     if settings.kl.penalizes and settings.pairing.expected_gradient != POLICY_REF:
         notes.append(settings.pairing.note)

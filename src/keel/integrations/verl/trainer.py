@@ -76,7 +76,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Measure the KL of the policy that the step begins with, on the whole batch; then verl's advantages."""
+        """Measure the KL of the step's initial policy on the whole batch; then compute verl's advantages."""
         if self.keel.kl.measures(self.global_steps):
             fields = ["response_mask", "old_log_probs", "ref_log_prob"]
             rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -89,7 +89,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Give the workers Keel's loss at this step's β, update, and see that it was used."""
+        """Give the workers Keel's loss with this step's β, update, and check that it was used."""
         if self.keel.in_reward:
             return super()._update_actor(batch, metrics)
         loss = KeelLoss(self._keel_actor, self.keel.kl, self.keel.pairing, self.keel_state.beta)
@@ -115,7 +115,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
 
 
 def saved_folder(trainer: Any, step: int) -> Path:
-    """Where verl writes the checkpoint of that step; `trainer` is that section of its configuration."""
+    """The folder of verl's checkpoint of that step; `trainer` is that section of its configuration."""
     return Path(trainer.default_local_dir) / f"global_step_{step}"
 
 
@@ -125,7 +125,7 @@ def resumed_folder(trainer: Any, step: int) -> Path:
 
 
 def _settings(kl: KLOptions) -> dict[str, Any]:
-    """What a state belongs to: under other settings it would steer something else."""
+    """The settings that a controller's state is valid for."""
     return json.loads(json.dumps({"beta": kl.beta, "controller": kl.controller.model_dump()}))
 
 
@@ -137,7 +137,7 @@ def save_state(folder: Path, kl: KLOptions, state: KLState) -> None:
 
 
 def load_state(folder: Path, kl: KLOptions) -> KLState | None:
-    """The controller's state; None of a checkpoint of plain verl, or where β or its controller were changed since."""
+    """The controller's state; None for a checkpoint of plain verl, or if β or its controller have changed."""
     path = folder / STATE
     if not path.is_file():
         logger.warning("%s is a checkpoint of plain verl: Keel's controller of β begins anew", folder)

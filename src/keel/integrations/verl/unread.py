@@ -15,7 +15,7 @@ class ReadsKeel:
 
 
 def refuse_unread(trainer: Any) -> None:
-    """Let the constructor of that class of verl's check the configuration first; it is otherwise as it was."""
+    """Make the constructor of that class of verl check the configuration first."""
     build = trainer.__init__
 
     @wraps(build)
@@ -28,7 +28,7 @@ def refuse_unread(trainer: Any) -> None:
 
 
 def check_unread(config: Any) -> None:
-    """Refuse what a trainer of verl's own would leave unread."""
+    """Refuse options that verl's own trainer would ignore."""
     legacy, mode = not config.trainer.use_v1, config.trainer.v1.trainer_mode
     if config.get("keel") is None and not (legacy and mode == MODE):
         return

@@ -1,4 +1,4 @@
-"""The worker extension of a verl run that SyncCheck reads: vLLM takes one extension, and verl has its own."""
+"""A worker extension for SyncCheck in verl runs: vLLM accepts only one extension, and verl has its own."""
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -6,4 +6,4 @@ from keel.rollout.vllm.worker import KeelWorker
 
 
 class SyncWorker(vLLMColocateWorkerExtension, KeelWorker):
-    """Takes weights as verl's worker does, and reports digests of them."""
+    """Load weights as verl's worker does, and report their digests."""

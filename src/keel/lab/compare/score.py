@@ -84,7 +84,7 @@ def sample(
     seed: int,
     attempt: int,
 ) -> list[Group]:
-    """The side's completions of every prompt, by the engine named; `attempt` keeps the noise of two sets apart."""
+    """The side's completions of every prompt, by the named engine; another `attempt` gives other noise."""
     requests = [Request(problem.key, tokens) for problem, tokens in zip(problems, prompts, strict=True)]
     options, tokenizer = RolloutOptions(engine=engine), side.loaded.tokenizer
     with side.model() as model, closing(build_engine(options, model, tokenizer)) as sampler:

@@ -43,7 +43,7 @@ def arithmetic(node: ast.expr, lookup: Callable[[str], Any]) -> int:
 
 
 def interpolated(name: str, value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
-    """The value of option `name` with `${other.option}` filled in from the same file; what is not there stays."""
+    """The value of option `name` with `${other.option}` filled in from the same file; unknown ones stay."""
     if isinstance(value, list):
         return [interpolated(name, item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value or depth > _MAX_DEPTH:
@@ -62,7 +62,7 @@ def interpolated(name: str, value: Any, values: Mapping[str, Any], depth: int = 
 
 
 def _absolute(name: str, target: str) -> str:
-    """`${.x}` is a sibling of the option that says it, each further dot one section higher."""
+    """`${.x}` is a sibling of the option, each further dot is one section higher."""
     dots = len(target) - len(target.lstrip("."))
     return ".".join([*name.split(".")[:-dots], target[dots:]]) if dots else target
 

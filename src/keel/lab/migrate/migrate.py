@@ -50,8 +50,8 @@ class Migration:
     origin: str
     tree: Mapping[str, Any]
     rows: tuple[MigratedOption, ...]
-    refused: str | None = None  # why Keel does not take the result as it is
-    computes: str | None = None  # what the result's KL term computes
+    refused: str | None = None  # why Keel refuses the result
+    computes: str | None = None  # the expected gradient of the result's KL term
     missing: str | None = None  # the result is right, but this machine lacks a package that it needs
 
     @property
@@ -90,7 +90,7 @@ def migrate(path: Path) -> Migration:
     if len(values) < len(reading.values):
         rows.append(MigratedOption("max_steps", -1, {}, note="num_train_epochs sets the length"))
     tree: dict[str, Any] = {}
-    for row in sorted(rows, key=lambda row: not row.silent):  # what the file says overrides what the peer would do
+    for row in sorted(rows, key=lambda row: not row.silent):  # the file's options override the peer's defaults
         for option, value in row.options.items():
             set_option(tree, option, value)
     if "GKDConfig" in _distils(origin, reading):
@@ -127,14 +127,14 @@ _KL_NOTE = (
 
 
 def _origin(names: Sequence[str]) -> str:
-    """The trainer whose names these are."""
+    """The trainer that these names belong to."""
     if any(name.startswith(("actor_rollout_ref.", "algorithm.", "distillation.")) for name in names):
         return "verl"
     return "TRL" if OWN.isdisjoint(names) else "OpenRLHF"
 
 
 def _distils(origin: str, reading: Reading) -> tuple[str, ...]:
-    """TRL's configurations of a distillation whose defaults hold, the more special last; none of other jobs."""
+    """TRL's distillation classes whose defaults apply, the most special last; empty for other jobs."""
     special = reading.config == "GKDConfig" or "lmbda" in reading or "seq_kd" in reading
     teacher = "teacher_model_name_or_path" in reading or "teacher_model" in reading
     if origin != "TRL" or not (special or teacher or reading.config == "DistillationConfig"):
@@ -143,7 +143,7 @@ def _distils(origin: str, reading: Reading) -> tuple[str, ...]:
 
 
 def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The peer's defaults for what its file does not name."""
+    """The peer's defaults for options that its file does not set."""
     defaults, switches = peers.defaults(origin), dict[str, bool]()
     if distils := _distils(origin, reading):
         defaults = {name: value for config in distils for name, value in peers.defaults(f"TRL with {config}").items()}

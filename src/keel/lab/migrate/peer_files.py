@@ -41,7 +41,7 @@ _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_mod
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file says: options with values, options without one and why, arguments read elsewhere, a conflict."""
+    """A parsed file: options with values, options without one and why, arguments read elsewhere, a conflict."""
 
     values: Mapping[str, Any]
     by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (what the file holds, the reason)
@@ -73,7 +73,7 @@ def read(path: Path) -> Reading:
 
 
 def _resolved(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
-    """Interpolations of the file's own options are filled in; what still holds a `$` is left to the user."""
+    """Fill in interpolations of the file's own options; values that still contain a `$` are left to the user."""
     values, conflict = _unique((peers.normal(name), value) for name, value in pairs)
     filled = {name: interpolated(name, value, values) for name, value in values.items()}
     unresolved = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
@@ -140,7 +140,7 @@ def _python(content: str, path: Path) -> Reading:
                 continue
             if called == "LoraConfig" and name in _LORA:
                 options.append((f"model.lora.{_LORA[name]}", value))
-            elif called != "LoraConfig" or name not in ("task_type", "bias"):  # what every causal model's adapter says
+            elif called != "LoraConfig" or name not in ("task_type", "bias"):  # in every causal model's adapter
                 options.append(("model.name" if name == "model" else name, value))
     if not options and not by_hand:
         raise KeelError(f"{path} calls none of {', '.join(_CALLS)}: there is nothing to migrate")
@@ -151,7 +151,7 @@ def _python(content: str, path: Path) -> Reading:
 
 
 def _by_hand(name: str) -> str:
-    """Why an argument that is an object is left to the user: what takes its place here."""
+    """Why an argument that is an object is left to the user: its counterpart in Keel."""
     alias = peers.table().get(name)
     if name in _OBJECTS or alias is None or alias.convert is not None:
         return _OBJECTS.get(name, COMPUTED)

@@ -311,7 +311,7 @@ def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
 
 
 def _head(model: nn.Module) -> Head:
-    """The head as it stands: its scale and soft cap cost no memory, and measuring them needs real numbers."""
+    """The head unchanged: its scale and soft cap cost no memory, and measuring them needs real weights."""
     return Head(causal_lm(model).get_output_embeddings(), 1.0, None)
 
 

@@ -95,7 +95,7 @@ def _counted(config: Config, hardware: Hardware, prompt_tokens: int | None, devi
 
 
 def _fitting_tokens(plan: Plan, config: Config) -> int:
-    """Tokens of the largest pass that fits beside the rest, by the count that a run goes by."""
+    """Tokens of the largest pass that fits in the remaining memory, counted as in a run."""
     parts = plan.parts
     free = plan.hardware.memory_bytes - sum(parts[name] for name in ("weights", "sampler", "reference", "workspaces"))
     moments = 0 if config.optim.offload else parts["optimizer"]

@@ -1,4 +1,4 @@
-"""A step on several devices: what each holds and sends, by layout, from the dry run of one device."""
+"""A step on several devices: each one's memory and traffic, by layout, from the dry run of one device."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def step_passes(config: Config, micros: int, devices: int) -> StepPasses:
 
 
 def _shares(config: Config, micros: int, devices: int) -> dict[str, float]:
-    """Of what one device holds for its batch, the share that each of several holds."""
+    """The fraction of one device's batch memory that each of several devices needs."""
     rollout = config.rollout
     groups = math.ceil(rollout.prompts_per_step / config.optim.minibatches)
     own = math.ceil(groups / devices)

@@ -53,7 +53,7 @@ def show_plan(
 
 
 def _time(config: Config, estimate: Plan) -> tuple[StepTime | None, str]:
-    """A step's time on this machine, and what was run for it or why nothing was."""
+    """A step's time on this machine, and the measured passes or why nothing was measured."""
     if (why := obstacle(config, kind=estimate.hardware.kind, fits=estimate.fits)) is not None:
         return None, f"not measured: {why}"
     timed = measure(config, lambda text: print(f"{text} …", file=sys.stderr))
@@ -110,7 +110,7 @@ def _show_devices(ranks: Sequence[RankPlan]) -> None:
 
 
 def _show_ranks(ranks: Sequence[RankPlan], hardware: str) -> None:
-    """The layouts of one number of devices beside each other, by part."""
+    """A table of the layouts on one number of devices, by part."""
     console, chosen = Console(), next(rank for rank in ranks if rank.chosen)
     table = Table(title=f"One of {chosen.layout.devices} devices, by parallel.sharding", title_justify="left")
     table.add_column("part")

@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
 ROUNDING = 1e-6  # relative: a curve that changes by less is constant
 PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
-COLOURS, GREY = len(PALETTE), 7  # that a reader can tell apart; grey is for what belongs to no series
+COLOURS, GREY = len(PALETTE), 7  # distinguishable colours; grey is for what belongs to no series
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def constants(panel: Panel) -> str:
 
 
 def thin(series: Curve) -> Curve:
-    """Reduce to about MAX_POINTS points; the minimum and maximum of every stretch stay, so that spikes are visible."""
+    """Reduce to about MAX_POINTS points; the minimum and maximum of every bin stay, so that spikes are visible."""
     count = len(series.points)
     if count <= MAX_POINTS:
         return series
@@ -240,7 +240,7 @@ def curve(series: Curve, x: Scale, y: Scale) -> str:
 
 
 def band(series: Curve, x: Scale, y: Scale) -> str:
-    """The area between the error bounds, one polygon for every unbroken stretch."""
+    """The area between the error bounds, one polygon per unbroken segment."""
     parts: list[str] = []
     stretch: list[tuple[float, float, float]] = []
 

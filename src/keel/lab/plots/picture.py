@@ -135,7 +135,7 @@ def _legend_grid(labels: Sequence[str], width: float) -> tuple[int, list[str]]:
 
 
 def _tag(figure: Any, charts: Sequence[tuple[Any, Panel]]) -> None:
-    """Tags beside the dots of each chart, where no other text stands: positions are known once all is laid out."""
+    """Tags beside the dots of each chart, where no other text is: positions are known after the layout."""
     tagged = [
         (axis, series.tag, (x, y))
         for axis, panel in charts

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder of its own: an adapter in peft's format, or merged into whole weights."""
+"""Export a checkpoint's model to a folder: an adapter in peft's format, or merged into full weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
 
 def _merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
     """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
-    model = model_ref.config.model.model_copy(update={"quantization": None})  # what is rounded cannot be added to
+    model = model_ref.config.model.model_copy(update={"quantization": None})  # no merging into it
     loaded = replace(model_ref, config=model_ref.config.model_copy(update={"model": model})).load()
     save_weights(target, merge(loaded.model), loaded.tokenizer)
     card = folder / CARD
@@ -56,7 +56,7 @@ def _merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """A model's files, without what resuming needs and what tools keep for themselves (a downloaded one has .cache)."""
+    """A model's files, without those for resuming and those of tools (a downloaded model has .cache)."""
 
     def is_private(parts: tuple[str, ...]) -> bool:
         return parts[0] in (TRAINER, MANIFEST, WARMSTART) or any(part.startswith(".") for part in parts)

@@ -14,7 +14,7 @@ Data = Mapping[str, Any]
 
 
 def show_evaluation(data: Data, console: Console) -> None:
-    """Print the data of `keel eval`: figures of each task, what the task adds, and retention beside a baseline."""
+    """Print the data of `keel eval`: figures of each task, the task's own metrics, and retention against a baseline."""
     records = data["tasks"]
     ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
     greedy = " (greedy)" if all(record["greedy"] for record in records) else ""

@@ -75,7 +75,7 @@ def resource(name: str) -> str:
 
 
 def embed(data: object) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close its script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -101,7 +101,7 @@ def chart_data(drawn: Sequence[Panel]) -> str:
 
 
 def block(heading: str, content: str) -> str:
-    """A section with its heading; nothing where there is no content."""
+    """A section with its heading; empty without content."""
     return f"<section><h2>{escape(heading)}</h2>{content}</section>" if content else ""
 
 
@@ -170,7 +170,7 @@ def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> st
 
 
 def per_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], str], opened: bool, folded: bool = False) -> str:
-    """The same content for each run: as it is for one, folded under its name for several."""
+    """The content of each run: unchanged for one run, folded under its name for several."""
     contents = [(run, content) for run in runs if (content := make(run))]
     if len(runs) == 1 and not folded:
         return contents[0][1] if contents else ""

@@ -80,7 +80,7 @@ def _mappings(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def colour_scale(records: Sequence[Record]) -> float:
-    """The KL that gets the full colour: the 99th percentile of what is shown, at least 0.05 nats."""
+    """The KL of the full colour: the 99th percentile of the shown tokens, at least 0.05 nats."""
     values = sorted(abs(v) for record in records for v in map(number, as_list(record.get("kl"))) if v is not None)
     return max(0.05, values[int(0.99 * (len(values) - 1))]) if values else 0.05
 
@@ -136,7 +136,7 @@ def _counted(count: float, thing: str) -> str:
 
 
 def speaker(record: Record, sampled: bool) -> str:
-    """Who says a turn: the policy, its tools, or whoever else the environment is."""
+    """The speaker of a turn: the policy, its tools, or the environment."""
     counts = record.get("counts")
     called = isinstance(counts, dict) and number(counts.get("tool/calls"))
     return "policy" if sampled else "tools" if called else "context"

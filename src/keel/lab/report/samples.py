@@ -122,7 +122,7 @@ def latest(run: RunRecord, limit: int = MAX_LATEST_BYTES) -> str:
 
 
 def completions(records: Sequence[Record]) -> str:
-    """Completions under their prompts, and what their colours mean."""
+    """Completions under their prompts, and a legend of the colours."""
     kl_max = colour_scale(records)
     return legend(kl_max, any(as_list(record.get("kl")) for record in records)) + _problems(records, kl_max)
 
@@ -138,7 +138,7 @@ def fitting(records: Sequence[Record], limit: int) -> list[Record]:
 
 
 def _spread(steps: Sequence[float]) -> Iterator[float]:
-    """The first, the last, the middle, then the middles between those: a part of them is spread over the run."""
+    """The first, the last, the middle, then the middles between those: any first part of them covers the run evenly."""
     spans = deque([(0, len(steps) - 1)])
     yield from dict.fromkeys([*steps[:1], *steps[-1:]])
     while spans:
@@ -211,7 +211,7 @@ def picture(record: Record) -> str:
 def tokens(record: Record, kl_max: float) -> str:
     """One span per token, those of several turns under their speakers; plain text where tokens and KL do not match.
 
-    Neighbours without a KL are one span, so that turns and context can be told apart where no KL was measured.
+    Neighbours without a KL are one span, so that turns and context are distinguishable where no KL was measured.
     """
     recorded = tokens_of(record)
     if not recorded:

@@ -65,7 +65,7 @@ def finding_articles(items: Iterable[Record]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Text as it is; a mapping as name: value."""
+    """Text unchanged; a mapping as name: value."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {text_of(item)}" for name, item in value.items())
     if isinstance(value, float):

@@ -28,7 +28,7 @@ from keel.lab.report.rollouts import (
 )
 from keel.lab.runs import Record, number
 
-_ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and what they fade into
+_ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and their background
 _CONTEXT = Style(dim=True, italic=True)
 _MOST_MOVED = 5
 _MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
@@ -50,7 +50,7 @@ def show_rollouts(run: str, step: int, records: Sequence[Record], console: Conso
 
 
 def _legend(records: Sequence[Record], kl_max: float) -> Text:
-    """What colours and styles mean, only of what is shown."""
+    """A legend of the shown colours and styles."""
     text = Text(style="dim")
     if any(token.kl is not None for record in records for token in tokens_of(record)):
         text.append(f"{K1_SAMPLE}, nats per token: ")
@@ -80,7 +80,7 @@ def _prompt(record: Record) -> Panel:
 
 
 def _completion(record: Record, kl_max: float) -> Table:
-    """Speaker and text side by side, so that turns can be told apart without colour; then the figures."""
+    """Speaker and text side by side, so that turns are distinguishable without colour; then the figures."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(justify="right", width=8, no_wrap=True)
     table.add_column(overflow="fold", ratio=1)

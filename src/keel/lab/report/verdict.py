@@ -112,7 +112,7 @@ def _progress_sentence(run: RunRecord) -> Sentence:
 
 
 def _guard_sentences(run: RunRecord) -> list[Sentence]:
-    """What the guards did: skipped updates, rollbacks and, where it ended the run, the stop."""
+    """The guards' actions: skipped updates, rollbacks and, if it ended the run, the stop."""
     skipped, rollbacks = ([e for e in run.events if e.get("kind") == kind] for kind in ("guard/skipped", "rollback"))
     counts = []
     if skipped:

@@ -294,7 +294,7 @@ def _check_distinct(points: Sequence[Point]) -> None:
 
 
 def fingerprint(config: Config) -> str:
-    """A configuration as text without what a study sets itself, so that equal texts are equal runs."""
+    """A configuration as text without the options that a study sets, so that equal texts are equal runs."""
     settings = config.to_dict()
     settings["run"] = {"max_steps": settings["run"]["max_steps"]}
     return json.dumps(settings, sort_keys=True, default=str)
@@ -357,7 +357,7 @@ def _measure(data: Mapping[str, Any]) -> Measure:
 
 
 def check_parts(config: Config) -> None:
-    """Refuse what only building finds: parameters that a task does not take."""
+    """Refuse errors that only building a task finds: parameters that it does not take."""
     tasks: dict[str, Any] = {"task": True, "data": True, "eval": True, "warmstart": {"task"}}
     _check_tasks(config.model_dump_json(include=tasks), config)
 

@@ -125,7 +125,7 @@ def cost(pace: Pace, label: str, kind: str) -> float | None:
 
 
 def _guess(pace: Pace, label: str, kind: str) -> float | None:
-    """Of what nobody has done yet: the drift is measured by loading two models and sampling, as a start does."""
+    """An estimate without data: measuring the drift loads two models and samples, as a start does."""
     parts = [cost(pace, label, part) for part in (START, EVALUATION)] if kind == MEASURE else [None]
     return None if None in parts else sum(filter(None, parts))
 

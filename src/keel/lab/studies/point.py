@@ -61,7 +61,7 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
 
 
 def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
-    """Train, resume, or measure what a killed run has left; the outcome is written unless interrupted."""
+    """Train, resume, or measure a killed run; the outcome is written unless interrupted."""
     folder = Path(config.run.dir) / config.run.name
     try:
         outcome = _train(config, folder, shared)

@@ -21,7 +21,7 @@ LINE_S = 60.0  # interval between lines without a terminal
 
 @dataclass(frozen=True)
 class Watched:
-    """A process to look at: what it is called, whether it runs, the pieces that are finished, its phase in words."""
+    """A watched process: its name, whether it runs, the finished pieces, its phase in words."""
 
     name: str
     started: Path
@@ -30,7 +30,7 @@ class Watched:
 
 
 class Progress:
-    """Looks at the files of all processes that run, and keeps what it has seen as a `Pace`."""
+    """Reads the files of all running processes, and keeps the observations as a `Pace`."""
 
     def __init__(
         self,

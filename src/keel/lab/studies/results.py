@@ -77,7 +77,7 @@ CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
 
 
 def kl_curve(rows: Sequence[RunResult]) -> str:
-    """The KL whose curves can be laid beside each other: exact if every run has it, otherwise k3, which all have."""
+    """The KL whose curves are comparable: exact if every run has it, otherwise k3, which all have."""
     measured = [row.curves for row in rows if K3_CURVE in row.curves]
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
@@ -177,7 +177,7 @@ def _skills(run: RunRecord, drift: Mapping[str, Any]) -> dict[str, SkillResult]:
 
 
 def _mean(figures: Any) -> float | None:
-    """The mean, None where one is missing: a mean over other skills is another figure."""
+    """The mean, or None if one is missing, since a mean over fewer skills is not comparable."""
     known = list(figures)
     return None if not known or None in known else fmean(known)
 

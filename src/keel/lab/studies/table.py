@@ -83,7 +83,7 @@ def figure_of(row: RunResult, figure: str) -> float | None:
 
 
 def change_sides(figure: str) -> tuple[str, str] | None:
-    """The figures before and after training whose difference this one is, where it is one."""
+    """The figures before and after training of a difference; None for other figures."""
     stem = figure.removesuffix(CHANGE)
     return None if stem == figure or stem[-1:] not in ("_", ":") else (stem + BEFORE, stem + AFTER)
 

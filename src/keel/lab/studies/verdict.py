@@ -101,7 +101,7 @@ def _rivals(result: Winner, tied: Sequence[str]) -> str:
 
 
 def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
-    """Whether any point is better at the trained task than what training began from, and which are worse."""
+    """Whether any point is better at the trained task than the start of training, and which are worse."""
     figure = "accuracy_change"
     changes = _changes(summaries, figure)
     if not changes:
@@ -204,7 +204,7 @@ def _significant(
 
 
 def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
-    """Where the old skills suffer: points whose loss, over seeds, is beyond chance; on a scale, where it begins."""
+    """Points with a significant loss of old skills over seeds; on a scale, the first such value."""
     known = {point.label: estimate for point in summaries if (estimate := point.means.get("forgetting")) is not None}
     if max((estimate.n for estimate in known.values()), default=0) < MIN_SEEDS:
         return []

@@ -19,7 +19,7 @@ from keel.lab.traces.records import Trace
 
 @dataclass(frozen=True)
 class DepthReport:
-    """k3 of the sampler against the policy in each stretch of the context: mean and standard error, nats per token."""
+    """k3 of the sampler against the policy in each bin of the context: mean and standard error, nats per token."""
 
     depth_bins: Mapping[int, tuple[float, float]]
     finding: Finding | None
@@ -31,7 +31,7 @@ class DepthReport:
         return f"{self.finding.code}: {self.finding.evidence}. {self.finding.cause}. Change: {self.finding.advice}"
 
     def plot(self, path: Path | str) -> None:
-        """Draw it to a picture."""
+        """Save a plot."""
         from keel.lab.plots.picture import picture
 
         with picture(Path(path)) as plt:

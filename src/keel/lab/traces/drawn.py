@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keel.base.errors import KeelError
 
 LEVEL = 1e-4  # probability of a false alarm, divided by the number of candidates
-MIN_GAP = 1e-9  # nats: candidates nearer to each other cannot be told apart
+MIN_GAP = 1e-9  # nats: a smaller gap cannot separate candidates
 MAX_GAP = 1e4  # nats of one completion: what a candidate cannot have drawn has a log-probability of −∞
 
 

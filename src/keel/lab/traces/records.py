@@ -44,7 +44,7 @@ class Trace:
     step: int | None = None
 
     def turns(self) -> Iterator[tuple[int, int]]:
-        """Where each stretch of sampled tokens begins and ends in the completion."""
+        """Start and end of each span of sampled tokens in the completion."""
         start = None
         for index, sampled in enumerate((*self.action, False)):
             if sampled and start is None:

@@ -1,4 +1,4 @@
-"""Where text that is encoded again differs from the sampled tokens: at which turn, why, and what to change."""
+"""Find where re-encoded text differs from the sampled tokens: the turn, the cause, and the fix."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _against_template(
             )
         except KeelError:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise KeelError(
                 f"the chat template refuses the messages of completion {index}: "
                 f"{next(iter(str(error).splitlines()), '')}"

@@ -103,7 +103,7 @@ class FollowedRun:
         except KeelError:  # nothing in it yet, or nothing any more: it is begun anew
             self.record = None
             return True
-        if running:  # a summary is that of an earlier end: the run goes on from there
+        if running:  # a summary is that of an earlier end, from which the run was resumed
             record = replace(record, summary=None)
         self.record = record if self._name is None else replace(record, name=self._name)
         return True
@@ -128,12 +128,12 @@ class FollowedRun:
 
 
 def _beginning(record: RunRecord) -> tuple[Record, ...]:
-    """What tells a run from the next one in its folder: the first step, whose times no other has."""
+    """What identifies a run in its folder: the first step, with its times."""
     return record.metrics[:1]
 
 
 def _unjudged(record: RunRecord) -> bool:
-    """Whether findings.json is not there, or is that of an earlier end of a run that goes on."""
+    """Whether there are no findings yet: the run is running, or findings.json is missing."""
     return record.running or record.findings is None
 
 
@@ -150,7 +150,7 @@ class Watcher:
             FollowedRun(path, str(path) if names.count(name) > 1 else None)
             for path, name in zip(paths, names, strict=True)
         ]
-        self.final = False  # no more will come: pages are told to stop asking
+        self.final = False  # pages stop polling after the final snapshot
         self.final_sent = False
         self._clock = clock
         self._lock = threading.Lock()

@@ -78,7 +78,7 @@ def resource(name: str) -> str:
 
 
 def states(runs: Sequence[RunView]) -> str:
-    """Every run's state beside the others': how far it is, the few figures, what they come to."""
+    """A table of all runs: progress, main figures, verdict."""
     return side_by_side([_state(run, index, len(runs)) for index, run in enumerate(runs)])
 
 
@@ -95,7 +95,7 @@ def _state(run: RunView, index: int, count: int) -> str:
 
 
 def progress(run: RunRecord, kind: str) -> str:
-    """A bar, the step, the time left of a run that goes on, why one that does not has ended."""
+    """A progress bar, the step, and the remaining time of a running run or why a run ended."""
     total = run.max_steps
     bar = f"<progress max='{total}' value='{min(run.steps, total)}'></progress>" if total else ""
     text = f"step {run.steps} of {total}" if total else f"step {run.steps}"
@@ -120,7 +120,7 @@ def seconds_left(run: RunRecord) -> float | None:
 
 
 def why_ended(run: RunRecord, kind: str) -> str:
-    """Why a run ended before its last step, as far as its events know."""
+    """Why a run ended before its last step, from its events."""
     if kind in ("running", "completed"):
         return ""
     guard = guard_stop(run)

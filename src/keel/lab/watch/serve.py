@@ -41,7 +41,7 @@ def _user() -> str:
 
 
 def watch(runs: Sequence[Path], port: int, *, until_end: bool = False, echo: Echo = print) -> None:
-    """Serve the runs' page until Ctrl-C, or with `until_end` until none of them goes on."""
+    """Serve the runs' page until Ctrl-C, or with `until_end` until all of them have ended."""
     watcher = Watcher(runs)
     for run in watcher.runs:
         run.check()

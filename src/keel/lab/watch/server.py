@@ -67,7 +67,7 @@ class WatchServer(ThreadingHTTPServer):
         self.watcher = watcher
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed while it was answered is no error."""
+        """A page that is closed during an answer is not an error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer; whatever fails is told to the page in one line."""
+        """Answer a request; an error is sent to the page in one line."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not is_local(hosts[0]):
             names = f"open the page as http://{ADDRESS}:PORT/ or http://localhost:PORT/"
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str) -> None:
         watcher = self.server.watcher
-        final = watcher.final  # before the snapshot: what is told to be the last was read after the end
+        final = watcher.final  # before the snapshot, so that a snapshot marked final was read after the end
         snapshot = watcher.snapshot()
         if path == "/":
             page = whole_page(snapshot.title, snapshot.sections, REFRESH_S)
@@ -136,4 +136,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not told: a page asks every two seconds."""
+        """Do not log requests: a page polls every two seconds."""

@@ -69,7 +69,7 @@ def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
     kernels.draw(state, rows, sampling.temperature)
 
 
-_Norm = tuple[Tensor, Tensor | None, float, float, bool]  # weight, bias, eps, what is added to the weight, centred
+_Norm = tuple[Tensor, Tensor | None, float, float, bool]  # weight, bias, eps, the weight's offset, centred
 
 
 def _norm(module: Any) -> _Norm:

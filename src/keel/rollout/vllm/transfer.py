@@ -147,7 +147,7 @@ def check_buffers(policy: nn.Module) -> None:
 
 
 def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, *, sent: bool = True) -> int:
-    """Refuse a sampler that multiplies by other weights than the policy's, be they `sent` or its own; else how many."""
+    """The number of compared weights; refuses a sampler whose weights, `sent` or its own, differ from the policy's."""
     foreign = sorted(set(held) - set(expected))
     missing = foreign or sorted(set(expected) - set(held))
     if missing:
@@ -202,7 +202,7 @@ def lora_rank(policy: Any) -> int:
 
 
 def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
-    """The active adapter; what vLLM does not load beside a base is refused."""
+    """The active adapter; refuses one that vLLM cannot load."""
     name = policy.active_adapters[0]
     settings = policy.peft_config[name]
     for option in ("modules_to_save", "use_dora", "lora_bias"):

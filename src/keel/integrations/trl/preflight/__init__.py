@@ -31,7 +31,7 @@ Probe = Callable[[Subject, Thresholds], ProbeResult]
 PROBES: tuple[tuple[str, Probe], ...] = (
     ("travel", probe_texts),
     ("collection", probe_rewards),
-    ("scoring", probe_scoring),  # first of the passes: the others ask it whether they repeat
+    ("scoring", probe_scoring),  # the first pass: later probes read whether passes are deterministic
     ("masks", probe_masks),
     ("sampler", probe_sampler),
     ("weight sync", probe_sync),
@@ -39,7 +39,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("kl_term", probe_kl),
     ("accumulation", probe_accumulation),
     ("resume", probe_resume),
-    ("update", probe_update),  # last: it moves the optimizer too
+    ("update", probe_update),  # last: it also changes the optimizer
 )
 
 
@@ -48,7 +48,7 @@ def preflight(
     thresholds: Thresholds | None = None,
     on_probe: Callable[[ProbeResult, float], None] | None = None,
 ) -> Diagnosis:
-    """What is wrong with a `GRPOTrainer` or `KeelGRPOTrainer`, worst first; it is left as it was.
+    """Findings on a `GRPOTrainer` or `KeelGRPOTrainer`, worst first; the trainer is restored.
 
     `on_probe(outcome, seconds)` is called after every probe. A probe that fails on what it is given is said to have
     failed and does not end the others.

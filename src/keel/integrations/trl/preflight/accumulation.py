@@ -1,4 +1,4 @@
-"""The loss's size under accumulation: a batch in one microbatch against the same batch in several."""
+"""Check gradient accumulation: compare a batch in one microbatch with the same batch in several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One batch taken through the trainer's own methods, and what was seen on the way."""
+"""One batch through the trainer's own methods, with the intermediate results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_NOISE, MOST_TRIES = 0.05, 6
 
 @dataclass(frozen=True)
 class Judged:
-    """What the rewards were given and gave: `rewards` is `[B, functions]`; `error` is what one of them raised."""
+    """Inputs and results of the rewards: `rewards` is `[B, functions]`; `error` is the exception of one of them."""
 
     completions: Sequence[Any]
     rewards: Tensor
@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def sampled(self) -> Tensor:
-        """`[B, T]`: true on the tokens that the policy sampled, whatever the trainer's masks say."""
+        """`[B, T]`: true on the tokens that the policy sampled, independent of the trainer's masks."""
         foreign = self.generated[2]
         rows = [[1] * len(tokens) for _, tokens in self.texts] if foreign is None else foreign
         mask = right_pad([tuple(row) for row in rows], 0).bool().to(self.device)
@@ -84,7 +84,7 @@ class Subject:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The batch with the ids that were sampled and masks that see all of them, whatever the trainer's are."""
+        """The batch with the sampled ids and full masks in place of the trainer's."""
         pad, texts = self.trainer._tokenizer.pad_token_id, self.texts
         prompts = right_pad([prompt[::-1] for prompt, _ in texts], pad).flip(1)  # padded on the left, as TRL does
         seen = right_pad([(1,) * len(prompt) for prompt, _ in texts], 0).flip(1)
@@ -99,12 +99,12 @@ class Subject:
 
     @property
     def noisy(self) -> bool:
-        """Whether two passes over the same tokens differ, so that what compares passes tells nothing."""
+        """Whether two passes over the same tokens differ, so that comparisons of passes are unreliable."""
         return "noise of a pass" in self.shared
 
     @property
     def rows_hold(self) -> bool:
-        """Whether the batch holds the tokens that were sampled, row by row, as far as that was looked at."""
+        """Whether the batch has the sampled tokens, row by row, as far as it was checked."""
         return "rows differ" not in self.shared
 
     @property
@@ -134,13 +134,13 @@ class Subject:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the trainer says that it samples."""
+        """The trainer's sampling options."""
         t = self.trainer
         return SamplingParams(t.temperature, t.top_p or 1.0, t.top_k or 0, t.min_p or 0.0)
 
     @property
     def advantages(self) -> Tensor:
-        """The batch's own advantages, or where they are all 0 ones of both signs."""
+        """The batch's own advantages; if all are 0, made-up ones of both signs."""
         own: Tensor = self.batch["advantages"]
         return own if bool(own.any()) else signs(own)
 
@@ -173,7 +173,7 @@ class Subject:
     # ---------------------------------------------------------------------------------------- the trainer's own way
 
     def scored(self, batch: Mapping[str, Any] | None = None) -> Tensor:
-        """The log-probabilities `[B, T]` that training takes of a batch, in the mode that it trains in."""
+        """The log-probabilities `[B, T]` of a batch as training computes them, in training mode."""
         b = self.batch if batch is None else batch
         ids = torch.cat([b["prompt_ids"], b["completion_ids"]], dim=1)
         attention = torch.cat([b["prompt_mask"], b["completion_mask"]], dim=1)
@@ -188,7 +188,7 @@ class Subject:
         return logp.float()
 
     def rescored(self) -> dict[str, Any]:
-        """The same tokens and rewards through `_generate_and_score_completions` again, with the weights of now."""
+        """Pass the same tokens and rewards through `_generate_and_score_completions` with the current weights."""
         trainer = self.trainer
         with patched(
             trainer,
@@ -233,7 +233,7 @@ class Subject:
 
     @contextmanager
     def at_beta(self, beta: float) -> Iterator[None]:
-        """Another coefficient of the KL term for a while."""
+        """Change the coefficient of the KL term within the context."""
         if self.keel:
             state = self.trainer.keel_state
             with patched(self.trainer, keel_state=replace(state, kl=replace(state.kl, beta=beta))):
@@ -244,7 +244,7 @@ class Subject:
 
     @contextmanager
     def perturbed(self, kl: float = ENOUGH_KL) -> Iterator[float]:
-        """Noise on the trainable weights that takes the policy about `kl` nats per token away; gives how far."""
+        """Add noise to the trainable weights for a KL of about `kl` nats per token; returns the measured KL."""
         scale, tries = self.shared.setdefault("noise", {}).get(kl, FIRST_NOISE), MOST_TRIES
         while kl not in self.shared["noise"]:
             with perturbed_weights(self.weights, scale):
@@ -257,7 +257,7 @@ class Subject:
             yield self._moved()
 
     def _moved(self) -> float:
-        """How far the policy is from where it was, in nats per token to second order."""
+        """The KL to the policy before the change, in nats per token, to second order."""
         moved = (self.forward_logp() - self.forward)[self.sampled].double()
         return float(moved.square().mean() / 2)
 
@@ -301,7 +301,7 @@ def first_batch(trainer: Any) -> Subject:
     def keep_judged(inputs: Any, prompts: Any, completions: Any, ids: Any) -> Any:
         try:
             rewards, error = judge(inputs, prompts, completions, ids), None
-        except Exception as raised:  # a user's reward may raise anything; what does not need it is still looked at
+        except Exception as raised:  # a user's reward may raise anything; the other probes still run
             rewards = torch.zeros(len(prompts), len(trainer.reward_funcs), device=trainer.accelerator.device)
             error = f"{type(raised).__name__}: {first_line(raised)}"
         seen["judged"] = Judged(completions, rewards, error)

@@ -1,4 +1,4 @@
-"""The KL term: whether it acts, which way it pulls, and how far it lets the policy go."""
+"""Check the KL term: whether it acts, the direction of its gradient, and how much KL it allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.lab.doctor.probes.result import ProbeResult
 from keel.lab.doctor.probes.share import GradientNorms
 from keel.lab.thresholds import Thresholds
 
-FAR = 1e-3  # nats between policy and reference from which the term must pull
+FAR = 1e-3  # nats between policy and reference above which the term must have a gradient
 
 
 def probe_kl(subject: Subject, thresholds: Thresholds) -> ProbeResult:
@@ -55,7 +55,7 @@ def _norm(gradients: list[Tensor]) -> float:
 
 
 def _without(subject: Subject) -> ProbeResult:
-    """No penalty: an accident where something is there that only a penalty uses, else said and left."""
+    """β = 0: a finding if settings exist that only a penalty uses, else a note."""
     unchecked = ("kl/reversed, kl/too-strong: β is 0",)
     signs_of_intent = list(_intent(subject))
     if signs_of_intent:
@@ -78,9 +78,9 @@ def _without(subject: Subject) -> ProbeResult:
 
 
 def _intent(subject: Subject) -> Iterator[str]:
-    """What in the trainer says that a penalty was meant."""
+    """Settings of the trainer that show that a penalty was intended."""
     trainer, args = subject.trainer, subject.trainer.args
-    if subject.keel:  # which takes β from one place, and refuses to have none
+    if subject.keel:  # it reads β from one place, and refuses to have none
         return
     if args.beta != 0:
         yield f"GRPOConfig says beta={args.beta:g}"

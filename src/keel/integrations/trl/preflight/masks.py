@@ -1,4 +1,4 @@
-"""Which tokens are trained: the masks against the sampled tokens, and the loss's own gradient against both."""
+"""Check which tokens are trained: masks against sampled tokens, and the loss's gradient against both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def probe_masks(subject: Subject, thresholds: Thresholds) -> ProbeResult:
 
 
 def expected_mask(subject: Subject) -> Tensor:
-    """`[B, T]`: what is to be trained; with `mask_truncated_completions` nothing of a completion without its end."""
+    """`[B, T]`: the tokens to train; with `mask_truncated_completions` none of a truncated completion."""
     expected = subject.sampled
     trainer = subject.trainer
     if trainer.mask_truncated_completions:
@@ -105,7 +105,7 @@ def declared_ends(trainer: Any) -> set[int]:
 
 
 def _end_token(subject: Subject) -> Iterator[Finding]:
-    """The special token that the chat template ends the assistant's turn with has to end a completion."""
+    """The special token that ends the assistant's turn in the chat template must also end a completion."""
     token = template_end(subject)
     trainer = subject.trainer
     if token is None or token in trainer.eos_token_ids or subject.tools:
@@ -131,7 +131,7 @@ def template_end(subject: Subject) -> int | None:
         tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": mark}], tokenize=False)
         for mark in marks
     ]
-    same = 0  # length of what both end in: the text after the answer
+    same = 0  # length of the common suffix: the text after the answer
     while same < min(map(len, rendered)) and rendered[0][-1 - same] == rendered[1][-1 - same]:
         same += 1
     ids = tokenizer(rendered[0][len(rendered[0]) - same :], add_special_tokens=False)["input_ids"] if same else []

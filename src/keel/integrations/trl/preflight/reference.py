@@ -1,4 +1,4 @@
-"""The reference: the model that it should be, at step 0 the policy itself, and still when the policy moves."""
+"""Check the reference: the right model, equal to the policy at step 0, and unchanged by updates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def probe_reference(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     figures = {"kl_at_start": kl, "gap_max": largest(gap)}
     findings: list[Finding] = []
     if not _masks_hold(subject):
-        gap = torch.zeros_like(gap)  # scores behind a wrong mask are that mask's matter
+        gap = torch.zeros_like(gap)  # wrong masks have their own finding
     elif not subject.close(gap, thresholds):
         findings.append(_not_its_own(subject, gap))
     if not findings and _masks_hold(subject) and kl > thresholds["kl_at_start"]:
@@ -55,7 +55,7 @@ def probe_reference(subject: Subject, thresholds: Thresholds) -> ProbeResult:
 
 
 def _masks_hold(subject: Subject) -> bool:
-    """Whether every completion is scored as it was sampled, and seen whole or not at all."""
+    """Whether every completion is scored as sampled, and its mask covers all or none of it."""
     mask, present = subject.batch["completion_mask"].bool(), subject.present
     return subject.rows_hold and bool(((mask == present).all(1) | ~mask.any(1)).all())
 
@@ -96,7 +96,7 @@ def _name(subject: Subject) -> str:
 
 
 def _at_start(subject: Subject, d: Tensor, seen: Tensor, kl: float) -> Finding:
-    """Policy and reference differ before an update: which weights differ says why."""
+    """Explain a difference of policy and reference before the first update by the weights that differ."""
     rows = seen.nonzero()[:, 0]
     means = [float(k3(d[rows == row]).mean()) for row in rows.unique()]
     low, high = normal_interval(means)
@@ -141,7 +141,7 @@ def _at_start(subject: Subject, d: Tensor, seen: Tensor, kl: float) -> Finding:
 def _when_the_policy_moves(
     subject: Subject, given: Tensor, seen: Tensor, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """The same tokens scored again after noise on the policy: the reference must not have moved."""
+    """Score the same tokens after adding noise to the policy: the reference must not change."""
     with subject.perturbed() as moved:
         again = subject.rescored().get("ref_per_token_logps")
     if again is None:

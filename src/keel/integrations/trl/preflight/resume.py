@@ -1,4 +1,4 @@
-"""What a checkpoint would keep of Keel's own part; TRL's is not tried."""
+"""Check that a checkpoint restores Keel's own state; TRL's is not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rewards gave: numbers, and a spread within groups."""
+"""Check the rewards: numbers, and differences within groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.lab.thresholds import Thresholds
 
 
 def probe_rewards(subject: Subject, thresholds: Thresholds) -> ProbeResult:
-    """Whether every reward is a number, and whether groups differ, which is all that an advantage is made of."""
+    """Whether every reward is a number, and whether rewards within groups differ, as advantages require."""
     judged, size = subject.judged, int(subject.trainer.num_generations)
     if judged.error is not None:
         failed = finding(

@@ -1,4 +1,4 @@
-"""The sampler against the policy: what it reports, what it draws, and whether it follows the weights."""
+"""Check the sampler against the policy: reported log-probabilities, drawn tokens, and synced weights."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def probe_sampler(subject: Subject, thresholds: Thresholds) -> ProbeResult:
 
 
 def _once(findings: Sequence[Finding]) -> list[Finding]:
-    """What is reported and what is drawn often have one cause: it is named once."""
+    """Merge findings on reported and drawn tokens that have one cause."""
     return list({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _options(subject: Subject) -> Iterator[Finding]:
-    """What `generation_kwargs` overrides: the loss does not know of it."""
+    """Options that `generation_kwargs` overrides; the loss ignores them."""
     trainer = subject.trainer
     used = (trainer.args.generation_kwargs or {}).get("temperature", trainer.temperature)
     if used != trainer.temperature:
@@ -63,7 +63,7 @@ def _options(subject: Subject) -> Iterator[Finding]:
 def _reported(
     subject: Subject, reported: Tensor, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """The sampler's log-probabilities minus the policy's, under its filters where it has some."""
+    """The sampler's log-probabilities minus the policy's, under the sampler's filters if any."""
     known = subject.sampled & reported.isfinite()
     forward = torch.zeros_like(reported)
     for row, drawn in subject.each_draw(None, subject.texts):
@@ -121,7 +121,7 @@ def _drawn(subject: Subject, figures: dict[str, float], thresholds: Thresholds) 
 
 
 def probe_sync(subject: Subject, thresholds: Thresholds) -> ProbeResult:
-    """Change the weights and sample again: the tokens have to come from the new ones.
+    """Change the weights and sample again: the tokens must come from the new weights.
 
     The odds of the old weights against the new ones have a mean of 1 under the new ones, so that odds of a million come
     about by chance once in a million (Markov).
@@ -165,14 +165,14 @@ def probe_sync(subject: Subject, thresholds: Thresholds) -> ProbeResult:
 
 
 def _sample(subject: Subject, seed: int) -> list[Text]:
-    """The batch's prompts once more, with the weights of now."""
+    """Sample the batch's prompts again with the current weights."""
     torch.manual_seed(seed)
     prompts, completions = subject.trainer._generate(copy.deepcopy(subject.prompts))[:2]
     return [(tuple(map(int, p)), tuple(map(int, c))) for p, c in zip(prompts, completions, strict=True)]
 
 
 def _logp(subject: Subject, texts: Sequence[Text]) -> list[Tensor]:
-    """Log-probability of every completion as it is sampled; a token that the filters rule out counts 50 nats."""
+    """Each completion's log-probability under the filters; a token that they exclude counts 50 nats."""
     scored = {row: drawn.logp(subject.sampling).clamp_min(-50.0).sum() for row, drawn in subject.each_draw(None, texts)}
     return [scored[row] for row in range(len(texts))]
 

@@ -15,7 +15,7 @@ from keel.rollout.sampling import SamplingParams
 
 
 def probe_scoring(subject: Subject, thresholds: Thresholds) -> ProbeResult:
-    """Two passes of training's over the batch against each other and against an unpadded forward of the model."""
+    """Compare two training passes over the batch with each other and with an unpadded forward of the model."""
     sampled = subject.sampled
     first, second = subject.scored(subject.whole), subject.scored(subject.whole)
     forward = subject.forward

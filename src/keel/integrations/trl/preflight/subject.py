@@ -1,4 +1,4 @@
-"""The trainer that is looked at: built by the user's own function, refused where nothing sound could be said of it."""
+"""The trainer to examine: built by the user's function, refused if its results would be unreliable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEEP = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")
 
 
 def load_trainer(spec: str) -> Any:
-    """What the function `module:attr` builds, which has to be a trainer that can be looked at."""
+    """Build the trainer by the function `module:attr`; refuse one that cannot be examined."""
     build = import_object(spec, "--trl")
     try:
         trainer = build()
@@ -40,7 +40,7 @@ def load_trainer(spec: str) -> Any:
 
 
 def check_trainer(trainer: Any, label: str = "the trainer") -> None:
-    """Refuse what is no trainer of TRL's, and what the experiments were not tested with."""
+    """Refuse objects that are no trainer of TRL, and settings that were not tested."""
     if not isinstance(trainer, GRPOTrainer):
         raise KeelError(
             f"{label} gave a {type(trainer).__name__}: return a trl.GRPOTrainer or a KeelGRPOTrainer from a function "
@@ -71,7 +71,7 @@ def trainable(trainer: Any) -> list[Tensor]:
 
 @contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards weights, gradients, optimizer, random numbers, modes and counters are what they were.
+    """Restore weights, gradients, optimizer, random states, modes and counters afterwards.
 
     What a user's own reward, tool or environment has counted or written is out of reach.
     """
@@ -106,14 +106,14 @@ def untouched(trainer: Any) -> Iterator[None]:
 
 
 def _contents(trainer: Any) -> list[tuple[Any, Any]]:
-    """Every container of the trainer's own, with a copy of what it holds."""
+    """Every container of the trainer, with a copy of its content."""
     kinds = (list, dict, set, deque)
     held = {name: value for name, value in vars(trainer).items() if isinstance(value, kinds)}
     return [(value, copy.deepcopy(value) if name in _DEEP else copy.copy(value)) for name, value in held.items()]
 
 
 def _refill(container: Any, before: Any) -> None:
-    """The same container with what it held before."""
+    """Restore a container's content."""
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(before)
 
@@ -154,7 +154,7 @@ def _restore_random(numbers: tuple[Any, ...]) -> None:
 
 @contextmanager
 def patched(trainer: Any, **methods: Any) -> Iterator[None]:
-    """Methods of this one trainer replaced for a while."""
+    """Replace methods of this trainer within the context."""
     before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
     vars(trainer).update(methods)
     try:

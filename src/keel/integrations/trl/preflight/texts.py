@@ -1,4 +1,4 @@
-"""What travels: the prompts' words, the rows that are scored and the texts that are judged, against sampled tokens."""
+"""Compare prompts, scored rows and judged texts with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from keel.lab.thresholds import Thresholds
 
 
 def probe_texts(subject: Subject, thresholds: Thresholds) -> ProbeResult:
-    """Prompts hold their words, rows are scored as they were sampled, and rewards see what was sampled."""
+    """Check that prompts contain their text, and that scored rows and judged texts are the sampled ones."""
     findings = [*_rows(subject), *_questions(subject, thresholds), *_judged_texts(subject)]
     unchecked = ("output/text: completions hold tokens of tools",) if subject.tools else ()
     return ProbeResult("travel", tuple(findings), {"rows": float(len(subject.texts))}, unchecked=unchecked)
 
 
 def _rows(subject: Subject) -> Iterator[Finding]:
-    """The batch's own ids against what `_generate` gave, row by row."""
+    """Compare the batch's ids with the result of `_generate`, row by row."""
     batch, texts = subject.batch, subject.texts
     scored = [
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
@@ -46,7 +46,7 @@ def _rows(subject: Subject) -> Iterator[Finding]:
 
 
 def _questions(subject: Subject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The words of a prompt, of a conversation its last message, in the text that its tokens decode to."""
+    """Search a prompt's text (of a conversation the last message) in its decoded tokens."""
     tokenizer = subject.trainer._tokenizer
     lost: list[str] = []
     count = 0
@@ -69,7 +69,7 @@ def _questions(subject: Subject, thresholds: Thresholds) -> Iterator[Finding]:
 
 
 def _judged_texts(subject: Subject) -> Iterator[Finding]:
-    """The texts that the rewards saw against the tokens that are trained."""
+    """Compare the texts that the rewards got with the trained tokens."""
     if subject.tools or subject.judged.error is not None:
         return
     kept = [
@@ -91,7 +91,7 @@ def _judged_texts(subject: Subject) -> Iterator[Finding]:
 
 
 def _content(completion: Any) -> str | None:
-    """A completion's text; None where it was parsed into something else than text."""
+    """A completion's text; None if it was parsed into something else."""
     if isinstance(completion, str):
         return completion
     only = completion[0] if len(completion) == 1 else {}

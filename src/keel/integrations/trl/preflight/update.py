@@ -1,4 +1,4 @@
-"""One update by the trainer's own optimizer: which weights it holds, and whether it moves the policy."""
+"""Check one update of the trainer's own optimizer: its weights, and whether it changes the policy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _frozen(subject: Subject, figures: dict[str, float]) -> Finding:
 
 
 def _held(weights: list[Tensor], optimizer: Any, figures: dict[str, float]) -> Iterator[Finding]:
-    """Whether the optimizer holds the model's own tensors: copies of them it moves in vain."""
+    """Whether the optimizer has the model's own tensors; updates of copies have no effect."""
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     own = {id(weight) for weight in weights}
     missing = sum(weight.numel() for weight in weights if id(weight) not in held)
@@ -121,7 +121,7 @@ def _not_finite(norm: float) -> Finding:
 def _judged(
     subject: Subject, optimizer: Any, figures: dict[str, float], same: bool, norm: float, thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """Whether an update moves the policy at all, in a whole run far enough, and not too far at once."""
+    """Whether an update changes the policy, enough over a whole run, and not too much at once."""
     rate = max(group["lr"] for group in optimizer.param_groups)
     kl, length = figures["kl_after_peak"], float(subject.sampled.sum()) / len(subject.sampled)
     steps = _steps(subject.trainer, thresholds)
@@ -152,7 +152,7 @@ def _judged(
 
 
 def _steps(trainer: Any, thresholds: Thresholds) -> float:
-    """How many updates the run takes, as far as that is known; not fewer than a run is judged by."""
+    """The number of updates of the run if known, at least the minimum for a judgement."""
     args = trainer.args
     known = float(args.max_steps)
     if known <= 0:
