@@ -395,7 +395,7 @@ def test_a_parameter_of_a_task_leads_to_its_section():
     assert "task.noise_rate (of multihop)" in refusal("env.noise_rate", "0.5")
     with pytest.raises(KeelError, match=r"unknown option noise_rat: did you mean task\.noise_rate\?"):
         load_config({"task": {"name": "multihop"}, "noise_rat": 0.5})
-    with pytest.raises(KeelError, match=r"did you mean kl\.level or loss\.mismatch\.level\?"):
+    with pytest.raises(KeelError, match=r"did you mean kl\.level or kl\.teacher\.level or loss\.mismatch\.level\?"):
         load_config({"task": {"name": "no_such_task"}, "level": 3})
     with pytest.raises(KeelError, match="unknown option noise_rate"):
         load_config({"task": {"name": ["multihop"]}, "noise_rate": 0.5})
