@@ -131,12 +131,12 @@ def study_of(student: Path, teacher: Path, seeds: int, only: list[str], override
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path.insert(0, str(HERE))
-    models = [f"model.name={json.dumps(str(student))}", f"reference.model={json.dumps(str(teacher))}"]
     data = read_yaml(STUDY)
+    data["set"] |= {"model.name": str(student), "reference.model": str(teacher)}
     if only:
         data["points"] = [point for point in data["points"] if point["name"] in only]
     data["config"] = str(STUDY.parent / data["config"])
-    return read_study(data, [*models, *overrides], seeds=str(seeds))
+    return read_study(data, overrides, seeds=str(seeds))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

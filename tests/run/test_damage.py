@@ -122,7 +122,7 @@ def test_a_flipped_byte_is_resumed_past_exactly(whole: Path, run: Path, file: st
         assert all(find_damage(path) == [] for path in (run / "checkpoints").glob("step-*"))
     else:
         assert (run / "checkpoints" / "damaged-step-6").is_dir()
-        assert "goes on from step-4" in message
+        assert "resumes from step-4" in message
     assert find_damage(run / "checkpoints" / "step-6") == []
     assert result.summary["kl"] == json.loads((whole / "summary.json").read_text())["kl"]
 

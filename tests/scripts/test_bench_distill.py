@@ -43,8 +43,8 @@ def test_the_exact_form_approaches_the_teacher_and_k1_in_the_loss_does_not(
     monkeypatch.setenv(distill.TEACHER, "")
     monkeypatch.syspath_prepend(str(distill.HERE))
     arms = ["exact reverse KL", "k1 in the loss"]
-    sizes = ["run.max_steps=12", "rollout.prompts_per_step=8", "optim.learning_rate=1e-3", "eval.samples=4"]
-    study = distill.study_of(student, teacher, 1, arms, [*sizes, "eval.every=0", "checkpoint.every=12"])
+    sizes = ["run.max_steps=20", "rollout.prompts_per_step=8", "optim.learning_rate=1e-3", "eval.samples=4"]
+    study = distill.study_of(student, teacher, 1, arms, [*sizes, "eval.every=0", "checkpoint.every=20"])
     outcomes = run_study(study, tmp_path / "study", say=lambda line: None)
     assert [outcome.state for outcome in outcomes.values()] == ["done", "done"]
     start = distill.kl_between(student, teacher)["kl_student_teacher"]

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from keel.base.errors import KeelError, first_line, nearest
 from keel.base.imports import import_object
 from keel.base.types import Message, Problem, Reward
@@ -73,9 +71,11 @@ class RandomStream:
     _lock = threading.Lock()
 
     def __init__(self, *parts: object) -> None:
+        import numpy as np
+
         rng = seeded_rng(*parts)
-        python, numpy = random.Random(rng.getrandbits(64)), np.random.RandomState(rng.getrandbits(32))
-        self._own: tuple[Any, Any] = python.getstate(), numpy.get_state()
+        own = random.Random(rng.getrandbits(64)).getstate(), np.random.RandomState(rng.getrandbits(32)).get_state()
+        self._own: tuple[Any, Any] = own
 
     def __enter__(self) -> None:
         lock = RandomStream._lock
@@ -94,10 +94,14 @@ class RandomStream:
 
 
 def _states() -> tuple[Any, Any]:
+    import numpy as np
+
     return random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
 def _set_states(states: tuple[Any, Any]) -> None:
+    import numpy as np
+
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
 

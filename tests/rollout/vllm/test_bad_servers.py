@@ -62,9 +62,9 @@ def assert_one_line(error: pytest.ExceptionInfo[KeelError]) -> None:
         ({"tokenizer": vocabulary_digest(tiny_tokenizer())}, "another tokenizer"),
         ({"protocol": PROTOCOL + 1}, "another version of Keel"),
         ({"dtype": "tensor"}, "type 'tensor'"),
-        ({"dtype": 32}, "says 32 of its dtype"),
-        ({"parts": None}, "says None of its parts"),
-        ({"context": "long"}, "says 'long' of its context"),
+        ({"dtype": 32}, "says 32 as its dtype"),
+        ({"parts": None}, "says None as its parts"),
+        ({"context": "long"}, "says 'long' as its context"),
     ],
 )
 def test_a_server_of_something_else(facts: dict[str, Any], message: str) -> None:
@@ -320,7 +320,7 @@ class Liar(PlainBackend):
         (lambda d: {name: d[name] for name in list(d)[1:]}, "other tensors .*such as model.embed_tokens.weight"),
         (lambda d: {**d, "more": "0"}, "other tensors than the policy, such as more"),
         (lambda d: {}, "holds other tensors"),
-        (lambda d: None, "says 'None' of its digests"),
+        (lambda d: None, "says 'None' as its digests"),
     ],
 )
 def test_weights_that_are_not_held(changed: Any, message: str) -> None:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from keel.integrations.trl.checkpoint import good_checkpoints
 from keel.integrations.trl.records import rollout_records, skipped_record
 from keel.integrations.trl.window import Update, Window, gather, measure
-from keel.kl.measure import controlled_kl
+from keel.kl.measure import REFERENCE, controlled_kl
 from keel.lab.doctor.names import TRAINERS
 from keel.trainer.guards import (
     GuardViolation,
@@ -150,7 +150,7 @@ class Steps(TrainerCallback):
         trainer = self.trainer
         last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
         steered = trainer.keel_controller.update(before.kl, controlled_kl(line, trainer.keel_controller.unit))
-        state = before.next(kl=steered, skipped=Skipped.of(line), tokens=update.tokens, last_kl=last_kl)
+        state = before.next(kl={REFERENCE: steered}, skipped=Skipped.of(line), tokens=update.tokens, last_kl=last_kl)
         judged = next_guard_state(
             replace(state, step=trainer.state.global_step),
             line,

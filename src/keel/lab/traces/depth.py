@@ -36,9 +36,8 @@ class DepthReport:
 
         with picture(Path(path)) as plt:
             figure, axis = plt.subplots(figsize=(6, 3.6))
-            starts = list(self.depth_bins)
-            means, errors = zip(*self.depth_bins.values(), strict=True)
-            axis.errorbar(starts, means, yerr=errors, marker="o")
+            means, errors = ([value[i] for value in self.depth_bins.values()] for i in (0, 1))
+            axis.errorbar(list(self.depth_bins), means, yerr=errors, marker="o")
             axis.set(
                 xlabel="position in the context (tokens)", ylabel="KL(sampler‖policy), nats per token", ylim=(0, None)
             )
