@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,10 @@ def test_a_checkpoint_holds_the_teachers_fingerprint_alone() -> None:
         next(causal_lm(model).parameters()).add_(1e-3)
     with pytest.raises(KeelError, match="fingerprint"):
         reference.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("section", ["reference", "kl.teacher"])
+def test_a_teacher_that_is_not_there_is_refused_before_the_policy_loads(section: str) -> None:
+    config = small_config(f"{section}.model=runs/none/checkpoints/step-9", "model.name=no/such:loader")
+    with pytest.raises(KeelError, match=rf"{re.escape(section)}\.model: .*runs/none/checkpoints/step-9"):
+        build_policy(config)

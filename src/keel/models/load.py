@@ -72,7 +72,7 @@ def load_model(
     check_adapter(lora)
     device = _resolve_device(options.device)
     dtype, dtype_notes = resolve_dtype(options.dtype, device)
-    loader = loader or _loader(name)
+    loader = loader or find_loader(name)
     quantization = _quantization_kwargs(options.quantization, loader, lora, device)
     read = Loaded(*loader(options, dtype=dtype, seed=seed, quantization=quantization))
     policy, tokenizer, notes = read.model, read.tokenizer, read.notes
@@ -241,7 +241,7 @@ def _quantization_kwargs(
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def _loader(name: str) -> Loader:
+def find_loader(name: str) -> Loader:
     """The loader for a model's name; missing files are refused before loading."""
     path = Path(name).expanduser()
     if name == "tiny":
@@ -335,4 +335,4 @@ def _cannot_load(name: str, error: Exception) -> KeelError:
             f"cannot load a model from {source}: it contains Python code, which needs your permission: "
             "read that code, then set model.trust_remote_code=true"
         )
-    return KeelError(f"cannot load a model from {source}: {first_line(error).rstrip('.')}; check model.name")
+    return KeelError(f"cannot load a model from {source}: {first_line(error).rstrip('.')}; check the name")

@@ -26,7 +26,7 @@ from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
 from keel.models.head import causal_lm
-from keel.models.load import load_model
+from keel.models.load import find_loader, load_model
 from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
@@ -59,6 +59,7 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
         if folder and weights is None:
             check_model(Path(folder).expanduser())
+    _check_teachers(config)  # before a warm start
     with memory_guard("loading the policy", lambda: _smaller_policy(config)):
         loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
@@ -351,10 +352,16 @@ def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool)
     return Anchor("teacher", teacher, term, pairing, controller_from_options(term, config.episodes_per_step))
 
 
-def _check_saved(model: str | Mapping[str, str]) -> None:
-    """Refuse a teacher, or one of a task, that was damaged since it was saved: another run's checkpoint, perhaps."""
-    for name in [model] if isinstance(model, str) else model.values():
-        check_model(Path(name).expanduser())
+def _check_teachers(config: Config) -> None:
+    """Refuse a teacher that is not there, or was damaged since it was saved: another run's checkpoint, perhaps."""
+    beside = None if config.kl.teacher is None else config.kl.teacher.model
+    for section, model in {"reference": config.reference.params.get("model"), "kl.teacher": beside}.items():
+        for name in model.values() if isinstance(model, Mapping) else filter(None, [model]):
+            try:
+                find_loader(name)
+                check_model(Path(name).expanduser())
+            except KeelError as error:
+                raise KeelError(f"{section}.model: {error}") from None
 
 
 def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
@@ -377,15 +384,12 @@ def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
     term = config.kl.teacher
     if term is None or not (term.penalizes or config.kl.measure_every > 0):
         return None
-    _check_saved(term.model)
     return build_teacher("kl.teacher", loaded, term.model, **term.params)
 
 
 def reference_of(config: Config, loaded: LoadedModel) -> Any:
     """The configured reference of the current policy; None if no KL is used or measured."""
     needed = config.needs_reference or config.kl.collect_max is not None
-    if (model := config.reference.params.get("model")) is not None:
-        _check_saved(model)
     rows = causal_lm(loaded.model).get_output_embeddings().weight.shape[0]
     for option, term in kl_terms(config.kl).items():
         if term.estimator.startswith("topk") and term.topk >= rows:
