@@ -13,8 +13,8 @@ from keel.cli.app import app, print_json
 SHOW_HELP = """Print the recorded rollouts of a step: prompts, completions, log-ratios, rewards, advantages.
 
 Sampled tokens are coloured by their log-ratio to the reference, a k1 sample of the KL (orange: more likely than under
-the reference, blue: less likely). An episode is shown turn by turn: what the policy sampled, the calls and rewards of the
-turn, and the replies of tools or the environment, which are not trained on.
+the reference, blue: less likely). An episode is shown turn by turn: what the policy sampled, the calls or the reward of
+the turn, and the replies of tools or the environment, which are not trained on.
 
 Examples:
 

@@ -19,8 +19,8 @@ class Episode:
     """The environment of one completion, such as a game or a sandbox.
 
     `step` gets each model turn, in order; then `reward`, `counts` and `turn_notes` are read, and `close` is called,
-    also after a failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of episodes
-    (None: 1, or 16 if `step` is a coroutine function).
+    also after a failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of
+    episodes (None: 1, or 16 if `step` is a coroutine function).
     """
 
     at_once: int | None = None

@@ -127,11 +127,11 @@ class GameEpisode(Episode):
         with self.random:
             outcome = self.game.step(text)
         self.total += float(outcome.reward)
-        messages = self.task.viewed(outcome.messages)
-        told = _text(outcome.messages) if outcome.over or self.task.view else ""  # else the model reads it as it is
-        self._notes.append(f"reward {outcome.reward:g}\n{told[:NOTED_CHARACTERS]}".strip())
+        unread = _text(outcome.messages) if outcome.over or self.task.view else ""
+        self._notes.append(f"reward {outcome.reward:g}\n{unread[:NOTED_CHARACTERS]}".strip())
         if outcome.over:
             return None
+        messages = self.task.viewed(outcome.messages)
         self.observation = _text(messages)
         return messages or ""
 
@@ -142,7 +142,7 @@ class GameEpisode(Episode):
         return self.game.counts()
 
     def turn_notes(self) -> list[str]:
-        """What each turn earned, and what the environment answered where the model does not read it so."""
+        """What each turn earned, and the environment's answer where the model does not read it as it is."""
         return self._notes
 
     def close(self) -> None:

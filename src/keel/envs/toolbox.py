@@ -212,7 +212,9 @@ def _written(result: ToolResult) -> str:
     """A call in one line, such as `→ search(query='x'): unknown tool`."""
     call, wrong = result.call, (result.kind or "").replace("_", " ")
     arguments = ", ".join(f"{name}={_shortened(repr(value))}" for name, value in (call.arguments or {}).items())
-    return f"→ {call.name}({arguments}){': ' * bool(wrong)}{wrong}" if call.fault is None else f"→ {wrong}: {call.fault}"
+    return (
+        f"→ {call.name}({arguments}){': ' * bool(wrong)}{wrong}" if call.fault is None else f"→ {wrong}: {call.fault}"
+    )
 
 
 def _shortened(text: str) -> str:

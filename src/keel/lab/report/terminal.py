@@ -37,9 +37,7 @@ _MOST_MOVED = 5
 _MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
 _REPLY_LINES = 12  # of a reply that are shown unless all is
 # Control characters but tabs and line ends, marks that reverse the direction of text, halves of characters.
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def show_rollouts(
