@@ -116,7 +116,8 @@ def folded(turns: Sequence[Turn]) -> tuple[Sequence[Turn], Sequence[Turn], Seque
     """The beginning, the folded middle and the end of an episode; short ones have neither middle nor end."""
     if len(turns) <= 3 * UNFOLDED:
         return turns, (), ()
-    return turns[:UNFOLDED], turns[UNFOLDED:-UNFOLDED], turns[-UNFOLDED:]
+    end = next((at for at in range(len(turns) - UNFOLDED, len(turns)) if turns[at].sampled), len(turns))
+    return turns[:UNFOLDED], turns[UNFOLDED:end], turns[end:]
 
 
 def fold_title(turns: Sequence[Turn]) -> str:
