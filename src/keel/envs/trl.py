@@ -59,13 +59,14 @@ class TrlGame(Game):
         *before, last = [dict(message) for message in self.row["prompt"]]
         return [*before, {**last, "content": last["content"] + (told or "")}]
 
-    def tools(self, stream: RandomStream) -> list[Tool]:
-        """The public methods as tools. Those called one at a time draw from the episode's randomness."""
+    @property
+    def methods(self) -> list[Callable[..., Any]]:
+        """The public methods, which are the tools."""
         names = [name for name, _ in inspect.getmembers(type(self.env), inspect.isfunction)]
-        methods = [getattr(self.env, name) for name in names if name not in OWN and not name.startswith("_")]
-        return [self._tool(method, stream) for method in methods]
+        return [getattr(self.env, name) for name in names if name not in OWN and not name.startswith("_")]
 
-    def _tool(self, method: Callable[..., Any], stream: RandomStream) -> Tool:
+    def tool(self, method: Callable[..., Any], stream: RandomStream) -> Tool:
+        """A method as a tool. One that is called one at a time draws from the episode's randomness."""
         made: Tool = tool(method, **self.limits)
         if is_async(method) or made.at_once > 1:
             return made
@@ -82,9 +83,9 @@ class TrlGame(Game):
         own = getattr(self.env, "get_reward", None)
         total = 0.0 if own is None else float(run_sync(own))
         if self.judge is not None:
-            row = {name: [value] for name, value in self.row.items()}
-            batch = {**row, "prompts": row.pop("prompt"), "completions": [list(messages)], "environments": [self.env]}
-            (value,) = run_sync(functools.partial(self.judge, **batch))
+            columns = {name: [value] for name, value in self.row.items() if name != "prompt"}
+            batch = {"prompts": [self.row["prompt"]], "completions": [list(messages)], "environments": [self.env]}
+            (value,) = run_sync(functools.partial(self.judge, **batch, **columns))
             total += float(value or 0.0)
         return total
 
@@ -96,16 +97,20 @@ class TrlEpisode(ToolEpisode, GameEpisode):
 
     def __init__(self, task: GameTask, problem: Problem) -> None:
         GameEpisode.__init__(self, task, problem)
-        tools = self.game.tools(self.random)
+        tools = [self.game.tool(method, self.random) for method in self.game.methods]
         ToolEpisode.__init__(self, replace(self.game.toolbox, tools=lambda problem: tools), problem)
         self.messages = list[Message]()
         self.earned: float | None = None
 
     def see(self, messages: Messages) -> None:
-        tools = tuple(self.offered.values())
-        offered = offer(Problem("", messages), tools, self.toolbox.format)
-        self.schemas = offered.tools
-        super().see(offered.prompt if not isinstance(offered.prompt, str) else users(offered.prompt))
+        """The first observation, with the tools as TRL shows them, or described in tags."""
+        if self.toolbox.format == "json":
+            from transformers.utils import get_json_schema
+
+            self.schemas = [get_json_schema(method) for method in self.game.methods]
+            return super().see(messages)
+        described = offer(Problem("", messages), tuple(self.offered.values()), self.toolbox.format).prompt
+        return super().see([dict(message) for message in described if not isinstance(message, str)])
 
     async def step(self, text: str) -> str | list[Message] | None:
         reply = await super().step(text)
