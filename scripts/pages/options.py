@@ -27,7 +27,7 @@ HEAD = """# Options
 Every option with its default, what it may be, and its sentence, made from the classes that declare them. `keel train
 CONFIG --print-config` shows the same for one configuration, with what `auto` and `null` stand for there. Options are
 written in a YAML file, as `section.option=value` behind a command, or as `{section: {option: value}}` in Python;
-under the names of other trainers too ([Coming from TRL, verl or OpenRLHF](../migrate.md)). What is not listed is
+under the names of other trainers too ([Options of other trainers](peer-options.md)). What is not listed is
 refused with the nearest name.
 
 """
