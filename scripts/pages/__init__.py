@@ -10,6 +10,7 @@ from pages.logs import logs_page
 from pages.metrics import metrics_page
 from pages.options import options_page
 from pages.peer_options import peer_options_page
+from pages.studies import studies_page
 
 
 def reference_pages() -> dict[str, str]:
@@ -21,6 +22,7 @@ def reference_pages() -> dict[str, str]:
         "reference/logs.md": logs_page(),
         "reference/peer-options.md": peer_options_page(),
         "reference/facts.md": facts_page(),
+        "reference/studies.md": studies_page(),
         "reference/commands.md": commands_page(),
         **{f"reference/api/{name}.md": text for name, text in api_pages().items()},
     }
