@@ -151,7 +151,7 @@ DEFAULTS = [
     ("other-trainers.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
     ("tools.md", r"up to `rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
     ("rewards.md", r"`reward\.on_error`: `(\w+)` \(default\)", "reward.on_error"),
-    ("case-musique.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
+    ("cases.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
 ]
 
 

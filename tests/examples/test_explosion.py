@@ -1,4 +1,4 @@
-"""The configurations of docs/case-explosion.md load, and the doctor finds in them what the page says."""
+"""The configurations of docs/cases.md load, and the doctor finds in them what the page says."""
 
 from __future__ import annotations
 
