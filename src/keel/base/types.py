@@ -34,7 +34,8 @@ class Completion:
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
     any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
     stop, length, or `turns` if an episode reached its turn limit. `counts` are an episode's figures, by the
-    metric names they are logged under.
+    metric names they are logged under. `turns` describe an episode's turns, for `keel show` and the report: the numbers
+    of sampled `tokens` and of tokens of the `reply`, the turn's own `stop_reason`, and the episode's `note`.
     """
 
     tokens: tuple[int, ...]
@@ -45,6 +46,7 @@ class Completion:
     stop_reason: str
     counts: Mapping[str, float] = field(default_factory=dict)
     policy_version: int | None = None  # of the weights that sampled it, if the engine reports it
+    turns: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

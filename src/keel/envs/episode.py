@@ -18,9 +18,9 @@ ASYNC_AT_ONCE = 16  # default concurrency of coroutine steps
 class Episode:
     """The environment of one completion, such as a game or a sandbox.
 
-    `step` gets each model turn, in order; then `reward` and `counts` are read, and `close` is called, also after a
-    failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of episodes
-    (None: 1, or 16 if `step` is a coroutine function).
+    `step` gets each model turn, in order; then `reward`, `counts` and `turn_notes` are read, and `close` is called,
+    also after a failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of
+    episodes (None: 1, or 16 if `step` is a coroutine function).
     """
 
     at_once: int | None = None
@@ -36,6 +36,10 @@ class Episode:
     def counts(self) -> Mapping[str, float]:
         """Logged counts of the episode, such as `tool/calls`."""
         return {}
+
+    def turn_notes(self) -> Sequence[str]:
+        """One text a turn for `keel show` and the report, such as its calls, its reward or the state after it."""
+        return ()
 
     def close(self) -> Any:
         """Release the resources of the episode."""

@@ -327,7 +327,17 @@ def test_everything_untrusted_is_escaped(tmp_path):
         log.event("interrupted", step=1, time=1.0, message=ATTACK)
         record = {"problem": ATTACK, "prompt": ATTACK, "completion": ATTACK, "tokens": [ATTACK, "\ud83d"],
                   "kl": [0.5, None], "parts": {ATTACK: 1.0}, "stop_reason": ATTACK}  # fmt: skip
-        log.rollouts(1, [record, {**record, "tokens": None}, {"messages": [{"role": ATTACK, "content": ATTACK}]}])
+        turns = [{"tokens": 1, "reply": 1, "stop_reason": ATTACK, "note": ATTACK}] * 8
+        episode = {
+            **record,
+            "tokens": [ATTACK] * 16,
+            "kl": [0.5, None] * 8,
+            "action": [True, False] * 8,
+            "turns": turns,
+        }
+        log.rollouts(
+            1, [record, episode, {**record, "tokens": None}, {"messages": [{"role": ATTACK, "content": ATTACK}]}]
+        )
     with page_of(run.path) as (ask, _):
         text = ask("/").text
         page = Page(text)
