@@ -57,13 +57,15 @@ def serve(
     max_lora_rank: Annotated[int, typer.Option(help="Maximum LoRA rank; 0 disables adapters.", min=0)] = 0,
     max_batch: Annotated[
         int | None,
-        typer.Option(help="Requests sampled at a time, without vllm; 16 by default, where rows still join on a CPU.", min=1),
+        typer.Option(
+            help="Requests sampled at a time, without vllm; 16 by default, where rows still join on a CPU.", min=1
+        ),
     ] = None,
 ) -> None:
+    from keel.envs.endpoint import SECRET
     from keel.models.adapters import is_lora
     from keel.models.dtypes import DTYPES
     from keel.models.head import causal_lm
-    from keel.envs.endpoint import SECRET
     from keel.rollout.options import RolloutOptions, VllmOptions
     from keel.rollout.registry import build_engine, check_rollout
     from keel.rollout.vllm.transfer import checkpoint_weights, save_shards

@@ -19,7 +19,6 @@ from keel.envs.endpoint import Endpoint, GenerateBody, Noise, Unavailable, conte
 from keel.rollout.engine import Engine, Interrupted
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams, row_key
-from keel.rollout.vllm.serve import bind, serve_and_announce, signals_return
 
 MAX_WAITING = 1024  # calls that have not joined a batch; more are refused
 
@@ -55,7 +54,7 @@ class CallQueue:
     def next_sampling(self) -> SamplingParams | None:
         """Wait for a call and return its sampling parameters; None if the queue is closed."""
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or (bool(self.waiting) and self._ready()))
+            self.changed.wait_for(lambda: self.closed or self._ready())
             return None if self.closed else self.waiting[0].sampling
 
     def take(self, sampling: SamplingParams) -> list[Call]:
@@ -85,7 +84,7 @@ class CallQueue:
         self.fail(waiting, Unavailable("the endpoint is shutting down"))
 
     def _ready(self) -> bool:
-        return True
+        return bool(self.waiting)
 
     def _add(self, call: Call) -> None:
         self.waiting.append(call)
@@ -197,6 +196,8 @@ def serve(
     ready: Callable[[str], None],
 ) -> None:
     """Serve an engine until a signal; `ready` is called with the address when requests are accepted."""
+    from keel.rollout.vllm.serve import bind, signals_return
+
     with bind(host, port) as listener, signals_return():
         asyncio.run(_serve(engine, name, vocabulary, max_batch, listener, secret, ready))
 
@@ -211,6 +212,8 @@ async def _serve(
     ready: Callable[[str], None],
 ) -> None:
     import uvicorn
+
+    from keel.rollout.vllm.serve import serve_and_announce
 
     loop, sampler = asyncio.get_running_loop(), EngineServer(engine, max_batch)
     endpoint = Endpoint(sampler.answer, secret, name, engine.context, vocabulary)
