@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, first_line
+from keel.base.imports import add_working_folder
 from keel.base.types import Completion, Message, Problem, Reward
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, HungCalls
@@ -227,6 +228,7 @@ def verifiers(
     `success` on counts as correct.
     """
     _need(taskset)
+    add_working_folder()
     from verifiers.v1.utils.loaders import load_environment
 
     data = {**(env or {}), "taskset": {"id": taskset, **params}}

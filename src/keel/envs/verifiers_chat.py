@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 from renderers import RenderedTokens
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
@@ -51,17 +51,18 @@ class KeelChat(vf.Harness[vf.HarnessConfig]):
         opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(_wire, prompt or ())
         messages: list[dict[str, Any]] = [*([{"role": "system", "content": system}] if system else []), *opening]
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            client = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()))
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
             headers, begun = {"Authorization": f"Bearer {secret}"}, False
             while True:
-                answer = await client.post(f"{endpoint}/chat/completions", headers=headers, json=body)
-                if answer.status_code != 200:
-                    full = begun and OVERFLOW in answer.text  # the episode ends here, and is graded
-                    return vf.ProgramResult(0 if full else 1, "", answer.text)
-                message = answer.json()["choices"][0]["message"]
+                async with client.post(f"{endpoint}/chat/completions", headers=headers, json=body) as answer:
+                    text = await answer.text()
+                if answer.status != 200:
+                    full = begun and OVERFLOW in text  # the episode ends here, and is graded
+                    return vf.ProgramResult(0 if full else 1, "", text)
+                message = json.loads(text)["choices"][0]["message"]
                 messages.append(message)
                 begun = True
                 if not message.get("tool_calls"):
