@@ -25,6 +25,7 @@ from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.skyrl_gym import SkyRL, skyrl_gym
 from keel.envs.textarena import textarena
 from keel.envs.tool_list import tools_of
+from keel.envs.verifiers import verifiers
 from keel.envs.with_tools import WithTools, with_tools
 
 
@@ -102,7 +103,12 @@ TASKS: dict[str, Callable[..., Task]] = {
     "tools": tools_around,
 }
 # Environments of other packages, as `task.name: PACKAGE:ENVIRONMENT`.
-PACKAGES: dict[str, Callable[..., Task]] = {"gem": gem, "skyrl_gym": skyrl_gym_around, "textarena": textarena}
+PACKAGES: dict[str, Callable[..., Task]] = {
+    "gem": gem,
+    "skyrl_gym": skyrl_gym_around,
+    "textarena": textarena,
+    "verifiers": verifiers,
+}
 # Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 

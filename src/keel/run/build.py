@@ -35,6 +35,7 @@ from keel.reference.kinds import build_reference, build_teacher
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
+from keel.rollout.play import PlayCollector
 from keel.rollout.registry import build_engine
 from keel.rollout.render import Renderer, fit
 from keel.run.layout import build_layout, sampler_options, shard_run
@@ -402,8 +403,9 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
 def build_collector(
     config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
-    """The collector of groups from an engine."""
-    return Collector(
+    """The collector of groups from an engine; for episodes that call the engine themselves, with an endpoint."""
+    collector = PlayCollector if task.plays else Collector
+    return collector(
         engine,
         task,
         build_renderer(config, tokenizer),

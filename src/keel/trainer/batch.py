@@ -72,6 +72,7 @@ class StepBatch:
     `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
     log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
     engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
+    `episode` `[B]` numbers the episode of each row, None where each row is one.
     """
 
     groups: tuple[Group, ...]
@@ -87,6 +88,7 @@ class StepBatch:
     unreported: float = 0.0
     reported: frozenset[str] = frozenset()
     depth_bins: tuple[int, ...] = ()
+    episode: Tensor | None = None
     others: tuple[StepBatch, ...] = ()
 
     @property
@@ -134,6 +136,17 @@ class StepBatch:
 
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
+    def over_episodes(self, values: Tensor) -> Tensor:
+        """Values `[B]`, added up over the rows of each episode."""
+        if self.episode is None:
+            return values
+        return torch.zeros_like(values).index_add_(0, self.episode, values)[self.episode]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of values `[B]` over episodes."""
+        weight = self.rows.weight
+        return values.mean() if weight is None else (values * weight.to(values)).sum() / weight.to(values).sum()
+
     def with_rows(self, **changes: Any) -> StepBatch:
         """With other rows, as every anchor sees them."""
         others = tuple(view.with_rows(**changes) for view in self.others)
@@ -149,10 +162,13 @@ def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch,
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
     """Pack groups into microbatches: one row per group with its prompt once, if the model allows shared prompts.
 
+    A further branch of an episode is a completion of its own, with the episode's reward and a share of its weight.
+
     A microbatch is limited by tokens and keeps groups whole where they fit. With flash attention it is a single row
     without padding. Each process packs its share of every minibatch. `stale`: older weights may have sampled.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
+    episodes, groups = _episodes(groups), [_by_branch(group) for group in groups]
     with run.autocast():
         one_row = shared and uses_flash(body_of(run.policy.model))
     context = shortest_context(run.policy.context_length, *(anchor.reference for anchor in run.anchors))
@@ -201,6 +217,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         filtered_logp=None if filtered is None else to_device(filtered, device),
         rewards=to_device(rewards.float(), device),
         group=to_device(group, device),
+        weight=None if episodes is None else to_device(episodes[1], device),
         stale=stale,
     )
     reported = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
@@ -216,8 +233,25 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         unreported=unreported,
         reported=reported,
         depth_bins=depth_bins,
+        episode=None if episodes is None else to_device(episodes[0], device),
     )
     return replace(batch, others=(batch,) * (len(run.anchors) - 1))
+
+
+def _by_branch(group: Group) -> Group:
+    """The group with the branches of its episodes as completions."""
+    pairs = list(zip(group.completions, group.rewards, strict=True)) if group.rewards else []
+    rows = tuple(replace(branch, branches=()) for c in group.completions for branch in (c, *c.branches))
+    return replace(group, completions=rows, rewards=tuple(r for c, r in pairs for _ in (c, *c.branches)))
+
+
+def _episodes(groups: Sequence[Group]) -> tuple[Tensor, Tensor] | None:
+    """Each row's episode and its share of that episode's sampled tokens, both `[B]`; None without branches."""
+    rows = [[sum(branch.action) for branch in (c, *c.branches)] for group in groups for c in group.completions]
+    if all(len(counts) == 1 for counts in rows):
+        return None
+    shares = [count / sum(counts) if any(counts) else 1 / len(counts) for counts in rows for count in counts]
+    return torch.tensor([number for number, counts in enumerate(rows) for _ in counts]), torch.tensor(shares)
 
 
 def _required_logps(run: TrainingRun) -> set[str]:

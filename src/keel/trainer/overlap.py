@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.types import Group, RewardFailure
+from keel.base.types import Completion, Group, RewardFailure
 from keel.base.world import SINGLE_PROCESS, World
 from keel.rollout import Engine
 
@@ -204,7 +204,10 @@ class RolloutQueue:
 
 
 def _of_version(group: Group, version: int) -> Group:
-    return replace(group, completions=tuple(replace(c, policy_version=version) for c in group.completions))
+    def of_version(completion: Completion) -> Completion:
+        return replace(completion, policy_version=version, branches=tuple(map(of_version, completion.branches)))
+
+    return replace(group, completions=tuple(map(of_version, group.completions)))
 
 
 def _done(rollouts: StepRollouts) -> Future[StepRollouts]:

@@ -99,7 +99,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     info = {**info, **measure(batch, passes, run)}      # stays on the device: no synchronisation
                 with memory("optimizer"):                               # guarded: the host waits for the device
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
-    line = {**values(metrics), **describe_groups(batch), **rollouts.counts}
+    line = {**values(metrics), **describe_groups(rollouts.groups), **rollouts.counts}
     line |= {metric_of("kl/beta", anchor.name): state.kl_of(anchor).beta for anchor in run.anchors}
     line |= describe_staleness(batch.completions, state.policy_version)
     line = run.world.broadcast(line)                                        # broadcast, so that all ranks branch alike
@@ -176,7 +176,7 @@ def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) ->
     """For placement in the reward: the KL penalty of each completion."""
     if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
-    return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
+    return replace(batch, penalty=batch.over_episodes(reward_penalty(batch.kl, batch.rows.action_mask, beta)))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
@@ -186,18 +186,18 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
-    group = rows.group
+    group, weight = rows.group, rows.weight
     assert group is not None
     penalized = rows.rewards + sum(view.penalty for view in batch.views if view.penalty is not None)
-    scale = deviation(penalized, group, baseline=baseline, scale=scale_rewards(run.loss))
-    advantage = centred(rows.rewards, group, baseline) / scale
+    scale = deviation(penalized, group, baseline=baseline, scale=scale_rewards(run.loss), weight=weight)
+    advantage = centred(rows.rewards, group, baseline, weight) / scale
     if warmup:
         advantage = advantage * min(1.0, (step + 1) / warmup)
 
     def shaped(view: StepBatch, anchor: Anchor) -> StepBatch:
         if view.penalty is None:
             return view
-        return view.with_rows(kl_advantages=centred(view.penalty, group, baseline) / scale)
+        return view.with_rows(kl_advantages=centred(view.penalty, group, baseline, weight) / scale)
 
     return each_anchor(batch.with_rows(advantages=advantage), run, shaped)
 
