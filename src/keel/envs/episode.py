@@ -216,21 +216,22 @@ class EpisodeRunner:
 
 def start_sync(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
     """Start an episode synchronously, without a time limit."""
-    episode: Episode = _now(start, problem)
+    episode: Episode = run_sync(start, problem)
     return episode
 
 
 def step_sync(episode: Episode, text: str) -> Reply | None:
     """Step an episode synchronously, without a time limit."""
-    return _checked(_now(episode.step, text))
+    return _checked(run_sync(episode.step, text))
 
 
 def close_sync(episode: Episode) -> None:
     """Close an episode synchronously."""
-    _now(episode.close)
+    run_sync(episode.close)
 
 
-def _now(function: Callable[..., Any], *args: Any) -> Any:
+def run_sync(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function or a coroutine function, without a time limit."""
     if not is_async(function):
         return function(*args)
     try:
