@@ -240,6 +240,3 @@ def over_steps(name: str, values: Sequence[float]) -> float:
     if name.endswith(("/max", "_max")):
         return max(known)
     return min(known) if name.endswith("/min") else sum(known) / len(known)
-
-
-__all__ = ["Steps", "over_steps"]

@@ -13,6 +13,7 @@ from keel.base.metrics import Number, Share, python_numbers
 from keel.base.types import Batch, Scores
 from keel.base.world import World
 from keel.kl import importance_ratio, k3, log_ratio
+from keel.kl.depth import depth_metrics, occupied_bins, positions
 from keel.kl.measure import MaskIndex, kl_statistics
 from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
 
@@ -38,11 +39,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Pass:
-    """One microbatch: its rows and scores, TRL's loss and what the KL adds to it, the completions behind them and the
-    batch that those are of. `again`: an earlier pass has scored the same rows."""
+    """One microbatch: its rows and scores, the lengths of its prompts `[B]`, TRL's loss and what the KL adds to it, the
+    completions behind them and the batch that those are of. `again`: an earlier pass has scored the same rows."""
 
     batch: Batch
     scores: Scores
+    prompt_lengths: Tensor
     policy_loss: Tensor
     kl_loss: Number
     inputs: Mapping[str, Any]
@@ -56,6 +58,7 @@ class Window:
 
     batch: Batch
     scores: Scores
+    prompt_lengths: Tensor
     policy_loss: float
     kl_loss: float
 
@@ -92,7 +95,8 @@ def detached(scores: Scores) -> Scores:
 
 def on_host(part: Pass) -> Pass:
     """A pass to be measured later: in main memory, without its completions."""
-    return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), inputs={})
+    lengths = part.prompt_lengths.cpu()
+    return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), prompt_lengths=lengths, inputs={})
 
 
 def shares(passes: Sequence[Pass]) -> list[Pass]:
@@ -107,16 +111,17 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
     own = (
         _joined([part.batch for part in passes]),
         _joined([part.scores for part in passes]),
+        torch.cat([part.prompt_lengths for part in passes]),
         *python_numbers([sum(part.policy_loss.detach().double() for part in passes)]),
         *python_numbers([sum(part.kl_loss for part in passes)]),
     )
     if world.size == 1:
         return Window(*own)
-    everybody = world.gather_to_main((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    everybody = world.gather_to_main((_on_cpu(own[0]), _on_cpu(own[1]), own[2].cpu(), *own[3:]))
     if everybody is None:
         return None
-    batches, scores, policy, kl = zip(*everybody, strict=True)
-    return Window(_joined(batches), _joined(scores), sum(policy) / world.size, sum(kl) / world.size)
+    batches, scores, lengths, policy, kl = zip(*everybody, strict=True)
+    return Window(_joined(batches), _joined(scores), torch.cat(lengths), sum(policy) / world.size, sum(kl) / world.size)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -171,4 +176,6 @@ def measure(window: Window, clamp: float | None) -> dict[str, float]:
             metrics["kl/sampler_policy/k1/mean"] = index.mean(-d)
             metrics["kl/sampler_policy/k3/mean"] = index.mean(k3(d))
             metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0
+            where = positions(window.prompt_lengths, mask.shape[1], mask.device)
+            metrics |= depth_metrics(k3(d), mask, where, occupied_bins(where, mask))
     return {**dict(zip(metrics, python_numbers(metrics.values()), strict=True)), **losses}
