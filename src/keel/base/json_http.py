@@ -65,8 +65,8 @@ def ask(
 ) -> Any:
     """The JSON answer to a POST of `body` (to a GET without one), or `RequestFailed`.
 
-    `url` and `headers` may contain environment variables; `option` is the one that gave the URL; the headers stand beside it. Connection errors,
-    timeouts, status 429 and 5xx are retried with exponential backoff.
+    `url` and `headers` may contain environment variables; `option` is the one that gave the URL, and the headers stand
+    beside it. Connection errors, timeouts, status 429 and 5xx are retried with exponential backoff.
     """
     import httpx2
 
