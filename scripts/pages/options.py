@@ -19,7 +19,7 @@ from keel.envs.registry import PACKAGES, TASKS, LazyTask
 from keel.envs.rewards.registry import REWARDS
 from keel.kl import CONTROLLERS
 from keel.losses import LOSSES
-from keel.reference.kinds import KINDS
+from keel.reference.kinds import KINDS, TEACHERS
 from pages.tables import anchored, prose, table
 
 HEAD = """# Options
@@ -40,6 +40,7 @@ PARTS: list[tuple[str, str, str, Mapping[str, Any], tuple[str, ...], int]] = [
     ("Rewards", "Beside `name` in an entry of `rewards`.", "rewards", REWARDS, ("turns", "task"), 2),
     ("Controllers", "Beside `kl.controller.name`.", "kl.controller", CONTROLLERS, ("beta", "episodes_per_step"), 0),
     ("References", "Beside `reference.kind`.", "reference", KINDS, (), 1),
+    ("Teachers", "Beside `reference.model` and `kl.teacher.model`.", "reference", TEACHERS, (), 3),
 ]
 
 

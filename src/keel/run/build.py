@@ -31,7 +31,9 @@ from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
 from keel.reference import Reference, packs_rows
+from keel.reference.base import is_server
 from keel.reference.kinds import build_reference, build_teacher
+from keel.reference.server import check_server
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
@@ -215,8 +217,8 @@ def _build_run(
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
-    _check_tasks("reference", config.reference.params.get("model"), task)
-    _check_tasks("kl.teacher", None if config.kl.teacher is None else config.kl.teacher.model, task)
+    for section, (model, _) in config.teachers.items():
+        _check_tasks(section, model, task)
     judge = build_judge(config, task, reward)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
@@ -233,7 +235,7 @@ def _build_run(
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference, teacher = reference_of(config, loaded), teacher_of(config, loaded)
-    for other in (teacher, None if config.reference.params.get("model") is None else reference):
+    for other in (teacher, reference if "reference" in config.teachers else None):
         if other is not None:
             _check_same("weights of the teacher", other.fingerprint(), world)
     off_policy = config.off_policy or bool(differs)
@@ -355,9 +357,11 @@ def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool)
 
 def _check_teachers(config: Config) -> None:
     """Refuse a teacher that is not there, or was damaged since it was saved: another run's checkpoint, perhaps."""
-    beside = None if config.kl.teacher is None else config.kl.teacher.model
-    for section, model in {"reference": config.reference.params.get("model"), "kl.teacher": beside}.items():
-        for name in model.values() if isinstance(model, Mapping) else filter(None, [model]):
+    for section, (model, params) in config.teachers.items():
+        for name in [model] if isinstance(model, str) else model.values():
+            if is_server(name):
+                check_server(name, params.get("headers"), f"{section}.model")
+                continue
             try:
                 find_loader(name)
                 check_model(Path(name).expanduser())
@@ -365,9 +369,9 @@ def _check_teachers(config: Config) -> None:
                 raise KeelError(f"{section}.model: {error}") from None
 
 
-def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
+def _check_tasks(section: str, model: str | Mapping[str, str], task: Task) -> None:
     """Refuse teachers by task if a task has none, or if there is no such task."""
-    if not isinstance(model, Mapping):
+    if isinstance(model, str):
         return
     labels = task.labels()
     for label in labels:
