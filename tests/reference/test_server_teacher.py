@@ -260,7 +260,9 @@ def renamed(answer: dict[str, Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "names"), [(renamed, "other tokens"), (without("decoded_token"), "decoded_token")], ids=str
+    ("change", "names"),
+    [(renamed, "other tokens"), (without("decoded_token"), "decoded_token")],
+    ids=("other tokens", "no text"),
 )
 def test_the_vocabulary_is_checked_token_by_token(server: LogprobServer, change: Any, names: str) -> None:
     asked = len(small_model()[1])
