@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+import keel.integrations.trl
 from integrations.fused import FusedGeneration, with_sampler
 from integrations.small_trl import build, keel_trainer, lines, lora
 from keel.base.errors import KeelError
+from keel.integrations import versions
 from keel.integrations.trl import DrawnCheck, SyncCheck, TraceRecorder
 from keel.lab.traces import check_depth, read_traces
 from keel.rollout.engine import StaleWeights
@@ -213,6 +216,13 @@ def test_traces_are_the_batch(tmp_path):
     gap = max(abs(x - y) for row in rows for x, y in zip(row.sample_logp, row.logp, strict=True))
     assert gap < 1e-4
     assert check_depth(rows).finding is None
+
+
+def test_the_checks_refuse_an_unknown_trl_in_one_line(monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda package: "9.9.0")
+    with pytest.raises(KeelError, match=r"TRL 9\.9\.0") as error:
+        importlib.reload(keel.integrations.trl)
+    assert "\n" not in str(error.value)
 
 
 def test_keels_trainer_logs_the_gap_by_depth(tmp_path):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from keel.kl.depth import depth_metrics, occupied_bins, positions
 from keel.kl.measure import MaskIndex, kl_statistics
 from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
 
+T = TypeVar("T", Batch, Scores, "Pass")
+
 
 @dataclass(frozen=True)
 class Generated:
-    """What TRL has noted of a batch of rollouts, over all processes: this process's rows are in the same order in the
-    first, which writes. `rows` are this process's, `number` counts the batches of the run from 0."""
+    """What TRL logged of a batch of rollouts, the completions of all processes in order; those of the main process,
+    which writes the files, come first. `rows` is this process's count, `number` counts batches from 0."""
 
     prompts: Sequence[Any] = ()
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -86,17 +88,19 @@ class Update:
 
 def detached(scores: Scores) -> Scores:
     """The same numbers without their graph."""
-
-    def plain(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach()
-
-    return Scores(scores.logp.detach(), plain(scores.entropy), plain(scores.exact_kl), plain(scores.ref_policy_kl))
+    return _each(scores, Tensor.detach)
 
 
 def on_host(part: Pass) -> Pass:
     """A pass to be measured later: in main memory, without its completions."""
-    lengths = part.prompt_lengths.cpu()
-    return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), prompt_lengths=lengths, inputs={})
+    batch, scores = (_each(tensors, Tensor.cpu) for tensors in (part.batch, part.scores))
+    return replace(_each(part, Tensor.cpu), batch=batch, scores=scores, inputs={})
+
+
+def _each(part: T, function: Callable[[Tensor], Tensor]) -> T:
+    """A function of each tensor among the fields."""
+    tensors = {f.name: x for f in fields(part) if isinstance(x := getattr(part, f.name), Tensor)}
+    return replace(part, **{name: function(x) for name, x in tensors.items()})
 
 
 def shares(passes: Sequence[Pass]) -> list[Pass]:
@@ -117,33 +121,27 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
     )
     if world.size == 1:
         return Window(*own)
-    everybody = world.gather_to_main((_on_cpu(own[0]), _on_cpu(own[1]), own[2].cpu(), *own[3:]))
+    batch, scores, lengths, *losses = own
+    everybody = world.gather_to_main((_each(batch, Tensor.cpu), _each(scores, Tensor.cpu), lengths.cpu(), *losses))
     if everybody is None:
         return None
-    batches, scores, lengths, policy, kl = zip(*everybody, strict=True)
-    return Window(_joined(batches), _joined(scores), torch.cat(lengths), sum(policy) / world.size, sum(kl) / world.size)
+    batch, scores, lengths, policy, kl = zip(*everybody, strict=True)
+    return Window(_joined(batch), _joined(scores), torch.cat(lengths), sum(policy) / world.size, sum(kl) / world.size)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Concatenate the rows of several batches or scores; a field that one of them lacks is dropped."""
+def _joined(parts: Sequence[T]) -> T:
+    """Concatenate the rows of several batches or scores; a tensor that one of them lacks is dropped."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
-    return type(parts[0])(**{name: _stacked(values) for name, values in columns.items()})
+    whole = {name: rows for name, rows in columns.items() if all(isinstance(x, Tensor) for x in rows)}
+    return type(parts[0])(**{name: _stacked(rows) for name, rows in whole.items()})
 
 
-def _stacked(values: Sequence[Any]) -> Any:
-    if any(not isinstance(value, Tensor) for value in values):
-        return values[0] if all(isinstance(value, bool) for value in values) else None
-    if len(values) == 1:
-        return values[0]
-    if values[0].dim() == 1:
-        return torch.cat(list(values))
-    longest = max(value.shape[1] for value in values)
-    return torch.cat([torch.nn.functional.pad(value, (0, longest - value.shape[1])) for value in values])
-
-
-def _on_cpu(part: Any) -> Any:
-    moved = {f.name: getattr(part, f.name) for f in fields(part)}
-    return type(part)(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in moved.items()})
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """`[B]`, or `[B, T]` padded to the longest."""
+    if parts[0].dim() == 1:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
 
 
 def measure(window: Window, clamp: float | None) -> dict[str, float]:

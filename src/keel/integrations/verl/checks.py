@@ -12,7 +12,8 @@ from keel.integrations.sync import Sampler, SyncLedger, SyncResult, stop_or_warn
 from keel.integrations.versions import VERL
 from keel.lab.traces.records import Trace
 
-NEEDED, LOGPS = ("prompts", "responses", "response_mask"), ("rollout_log_probs", "old_log_probs")
+NEEDED = ("prompts", "responses", "response_mask")
+FIELDS = (*NEEDED, "rollout_log_probs", "old_log_probs")  # of verl's rows that a trace is made of
 
 
 class SyncCheck:
@@ -49,14 +50,14 @@ def traces(rows: Any, step: int | None = None) -> list[Trace]:
     """The traces of the rows of verl's TransferQueue, or of a DataProto; `logp` are old_log_probs."""
     VERL.check_version()
     tensors = getattr(rows, "batch", rows)
-    columns = {name: tensors[name].unbind() for name in (*NEEDED, *LOGPS) if name in set(tensors.keys())}
+    columns = {name: tensors[name].unbind() for name in FIELDS if name in set(tensors.keys())}
     if missing := [name for name in NEEDED if name not in columns]:
-        raise KeelError(f"these rows of verl lack {', '.join(missing)}: select {', '.join((*NEEDED, *LOGPS))}")
+        raise KeelError(f"these rows of verl lack {', '.join(missing)}: select {', '.join(FIELDS)}")
     if not tensors["responses"].is_nested:  # a DataProto pads prompts on the left and completions on the right
         seen, width = tensors["attention_mask"].bool(), tensors["responses"].shape[1]
         for name, values in columns.items():
             kept = seen[:, :-width] if name == "prompts" else seen[:, -width:]
             columns[name] = [row[mask] for row, mask in zip(values, kept, strict=True)]
     numbers = {name: [tuple(row.tolist()) for row in values] for name, values in columns.items()}
-    each = zip(*(numbers.get(name, repeat(None)) for name in (*NEEDED, *LOGPS)), strict=False)
+    each = zip(*(numbers.get(name, repeat(None)) for name in FIELDS), strict=False)
     return [Trace(prompt, ids, tuple(map(bool, mask)), *logps, step=step) for prompt, ids, mask, *logps in each]
