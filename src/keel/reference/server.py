@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.base.json_http import RequestFailed, ask, below, check_reachable, shown
 from keel.models.loaded import LoadedModel
+from keel.reference.base import NoSingleModel
 from keel.reference.weights import Sharder
 
 TRIES = 6
@@ -102,7 +103,7 @@ class ServerTeacher:
     # -- as the weights of a reference ------------------------------------------------------------------------------
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise KeelError(f"{self} is a server, which gives log-probabilities alone: this needs the model itself")
+        raise NoSingleModel(f"{self} is a server, which gives log-probabilities alone: this needs the model itself")
 
     def assign(self, policy: nn.Module) -> None:
         raise NotImplementedError("a teacher never becomes the policy")

@@ -15,7 +15,7 @@ from keel.models.fingerprint import fingerprint
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
-from keel.reference.base import RuleReference
+from keel.reference.base import NoSingleModel, RuleReference
 from keel.reference.full import movable
 from keel.reference.weights import OffloadedTensors, Sharder
 
@@ -75,7 +75,7 @@ class TaskTeachers(_Frozen):
         self._teachers = tuple({id(teacher): teacher for teacher in by_task.values()}.values())
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
+        raise NoSingleModel("teachers by task are several models: this needs one, so name one teacher for all tasks")
 
     def fingerprint(self) -> str:
         """The same in any order of the tasks."""

@@ -24,6 +24,7 @@ from keel.lab.doctor.probes.result import failed_probe
 from keel.lab.doctor.scope import figures_in_scope, in_scope
 from keel.lab.doctor.setup import WARMSTART_S, build_setup
 from keel.lab.thresholds import Thresholds, load_thresholds
+from keel.reference.base import NoSingleModel
 from keel.rollout.engine import ModelMismatch, StaleWeights
 
 OnProbe = Callable[[ProbeResult, float], None]
@@ -68,6 +69,8 @@ def preflight(
                 outcome = probe(affordable if name in PASSES else setup, limits)
             except (ModelMismatch, StaleWeights) as refusal:
                 outcome = _refused(name, refusal)
+            except NoSingleModel as why:
+                outcome = ProbeResult(name, unchecked=(f"{name}: {why}",))
             except TooManyHungCalls as hung:
                 outcome = _hung(name, hung)
             except Exception as error:  # a user's part may raise anything

@@ -69,8 +69,9 @@ def loss_gradient(
         ref_logp=logp.detach() + log_ratio,
         group=setup.batch.rows.group,
     )
+    zero = torch.zeros_like(logp)
     out = objective(
-        Scores(logp, torch.zeros_like(logp), torch.zeros_like(logp)),
+        Scores(logp, zero, zero, ref_policy_kl=zero, divergence=zero),
         rows,
         setup.run.loss if loss is None else loss,
         setup.run.kl,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.base.metrics import Sum
 from keel.config import Config
+from keel.kl import KLState
 from keel.lab.doctor.advice import warmed_up
 from keel.lab.doctor.findings import Finding, finding, propose
 from keel.lab.doctor.probes.result import ProbeResult
@@ -23,9 +24,11 @@ from keel.lab.doctor.setup import ProbeSetup
 from keel.lab.doctor.weights import backup
 from keel.lab.thresholds import Thresholds
 from keel.losses import global_denominators, objective
-from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
+from keel.reference.base import RuleReference
+from keel.trainer.batch import StepBatch, each_anchor, score_micro, score_policy, score_reference
 from keel.trainer.optim import Optimizer
-from keel.trainer.step import penalize_rewards, reject, sampled_kl, with_advantages
+from keel.trainer.state import Anchor, State
+from keel.trainer.step import other_terms, penalize_rewards, reject, sampled_kl, with_advantages
 
 FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
@@ -99,12 +102,24 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
 
 def scored(setup: ProbeSetup) -> StepBatch:
     """The batch as the loop has it before its first update, after the reward's warm-up."""
-    run, beta = setup.run, setup.beta
-    batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
-    if run.kl.placement == "reward" and beta != 0.0 and run.reference is not None:
-        batch = replace(batch, kl=sampled_kl(batch, run))
-    batch = penalize_rewards(reject(batch, run), run, beta)
-    return with_advantages(batch, run, run.reward.warmup_steps)
+    run, state = setup.run, start_of(setup)
+
+    def against(view: StepBatch, anchor: Anchor) -> StepBatch:
+        return view if anchor.reference is None else score_reference(view, run, anchor)
+
+    def penalized(view: StepBatch, anchor: Anchor) -> StepBatch:
+        beta = state.kl_of(anchor).beta
+        if anchor.kl.placement == "reward" and beta != 0.0 and anchor.reference is not None:
+            view = replace(view, kl=sampled_kl(view, anchor))
+        return penalize_rewards(view, anchor, beta)
+
+    batch = reject(score_policy(each_anchor(setup.batch, run, against), run), run)
+    return with_advantages(each_anchor(batch, run, penalized), run, run.reward.warmup_steps)
+
+
+def start_of(setup: ProbeSetup) -> State:
+    """The state of the run before its first step, with the coefficient that the objective takes."""
+    return State(kl=KLState(beta=setup.beta, base=setup.beta))
 
 
 def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
@@ -124,9 +139,9 @@ def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
 def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
     """The gradient of the whole batch as one update, and its loss; none of it is left on the weights.
 
-    `changes` are options of the loss that are set otherwise, and `beta`.
+    `changes` are options of the loss that are set otherwise, and `beta`, with which the reference's KL term is alone.
     """
-    run = setup.run
+    run, alone = setup.run, "beta" in changes
     beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
     loss = run.loss.model_copy(update=changes)
     counts = global_denominators(batch.rows, setup.loss_length)
@@ -135,9 +150,9 @@ def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple
     for scale in _loss_scales(run.optimizer):
         total = 0.0
         for micro in batch.micros:
-            out = objective(
-                score_micro(micro, batch, run), batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing
-            )
+            scores = score_micro(micro, batch, run)
+            more = [] if alone else other_terms(scores, batch, micro, run, start_of(setup))
+            out = objective(scores, batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing, more=more)
             if out.loss.requires_grad:  # a loss that is detached is named by the objective
                 (out.loss * scale).backward()
             total += out.loss.item()
@@ -197,8 +212,14 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
 
 def _room(setup: ProbeSetup) -> float:
     """How far an update may take the policy towards a teacher: half of the way, in nats per token."""
-    ref = setup.ref_logp() if setup.config.reference.params.get("model") is not None else None
-    return 0.0 if ref is None else token_kl(setup.logp(), ref, setup.mask) / 2
+    views = zip(setup.batch.views, setup.run.anchors, strict=True)
+    to_teachers = [
+        token_kl(setup.logp(), ref, setup.mask)
+        for view, anchor in views
+        if isinstance(anchor.reference, RuleReference) and anchor.reference.teacher is not None
+        if (ref := score_reference(view, setup.run, anchor).rows.ref_logp) is not None
+    ]
+    return max(to_teachers, default=0.0) / 2
 
 
 def _too_far(figures: dict[str, float], thresholds: Thresholds) -> bool:
