@@ -346,7 +346,8 @@ def test_a_resumed_run_is_the_run_in_one_go_also_on_another_server(
 ) -> None:
     from examples.http_environment import Server
 
-    monkeypatch.setenv("ENV_TOKEN", "")
+    example.token = "f1rst-secret"
+    monkeypatch.setenv("ENV_TOKEN", example.token)
     spec = {"name": "http", "url": example.url, "player": PLAYER, "headers": {"Authorization": "Bearer $ENV_TOKEN"}}
     start = {"steps": 4, "batch_size": 4}
     whole = keel.train(short_run(tmp_path / "whole", spec, warmstart=start)).directory

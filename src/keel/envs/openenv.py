@@ -12,6 +12,7 @@ from keel.base.types import Problem
 from keel.envs.games import Game, Messages, Outcome, RemoteEpisode, SeededTask, imported, need, users
 from keel.envs.http import check_address, expanded, expanded_text
 
+BASE = ("reward", "done", "metadata")  # fields of every observation, beside the environment's own
 MAX_MIB = 1.0  # of an answer
 INVALID = "VALIDATION_ERROR"  # the server's code for an action that does not fit its class
 
@@ -51,8 +52,6 @@ class OpenEnvGame(Game):
         else:
             over = bool(result.done)
             outcome = Outcome(() if over else users(self.text(result.observation)), float(result.reward or 0.0), over)
-        if self.client._ws is not self.session:  # a client connects again by itself, to a new environment
-            raise ConnectionError("the connection was lost, and the episode with it")
         return outcome
 
     async def _answer(self, asked: Awaitable[Any]) -> Any:
@@ -60,6 +59,9 @@ class OpenEnvGame(Game):
             return await asked
         except TimeoutError:
             raise TimeoutError(f"the server did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
+        finally:  # a client that lost its connection connects again by itself, to a new environment
+            if self.session is not None and self.client._ws not in (None, self.session):
+                raise ConnectionError("the connection was lost, and the episode with it")
 
     def counts(self) -> Mapping[str, float]:
         return {"env/invalid_actions": float(self.invalid)}
@@ -108,7 +110,8 @@ def openenv(
             return str(own_text(seen))
         fields = seen if isinstance(seen, Mapping) else seen.model_dump()
         if observation is None:
-            return json.dumps(fields, ensure_ascii=False, sort_keys=True, default=str)
+            told = {name: value for name, value in fields.items() if name not in BASE}
+            return json.dumps(told, ensure_ascii=False, sort_keys=True, default=str)
         if observation not in fields:
             raise KeelError(f"task.observation is {observation!r}: the environment has {', '.join(fields)}")
         return str(fields[observation])
