@@ -41,6 +41,7 @@ class EpisodeCalls(CallQueue):
         self.playing: dict[Key, asyncio.Task[Any]] = {}
         self.drawn: defaultdict[Key, list[tuple[tuple[int, ...], Completion]]] = defaultdict(list)
         self.late: set[Key] = set()
+        self.full: set[Key] = set()  # episodes that a full context has ended
         self.error: BaseException | None = None
 
     def begin_next(self, ended: Key | None) -> Key | None:
@@ -215,7 +216,8 @@ class PlayCollector(Collector):
             for tokens, sampled in reversed(episode.branches)
             if (branch := self._branch(key, tuple(tokens), sampled, prompt, calls, trained)) is not None
         ]
-        stop = episode.stop or (calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length")
+        last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length"
+        stop = "length" if key in calls.full else episode.stop or last_call
         if not branches:  # an episode that failed before its first turn: a token that is not trained
             pad = self.renderer.tokenizer.eos_token_id
             branches = [Completion((int(pad),), (False,), (0.0,), (0.0,), "", stop)]
@@ -307,6 +309,7 @@ class _Answers:
             self.first[key] = len(tokens)
         longest = self.first[key] + self.sampling.max_completion_length
         if longest <= len(tokens):
+            self.calls.full.add(key)
             raise context_exceeded(len(tokens), longest)
         limits = longest - len(tokens), collector.max_turn_length, body.sampling_params.max_tokens
         return min(limit for limit in limits if limit is not None)
