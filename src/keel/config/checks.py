@@ -53,6 +53,10 @@ def _loss(config: Config) -> None:
     check_loss(loss)
     if loss.policy_weight == 0:
         _check_distillation(config)
+    if config.data.curriculum is not None and loss.baseline == "none":
+        raise KeelError(
+            "data.curriculum does not apply to loss.baseline=none, where equal rewards have a gradient: leave it out"
+        )
     if group < 2 and loss.baseline != "none":
         raise KeelError(
             f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares the completions of a "
@@ -84,10 +88,12 @@ def _check_distillation(config: Config) -> None:
             "loss.policy_weight=0 trains on the KL alone, and the KL to the initial policy has no gradient: set "
             "reference.model to a teacher, or kl.teacher"
         )
-    if config.loss.dynamic_sampling:
-        raise KeelError(
-            "loss.dynamic_sampling has no effect with loss.policy_weight=0, which ignores rewards: leave it out"
-        )
+    for option, given in (
+        ("loss.dynamic_sampling", config.loss.dynamic_sampling),
+        ("data.curriculum", config.data.curriculum is not None),
+    ):
+        if given:
+            raise KeelError(f"{option} has no effect with loss.policy_weight=0, which ignores rewards: leave it out")
     in_reward = next((o for o, term in terms.items() if term.penalizes and term.placement == "reward"), None)
     if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(

@@ -90,6 +90,10 @@ class Task:
         """Which of `labels` a problem is of."""
         return self.name
 
+    def stratum(self, problem: Problem) -> str:
+        """A name for the problems of a task that are about as hard: a curriculum estimates a new problem by them."""
+        return ""
+
     def gold(self, problem: Problem) -> str:
         """A completion that earns the full reward; for multi-turn tasks, the last turn."""
         raise NotImplementedError

@@ -16,6 +16,7 @@ from keel.base.types import Problem
 from keel.base.world import SINGLE_PROCESS, World
 from keel.config import Config, TaskOptions, kl_pairing, kl_terms
 from keel.envs import Task
+from keel.envs.curriculum import Curriculum
 from keel.envs.dataset import PromptsTooLong
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
@@ -271,6 +272,7 @@ def _build_run(
         scorer=scorer,
         world=world,
         teacher=_teacher_anchor(config, teacher, off_policy),
+        curriculum=config.data.curriculum,
     )
     if ahead:
         run.queue = _queue(config, run, collector, tokenizer, engine_world)
@@ -428,8 +430,9 @@ def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: An
     own = collector.judge.for_thread()
     apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
-    def sample(attempt: int, step: int) -> StepRollouts:
-        return replace(sample_rollouts(run, apart.collect, world, attempt, step), failures=tuple(own.drain()))
+    def sample(attempt: int, step: int, curriculum: Curriculum) -> StepRollouts:
+        rollouts = sample_rollouts(run, apart.collect, world, attempt, step, curriculum)
+        return replace(rollouts, failures=tuple(own.drain()))
 
     queue = RolloutQueue(
         run.engine,

@@ -17,6 +17,7 @@ from keel.base.metrics import Last, Metric, Number, Sum, values
 from keel.base.types import Completion, Group
 from keel.base.world import World
 from keel.envs import Task
+from keel.envs.curriculum import has_signal
 from keel.kl import k3, log_ratio
 from keel.kl.depth import depth_metrics, positions
 from keel.kl.measure import kl_statistics, metric_of, prefix_gap
@@ -199,6 +200,18 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in rewards)
     return {**line, **describe_episodes(completions)}
+
+
+def describe_tasks(task: Task, groups: Sequence[Group]) -> dict[str, float]:
+    """Of each task of a mixture: its share of the groups, their mean reward, and the share whose rewards differ."""
+    metrics: dict[str, float] = {}
+    for label in task.labels() if len(task.labels()) > 1 else ():
+        own = [group for group in groups if task.label(group.problem) == label]
+        metrics[f"task/{label}/share"] = len(own) / len(groups)
+        if own:
+            metrics[f"task/{label}/reward"] = statistics.fmean(r.total for group in own for r in group.rewards)
+            metrics[f"task/{label}/signal_fraction"] = statistics.fmean(map(has_signal, own))
+    return metrics
 
 
 def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:

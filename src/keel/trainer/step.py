@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
+from keel.base.types import Group
+from keel.envs.curriculum import Curriculum
 from keel.kl import KLState, estimate, reward_penalty
 from keel.kl.facts import over_vocabulary
 from keel.kl.measure import controlled_kl, metric_of
@@ -41,7 +43,7 @@ from keel.trainer.batch import (
     store_old_scores,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
+from keel.trainer.measure import Clock, describe_groups, describe_staleness, describe_tasks, measure
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import next_rollouts, sample_ahead, sync_engine
 from keel.trainer.state import Anchor, Skipped, State, TrainingRun
@@ -99,7 +101,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     info = {**info, **measure(batch, passes, run)}      # stays on the device: no synchronisation
                 with memory("optimizer"):                               # guarded: the host waits for the device
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
-    line = {**values(metrics), **describe_groups(rollouts.groups), **rollouts.counts}
+    groups = rollouts.groups
+    line = {**values(metrics), **describe_groups(groups), **describe_tasks(run.task, groups), **rollouts.counts}
     line |= {metric_of("kl/beta", anchor.name): state.kl_of(anchor).beta for anchor in run.anchors}
     line |= describe_staleness(batch.completions, state.policy_version)
     line = run.world.broadcast(line)                                        # broadcast, so that all ranks branch alike
@@ -108,7 +111,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     tokens = len(batch.actions.tokens)
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = {anchor.name: steered(anchor, state, line) for anchor in run.anchors}
-    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
+    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl, curriculum=observed(run, state, groups))
     norms, baseline = run.optimizer.applied_norms, run.loss.baseline
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"), memory("sync"):
@@ -216,6 +219,13 @@ def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
     """The next state of an anchor's controller, from the step's KL to the anchor."""
     controller = anchor.controller
     return controller.update(state.kl_of(anchor), controlled_kl(line, controller.unit, anchor.name))
+
+
+def observed(run: TrainingRun, state: State, groups: Sequence[Group]) -> Curriculum | None:
+    """The curriculum after this step's groups, if there is one."""
+    if run.curriculum is None:
+        return None
+    return state.curriculum.observe(run.task, groups, run.curriculum, state.step)
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:
