@@ -290,7 +290,10 @@ def test_what_a_task_replies_is_recorded_as_context(tmp_path: Path, capsys: Any)
 
 def test_the_command_on_a_real_run(tmp_path: Path, capsys: Any) -> None:
     """Training writes what showing reads: as many flags as tokens, and the page is made of the same."""
-    run = train(small_config("run.max_steps=1", f"run.dir={tmp_path}")).directory
+    rollout = ["rollout.max_completion_length=24", "rollout.stop=[a,e,i]", "loss.mask_truncated_completions=true"]
+    run = train(small_config("run.max_steps=1", *rollout, f"run.dir={tmp_path}")).directory
+    trained = {(r["stop_reason"], r.get("policy_term", True)) for r in read_step(run, 1)[1] if not r["tracked"]}
+    assert trained == {("length", False), ("stop", True), ("eos", True)}
     capsys.readouterr()
     assert main(["show", str(run), "--best", "--limit", "2", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
