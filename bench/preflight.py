@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from keel.config import load_config
-from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes import ProbeResult
+from keel.doctor.preflight import preflight
+from keel.doctor.probes import ProbeResult
 from random_model import save_random_llama
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from keel.lab.doctor.causes import CAUSES
-from keel.lab.doctor.findings import CODES, Code
-from keel.lab.thresholds import shipped_thresholds
+from keel.doctor.causes import CAUSES
+from keel.doctor.findings import CODES, Code
+from keel.doctor.thresholds import shipped_thresholds
 from pages.tables import anchored, prose, table
 
 HEAD = """# Findings

@@ -9,10 +9,10 @@ import pytest
 from keel.base.types import Problem
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.reference import probe_reference
-from keel.lab.doctor.setup import build_setup
-from keel.lab.thresholds import load_thresholds
+from keel.doctor.preflight import preflight
+from keel.doctor.probes.reference import probe_reference
+from keel.doctor.setup import build_setup
+from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import keel
 from keel.config import load_config
-from keel.lab.doctor.setup import build_setup
+from keel.doctor.setup import build_setup
 from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
 from keel.run import warmstart_cache

@@ -14,8 +14,8 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, configuration, print_json, split
 
 if TYPE_CHECKING:
-    from keel.lab.doctor.diagnosis import Diagnosis
-    from keel.lab.doctor.probes import ProbeResult
+    from keel.doctor.diagnosis import Diagnosis
+    from keel.doctor.probes import ProbeResult
 
 DOCTOR_HELP = """Diagnose a run, a log, or a configuration before it runs. The worst finding comes first.
 
@@ -103,16 +103,16 @@ def doctor(
             raise KeelError(f"--quick needs a configuration, and {log} is a run or a log: leave --quick out")
         if overrides:
             raise KeelError(f"{overrides[0]} has no effect on {log}, which is a run or a log: leave it out")
-        from keel.lab.doctor.examine import examine, write_findings
-        from keel.lab.doctor.readers import parse_map
+        from keel.doctor.examine import examine, write_findings
+        from keel.doctor.readers import parse_map
 
         name, diagnosis = log.resolve().name, examine(log, parse_map(columns), threshold or [])
         if write:
             typer.echo(f"wrote {write_findings(log, diagnosis)}", err=True)
-    from keel.lab.doctor.display import show_diagnosis, verdict
+    from keel.doctor.display import show_diagnosis, verdict
 
     if html is not None:
-        from keel.lab.doctor.page import write_diagnosis
+        from keel.lab.report.diagnosis import write_diagnosis
 
         typer.echo(f"wrote {write_diagnosis(diagnosis, verdict(diagnosis, name), html)}", err=True)
     if as_json:
@@ -148,9 +148,9 @@ def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
     config = configuration(args)  # before torch is loaded
-    from keel.lab.doctor.preflight import preflight
-    from keel.lab.doctor.probes import PROBES
-    from keel.lab.thresholds import thresholds_of
+    from keel.doctor.preflight import preflight
+    from keel.doctor.probes import PROBES
+    from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of(config.model_dump(), threshold)
     with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
@@ -160,7 +160,7 @@ def _preflight(
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
     """Test the user's TRL trainer; its own output goes to stderr, so that --json prints only data."""
-    from keel.lab.thresholds import thresholds_of
+    from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)
     with redirect_stdout(sys.stderr):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from keel.doctor.runs import Record, RunRecord, number
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
     Token,
@@ -23,7 +24,6 @@ from keel.lab.report.rollouts import (
     tokens_of,
     turns_of,
 )
-from keel.lab.runs import Record, RunRecord, number
 
 PROBLEMS = 4
 PER_PROBLEM = 2

@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keel.doctor.causes import explain
+from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
+from keel.doctor.findings import finding
+from keel.doctor.probes.result import ProbeResult, failed_probe
+from keel.doctor.suspects import UNTESTED, judge_suspects, preflight_figures
+from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.integrations.trl.preflight.accumulation import probe_accumulation
 from keel.integrations.trl.preflight.batch import Subject, first_batch
 from keel.integrations.trl.preflight.kl_term import probe_kl
@@ -18,12 +24,6 @@ from keel.integrations.trl.preflight.scoring import probe_scoring
 from keel.integrations.trl.preflight.subject import check_trainer, load_trainer, untouched
 from keel.integrations.trl.preflight.texts import probe_texts
 from keel.integrations.trl.preflight.update import probe_update
-from keel.lab.doctor.causes import explain
-from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.lab.doctor.findings import finding
-from keel.lab.doctor.hypotheses import UNTESTED, judge_hypotheses, preflight_figures
-from keel.lab.doctor.probes.result import ProbeResult, failed_probe
-from keel.lab.thresholds import Thresholds, load_thresholds
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 
@@ -72,7 +72,7 @@ def preflight(
     if fingerprint(unwrap(trainer.model)) != before:
         findings.append(_changed())
     unchecked = tuple(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided))
-    hypotheses = judge_hypotheses(findings, preflight_figures(outcomes), limits, unchecked)
+    hypotheses = judge_suspects(findings, preflight_figures(outcomes), limits, unchecked)
     diagnosis = Diagnosis(
         findings=explain(findings, log=False),
         hypotheses=tuple(row for row in hypotheses if row.verdict != UNTESTED),  # the rest asks for a configuration

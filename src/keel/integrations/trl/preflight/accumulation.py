@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
+from keel.doctor.findings import finding
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject
 from keel.integrations.trl.preflight.subject import patched
-from keel.lab.doctor.findings import finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
 def probe_accumulation(subject: Subject, thresholds: Thresholds) -> ProbeResult:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.probes.share import GradientNorms
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject, signs
 from keel.integrations.trl.scoring import action_mask
-from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.share import GradientNorms
-from keel.lab.thresholds import Thresholds
 
 FAR = 1e-3  # nats between policy and reference above which the term must have a gradient
 

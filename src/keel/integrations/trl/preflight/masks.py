@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from trl.data_utils import is_conversational
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject, signs
 from keel.integrations.trl.scoring import action_mask
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 MASK_ADVICE = (
     "leave completion_mask (and tool_mask) as GRPOTrainer makes them, or mend the method that changes them: 1 on "

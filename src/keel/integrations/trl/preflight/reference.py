@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.gap import average, largest
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.eval.statistics import normal_interval
 from keel.integrations.trl.preflight.batch import Subject
 from keel.kl import k3
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import adapter_is_zero

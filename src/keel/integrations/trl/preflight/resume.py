@@ -6,11 +6,11 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from keel.doctor.findings import finding
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.checkpoint import load_state, save_state
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 _TRLS = "resume: TRL's own part of a checkpoint (weights, optimizer, schedule, order of the data) is not tried"
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, pstdev
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.collection import NONE_OF_GROUPS
+from keel.doctor.probes.evidence import SAME, chance_of_all_but, level
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.collection import NONE_OF_GROUPS
-from keel.lab.doctor.probes.evidence import SAME, chance_of_all_but, level
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
 def probe_rewards(subject: Subject, thresholds: Thresholds) -> ProbeResult:

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.draws import tail_masses, unfiltered, uniform_p_value
+from keel.doctor.probes.gap import largest
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.weights import Text
 from keel.eval.statistics import normal_interval
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import tail_masses, unfiltered, uniform_p_value
-from keel.lab.doctor.probes.gap import largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.weights import Text
-from keel.lab.thresholds import Thresholds
 
 MOST_ROUNDS = 6  # of the batch's prompts, sampled with changed weights
 ENOUGH_TOKENS = 400

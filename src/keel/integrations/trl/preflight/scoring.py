@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.draws import best_temperature
+from keel.doctor.probes.gap import average, largest
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import best_temperature
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 

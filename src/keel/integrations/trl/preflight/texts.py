@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
 def probe_texts(subject: Subject, thresholds: Thresholds) -> ProbeResult:

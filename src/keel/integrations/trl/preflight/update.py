@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.result import ProbeResult
+from keel.doctor.thresholds import Thresholds
 from keel.integrations.trl.preflight.batch import Subject
 from keel.kl import k3
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
