@@ -11,8 +11,8 @@ from doctor.schooled import schooled_config
 from keel.config import Config, load_config
 from keel.config.text import parse
 from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.measures import MEASURES
 from keel.doctor.preflight import preflight
-from keel.doctor.probes import PROBES
 from keel.doctor.runs import option_of
 
 SECTIONS = "|".join(Config.model_fields)
@@ -66,9 +66,9 @@ LOOKING = {
 def preflight_of(config: Config, *areas: str) -> Diagnosis:
     """A preflight of the probes that look at these areas alone."""
     looking = {name for area in areas for name in LOOKING[area]}
-    assert looking <= {name for name, _ in PROBES}
-    chosen = [(name, probe) for name, probe in PROBES if name in looking]
-    with patch("keel.doctor.preflight.PROBES", chosen):
+    assert looking <= {measure.name for measure in MEASURES}
+    chosen = [measure for measure in MEASURES if measure.name in looking]
+    with patch("keel.doctor.preflight.MEASURES", chosen):
         return preflight(config)
 
 

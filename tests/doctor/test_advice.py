@@ -24,10 +24,9 @@ from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.examine import examine
 from keel.doctor.findings import propose
 from keel.doctor.history import History
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.measures import MEASURES
 from keel.doctor.names import TRAINERS
-from keel.doctor.probes import PROBES
-from keel.doctor.setup import build_setup
-from keel.doctor.thresholds import load_thresholds
 from keel.kl import build_controller, controller_from_options
 
 pytestmark = pytest.mark.doctor
@@ -129,8 +128,8 @@ def tried(config: Config, code: str) -> Diagnosis:
     """What the one experiment finds that looks for this code."""
     names = {"scoring": "scoring", "sampler": "sampler", "reference": "reference", "kl": "kl_term"}
     names |= {"advantage": "advantage", "optim": "update", "output": "collection"}
-    probe = dict(PROBES)[names[code.partition("/")[0]]]
-    return Diagnosis(probe(build_setup(config), load_thresholds()).findings)
+    (measure,) = [measure for measure in MEASURES if measure.name == names[code.partition("/")[0]]]
+    return Diagnosis(measure.run(build_subject(config)).findings)
 
 
 def test_a_limit_that_cuts_is_proposed_wider() -> None:

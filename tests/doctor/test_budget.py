@@ -13,16 +13,17 @@ import torch
 
 from doctor.schooled import nearness, schooled_config
 from keel.base.types import Problem, Reward
-from keel.doctor import budget
+from keel.doctor import budget, evidence
 from keel.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
-from keel.doctor.preflight import LEFT_OUT, preflight
-from keel.doctor.probes import PROBES, evidence
+from keel.doctor.keel_subject import KeelSubject, build_subject
+from keel.doctor.measure import Measure
+from keel.doctor.measures import MEASURES
+from keel.doctor.preflight import preflight
 from keel.doctor.probes.balance import probe_balance
 from keel.doctor.probes.collection import probe_collection
-from keel.doctor.probes.evidence import undecided_tests
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.update import probe_update, scored
-from keel.doctor.setup import ProbeSetup, build_setup
+from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 
 LIMITS = load_thresholds()
@@ -30,8 +31,8 @@ LONG = ("model.name=doctor.schooled:fresh_model", "rollout.max_completion_length
 
 
 @pytest.fixture(scope="module")
-def setup() -> Iterator[ProbeSetup]:
-    built = build_setup(schooled_config(*LONG))
+def setup() -> Iterator[KeelSubject]:
+    built = build_subject(schooled_config(*LONG))
     with closing(built.run):
         yield built
 
@@ -89,9 +90,10 @@ def test_quick_leaves_experiments_out_and_says_so_and_asks_for_fewer_judgements(
         schooled_config(), on_probe=lambda outcome, _: tried.append(outcome.name), reward=counted(asked), quick=True
     )
     assert 16 < len(asked) <= 70
-    assert tried == [name for name, _ in PROBES if name not in LEFT_OUT]
+    left_out = [measure.name for measure in MEASURES if not measure.quick]
+    assert tried == [measure.name for measure in MEASURES if measure.quick]
     assert diagnosis.healthy
-    for name in LEFT_OUT:
+    for name in left_out:
         assert any(name in line and "--quick" in line for line in diagnosis.unchecked)
         assert name not in diagnosis.sound
     (stale,) = [row for row in diagnosis.hypotheses if row.name == "H06"]
@@ -102,7 +104,7 @@ def test_quick_leaves_experiments_out_and_says_so_and_asks_for_fewer_judgements(
 def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
     """Weights of the loss and nats per completion are those of whole completions, whatever is left of them."""
     config = schooled_config(*LONG, f"loss.loss_type={loss}", "kl.reduction=loss", "kl.estimator=exact")
-    whole = build_setup(config, reward=lambda problem, text: Reward(float(len(text) % 5)))
+    whole = build_subject(config, reward=lambda problem, text: Reward(float(len(text) % 5)))
     monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
     with closing(whole.run):
         cut = within_budget(whole)
@@ -121,7 +123,7 @@ def test_truncated_completions_are_those_that_were_sampled_so(monkeypatch):
     config = schooled_config("loss.mask_truncated_completions=true", "kl.collect_max=0.5")
     monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
     monkeypatch.setattr(budget, "LEAST_TOKENS", 1)
-    whole = build_setup(config)
+    whole = build_subject(config)
     with closing(whole.run):
         cut = within_budget(whole)
         mask = scored(cut).rows.policy_mask
@@ -134,10 +136,10 @@ def test_truncated_completions_are_those_that_were_sampled_so(monkeypatch):
 
 
 def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
-    def full(setup, thresholds):
+    def full(subject):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("keel.doctor.preflight.PROBES", [("reach", full)])
+    monkeypatch.setattr("keel.doctor.preflight.MEASURES", [Measure("reach", full, "")])
     diagnosis = preflight(schooled_config())
     assert not diagnosis.findings
     assert any(line.startswith("reach: no memory left for it") for line in diagnosis.unchecked)
@@ -173,16 +175,16 @@ def test_a_judge_elsewhere_is_not_asked_for_more_where_a_test_is_in_doubt() -> N
         asked.append(text)
         return Reward(0.5)
 
-    setup = build_setup(schooled_config(), reward=always_the_same)
+    setup = build_subject(schooled_config(), reward=always_the_same)
     with closing(setup.run):
-        outcome = probe_collection(replace(setup, judgements=60), LIMITS)
+        outcome = probe_collection(replace(setup, budget=Budget(judgements=60)), LIMITS)
     assert len(asked) <= 60 + len(setup.batch.completions)  # the last test judges what it has once more
     (constant,) = [finding for finding in outcome.findings if finding.code == "reward/constant"]
     assert constant.severity == "warning"
-    assert "reward/constant: undecided after" in " ".join(undecided_tests(setup))
+    assert "reward/constant: undecided after" in " ".join(setup.budget.take_undecided())
 
 
-def test_where_only_tokens_are_looked_at_no_reward_is_asked(setup: ProbeSetup) -> None:
+def test_where_only_tokens_are_looked_at_no_reward_is_asked(setup: KeelSubject) -> None:
     before = setup.built.judge.asked.total()
     groups = setup.collect(step=7)
     assert setup.built.judge.asked.total() == before

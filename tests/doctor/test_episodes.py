@@ -15,6 +15,7 @@ from doctor.faults_episodes import Calling
 from doctor.schooled import schooled_config
 from keel.base.types import Completion, Problem
 from keel.doctor.findings import Finding
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes import episodes, replies
 from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
 from keel.doctor.probes.fickle import fickle_findings
@@ -32,7 +33,6 @@ from keel.doctor.probes.replies import (
 )
 from keel.doctor.probes.replies import replies as read_replies
 from keel.doctor.probes.results import broke, directly, not_the_tools, of_another_episode
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.envs.episode import step_sync
 from keel.models.tiny import tiny_tokenizer
@@ -46,7 +46,7 @@ def probed(name: str, *overrides: str) -> list[Finding]:
     named = (
         f"{{name: '{HERE}:of_kind', kind: {name}}}" if " " in name or name in KINDS else f"{{name: '{HERE}:{name}'}}"
     )
-    setup = build_setup(schooled_config(f"task={named}", *TURNS, *overrides))
+    setup = build_subject(schooled_config(f"task={named}", *TURNS, *overrides))
     with closing(setup.run):
         return list(episode_findings(setup, load_thresholds()))
 
@@ -148,7 +148,7 @@ def test_a_session_that_one_episode_closes_is_named() -> None:
 
 def test_a_turn_that_was_cut_is_no_call() -> None:
     """Its end is missing, which any tool refuses: what is wrong is the limit."""
-    setup = build_setup(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
+    setup = build_subject(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
     with closing(setup.run):
         cut = replace(
             setup, turns=tuple(replace(t, completion=replace(t.completion, stop_reason="length")) for t in setup.turns)
@@ -159,7 +159,7 @@ def test_a_turn_that_was_cut_is_no_call() -> None:
 
 def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
     task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
-    setup = build_setup(schooled_config(task, "rewards=[{name: task}]", *TURNS))
+    setup = build_subject(schooled_config(task, "rewards=[{name: task}]", *TURNS))
     with closing(setup.run):
         assert [found.code for found in fickle_findings(setup, load_thresholds())] == ["reward/fickle"]
 
@@ -167,7 +167,7 @@ def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
 @pytest.mark.parametrize("kind", ["sound", "random"])
 def test_a_reward_may_look_at_the_episode(kind: str) -> None:
     task = f"task={{name: '{HERE}:of_kind', kind: {kind}}}"
-    setup = build_setup(schooled_config(task, f"rewards=[{{name: '{HERE}:of_the_episode'}}]", *TURNS))
+    setup = build_subject(schooled_config(task, f"rewards=[{{name: '{HERE}:of_the_episode'}}]", *TURNS))
     with closing(setup.run):
         assert setup.failures == ()
         assert max(reward.total for group in setup.groups for reward in group.rewards) > 0

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from doctor.schooled import schooled_config
-from keel.doctor.probes.evidence import (
+from keel.doctor.evidence import (
     LOOKS,
     TESTS,
     at_least,
     at_most,
+    by_signs,
     chance_above,
     chance_below,
     chance_of_all_but,
@@ -27,6 +28,7 @@ from keel.doctor.probes.evidence import (
     more_groups,
     odds_of_patterns,
 )
+from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.rollout.sampling import SamplingParams
 
@@ -52,8 +54,7 @@ def test_a_test_of_problems_looks_at_more_of_them_where_groups_are_large() -> No
 
     setup: Any = SimpleNamespace(
         groups=[SimpleNamespace(completions=[None] * 64)] * 4,
-        shared={},
-        doubt_s=60.0,
+        budget=Budget(doubt_s=60.0),
         config=schooled_config(),
         run=SimpleNamespace(task=SimpleNamespace(sample=lambda count, seed, step: [*range(count)])),
         built=SimpleNamespace(
@@ -64,7 +65,7 @@ def test_a_test_of_problems_looks_at_more_of_them_where_groups_are_large() -> No
     assert len(more_groups(setup, "tool/failing", lambda groups: len(groups) < 200, single=True)) == 4**LOOKS
     assert {generations for _, generations in asked} == {64, 1}
     assert len(more_groups(setup, "tool/failing", lambda groups: len(groups) < 200)) == 16
-    assert len(setup.shared["further groups"]) == 12  # the single ones are no other test's
+    assert len(setup.budget.further) == 12  # the single ones are no other test's
 
 
 def test_chances_by_hand() -> None:
@@ -192,3 +193,9 @@ def test_completions_that_never_repeat_are_called_where_the_policy_would() -> No
     assert log_odds_of_no_copies([*[group] * 16, [(0, math.log(0.4))] * 2]) > 0  # the odd group may have been filled up
     assert log_odds_of_no_copies([[(0, math.log(0.4))] * 2] * 8) < -4
     assert log_odds_of_no_copies([[(c, -30.0) for c in range(8)]] * 100) < 1e-6  # long ones never do
+
+
+def test_signs_by_hand() -> None:
+    assert by_signs([1.0, 2.0, 0.0, 3.0]) == pytest.approx(1 / 8)
+    assert by_signs([1.0, -2.0, 3.0, 0.0]) == pytest.approx(1 / 2)
+    assert by_signs([0.0, -1.0]) == 1.0

@@ -14,13 +14,13 @@ from doctor.test_faults_reference import FAULTS as OF_REFERENCE
 from doctor.test_faults_scoring import FAULTS as OF_SCORING
 from doctor.test_faults_scoring import LORA, TALK
 from doctor.test_travel import FAULTS as OF_TRAVEL
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.clip_range import own_range
 from keel.doctor.probes.limits import clipped_side, probe_limits
 from keel.doctor.probes.objective import left_out, probe_objective
 from keel.doctor.probes.sampler import probe_sampler
 from keel.doctor.probes.update import probe_update
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
@@ -110,7 +110,7 @@ def test_the_fault_is_named_first(fault: str) -> None:
     ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
 )
 def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
-    outcome = probe_objective(build_setup(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    outcome = probe_objective(build_subject(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
@@ -126,7 +126,7 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
     ],
 )
 def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
-    setup = build_setup(schooled_config(loss(wrong), "loss.num_iterations=2"))
+    setup = build_subject(schooled_config(loss(wrong), "loss.num_iterations=2"))
     (finding,) = clipped_side(setup, {}, load_thresholds())
     assert (finding.code, finding.severity) == ("loss/clip", severity)
     assert because in finding.cause
@@ -142,7 +142,7 @@ def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severit
     ],
 )
 def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: int, named: bool) -> None:
-    setup = build_setup(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
+    setup = build_subject(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
     found = [*own_range(setup, {}, load_thresholds())]
     assert [(f.code, f.severity) for f in found] == [("loss/clip", "warning")] * named
 
@@ -150,7 +150,7 @@ def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: 
 @pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "go up"), ((0.0, 0.28), "go down"), ((0.2, 0.28), "")])
 def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side: str) -> None:
     options = [f"{name}={value}" for name, value in zip(("loss.epsilon", "loss.epsilon_high"), limits, strict=True)]
-    setup = build_setup(schooled_config("loss.num_iterations=4", *options))
+    setup = build_subject(schooled_config("loss.num_iterations=4", *options))
     probe_update(setup, load_thresholds())
     named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
     assert [f"tokens that {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
@@ -166,14 +166,14 @@ def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side:
     ids=["no room below", "a range of sequences", "a narrow range that no update leaves"],
 )
 def test_a_side_without_room_is_named_whatever_an_update_moves(options: tuple[str, ...], named: bool) -> None:
-    setup = build_setup(schooled_config("loss.num_iterations=4", "optim.learning_rate=1e-6", *options))
+    setup = build_subject(schooled_config("loss.num_iterations=4", "optim.learning_rate=1e-6", *options))
     probe_update(setup, load_thresholds())
     found = [f for f in probe_limits(setup, load_thresholds()).findings if f.code == "loss/clip"]
     assert len(found) == named
 
 
 def test_every_clip_of_keels_own_cuts_its_side() -> None:
-    setup = build_setup(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
+    setup = build_subject(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
     for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
         run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
         assert not [*clipped_side(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
@@ -197,14 +197,14 @@ def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], 
 
 
 def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
-    findings = probe_objective(build_setup(schooled_config(loss("weak_ones_left_out"))), load_thresholds()).findings
+    findings = probe_objective(build_subject(schooled_config(loss("weak_ones_left_out"))), load_thresholds()).findings
     assert "loss/no-gradient" not in [finding.code for finding in findings]
 
 
 @pytest.mark.parametrize("tokens", [8, 4096])
 def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(tokens: int) -> None:
     """Of the two losses of one range, that of tokens alone."""
-    setup = build_setup(schooled_config(loss("range_of_sequences"), "loss.num_iterations=2"))
+    setup = build_subject(schooled_config(loss("range_of_sequences"), "loss.num_iterations=2"))
     mask = torch.ones(2, tokens, dtype=torch.bool)
     rows = replace(setup.batch.rows, group=torch.zeros(2, dtype=torch.long))
     batch = replace(setup.batch, rows=rows)
@@ -241,9 +241,11 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
     ],
 )
 def test_keels_own_controllers_stay_within_bounds(controller: str) -> None:
-    assert not probe_objective(build_setup(schooled_config(f"kl.controller={controller}")), load_thresholds()).findings
+    assert not probe_objective(
+        build_subject(schooled_config(f"kl.controller={controller}")), load_thresholds()
+    ).findings
 
 
 def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
-    outcome = probe_sampler(build_setup(schooled_config("rollout.top_k=100")), load_thresholds())
+    outcome = probe_sampler(build_subject(schooled_config("rollout.top_k=100")), load_thresholds())
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

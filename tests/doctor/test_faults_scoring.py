@@ -17,12 +17,12 @@ from doctor import faults
 from doctor.followed import check_named_first, repeated
 from doctor.schooled import schooled_config
 from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes import gradient, scoring
 from keel.doctor.probes.masks import are_rounded_away
 from keel.doctor.probes.noise import noise_findings
 from keel.doctor.probes.scoring import probe_scoring
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
@@ -170,7 +170,7 @@ def test_the_fault_is_named_first(fault: str) -> None:
 
 
 def test_rows_that_mix_are_not_called_padding() -> None:
-    with closing((setup := build_setup(schooled_config(scorer("right")))).run):
+    with closing((setup := build_subject(schooled_config(scorer("right")))).run):
         for score, code, phrase in (
             (faults.rolled, "scoring/mismatch", "have the log-probabilities of another row"),
             (faults.by_length, "scoring/mismatch", "have the log-probabilities of another row"),
@@ -206,7 +206,7 @@ def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(scoring, "in_float32", refused)
     for name, codes in ((scorer("detached"), ["scoring/gradient"]), (None, [])):
-        setup = build_setup(schooled_config("model.dtype=bfloat16", *([name] if name else [])))
+        setup = build_subject(schooled_config("model.dtype=bfloat16", *([name] if name else [])))
         with closing(setup.run):
             result = probe_scoring(setup, load_thresholds())
         assert [finding.code for finding in result.findings] == codes
@@ -215,7 +215,7 @@ def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gradient_without_room_is_all_that_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing((setup := build_setup(schooled_config(scorer("remembered")))).run):
+    with closing((setup := build_subject(schooled_config(scorer("remembered")))).run):
         trained = sum(p.numel() for p in setup.policy.model.parameters() if p.requires_grad)
         with Sizes() as sizes:
             error, size = gradient._gradient_error(setup)
@@ -259,7 +259,7 @@ SURE = "rollout.temperature=0.05"  # at which the policy is certain of what it w
 
 
 def test_scores_are_tried_on_text_that_is_not_certain() -> None:
-    setup = build_setup(schooled_config(SURE, scorer("last_token_zero")))
+    setup = build_subject(schooled_config(SURE, scorer("last_token_zero")))
     with closing(setup.run):
         outcome = probe_scoring(setup, load_thresholds())
     assert outcome.figures["gap_max"] < 1e-3  # the end's own log-probability is as near to 0
@@ -267,7 +267,7 @@ def test_scores_are_tried_on_text_that_is_not_certain() -> None:
 
 
 def test_noise_is_tried_where_the_policy_is_not_certain() -> None:
-    setup = build_setup(schooled_config("rollout.temperature=0.3", engine("SameNoise")))
+    setup = build_subject(schooled_config("rollout.temperature=0.3", engine("SameNoise")))
     with closing(setup.run):
         (first, *_) = noise_findings(setup, load_thresholds())
     assert first.code == "sampler/noise"

@@ -99,7 +99,7 @@ MEASURED = "\n## How often it is right\n"
 
 
 def test_the_page_is_generated_from_the_tables():
-    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
     generated, _, measured = page.partition(MEASURED)
     assert generated == doctor_page(), "run: python -m keel.doctor.show, and keep what follows " + MEASURED.strip()
     assert measured.strip()

@@ -16,12 +16,12 @@ from keel.doctor.checks import check_history
 from keel.doctor.checks.penalty import DR_GRPO
 from keel.doctor.diagnosis import SuspectVerdict
 from keel.doctor.formula import formula_of
+from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.kl_term import probe_kl_term
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import ProbeSetup, build_setup
 from keel.doctor.suspects import judge_suspects, preflight_figures
 from keel.doctor.thresholds import load_thresholds
+from keel.doctor.verdict import Outcome
 from keel.kl.facts import FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing
 from keel.kl.suggest import CORRECT_GRADIENTS, suggest_pairing
 from keel.losses import LOSSES
@@ -54,11 +54,11 @@ def overrides_of(fact: Fact) -> list[str]:
 
 
 @cache
-def _bench() -> ProbeSetup:
-    return build_setup(schooled_config("rollout.prompts_per_step=2", "rollout.num_generations=2"))
+def _bench() -> KeelSubject:
+    return build_subject(schooled_config("rollout.prompts_per_step=2", "rollout.num_generations=2"))
 
 
-def on_the_bench(config: Config) -> ProbeSetup:
+def on_the_bench(config: Config) -> KeelSubject:
     """The schooled setup under another KL term: model, batch and reference are the same for all of them."""
     setup = _bench()
     run = replace(setup.run, kl=config.kl, pairing=config.kl.pairing(off_policy=config.off_policy))
@@ -74,7 +74,7 @@ def before(config: Config) -> SuspectVerdict:
 
 
 @cache
-def _probed(*pairing: str) -> ProbeResult:
+def _probed(*pairing: str) -> Outcome:
     """The experiment sums over the policy's own samples, so several updates a batch make no other one."""
     options = zip(("kl.estimator", "kl.placement", "kl.gradient", "kl.level"), pairing, strict=True)
     return probe_kl_term(on_the_bench(schooled_config(*map("=".join, options), *FREELY)), LIMITS)

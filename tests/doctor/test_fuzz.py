@@ -13,6 +13,7 @@ from doctor.schooled import BASE
 from faults import school
 from keel.base.errors import KeelError
 from keel.doctor import preflight
+from keel.doctor.measure import Measure
 
 
 @pytest.mark.slow
@@ -70,7 +71,7 @@ def test_a_probe_that_fails_by_keels_own_code_is_a_failure(
     monkeypatch.setattr("faults.healthy.healthy", lambda seed: {**BASE, "run": {"name": "fuzzed"}})
     monkeypatch.setattr(bench, "SMALL", (1,))
     monkeypatch.setattr(bench, "_options", lambda: ("run.seed",))
-    monkeypatch.setattr(preflight, "PROBES", [("collection", probe)])
+    monkeypatch.setattr(preflight, "MEASURES", [Measure("collection", probe, "")])
     outcome = bench.try_case(bench.Case("preflight", 0, 0), tmp_path)
     assert outcome.failure.split(":")[0] == failure
     assert outcome.result == ("failed" if failure else "diagnosis with a failed probe")

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from doctor.test_frames import setup_of
+from doctor.asked import asked
 from keel.base.types import Problem
 from keel.doctor.probes.given_away import between_askings, given_away_findings, pointing_marks
 from keel.doctor.thresholds import load_thresholds
-from keel.models.tiny import CHAT_TEMPLATE
 
 LIMITS = load_thresholds()
 Form = Callable[[int, int], str]
@@ -20,7 +19,7 @@ def found_in(form: Form) -> list[tuple[str, str]]:
     """What is found where the smaller one of two numbers is asked for in this form."""
     numbers = [((7 * n + 3) % 31, (11 * n + 5) % 29) for n in range(32)]
     prompts = [(Problem(f"{n}", form(*pair), str(min(pair))), form(*pair)) for n, pair in enumerate(numbers)]
-    return [(f.code, f.severity) for f in given_away_findings(setup_of(CHAT_TEMPLATE), prompts, LIMITS)]
+    return [(f.code, f.severity) for f in given_away_findings(asked(), prompts, LIMITS)]
 
 
 def choices(mark: str, a: int, b: int) -> list[str]:

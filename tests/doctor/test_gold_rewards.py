@@ -13,13 +13,14 @@ from doctor import faults_gold
 from doctor.followed import check_named_first, preflight_of
 from doctor.schooled import schooled_config
 from keel.base.types import Group, Problem, Reward
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes import collection
 from keel.doctor.probes.alignment import association
 from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
 from keel.doctor.probes.exploits import any_answer, nearly_all
 from keel.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds
-from keel.doctor.setup import build_setup
+from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs import Episode
 from keel.envs.judge import Judge
@@ -41,7 +42,7 @@ def task(name: str) -> list[str]:
 
 
 def collected(*overrides: str):
-    setup = build_setup(schooled_config(*overrides))
+    setup = build_subject(schooled_config(*overrides))
     try:
         return probe_collection(setup, load_thresholds())
     finally:
@@ -101,7 +102,7 @@ class Lasting(Episode):
 def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
     turns: int, named: tuple[str, str]
 ) -> None:
-    built = build_setup(schooled_config())
+    built = build_subject(schooled_config())
     task = SimpleNamespace(multi_turn=True, start=lambda problem: Lasting(turns))
     setup = replace(built, built=replace(built.built, run=replace(built.run, task=task)))
     judged = [JudgedGold(Problem(str(i), "2 3", "3"), ("<ask/>", "3"), 0.0, 0.0, (0.0, 0.5)) for i in range(16)]
@@ -172,8 +173,7 @@ def spread(values: list[float], gold: float | None):
     setup = SimpleNamespace(
         failures=(),
         groups=groups[:4],
-        shared={"further groups": groups[4:]},
-        doubt_s=120.0,
+        budget=Budget(further=groups[4:]),
         config=config,
         built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4), judge=SimpleNamespace(remote=[])),
     )
@@ -202,7 +202,7 @@ TASKS = [
 @pytest.mark.parametrize("options", TASKS, ids=lambda options: " ".join(map(str, options.values())))
 def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The schooled setup with another task's problems: no model is asked, so that none has to know them."""
-    setup = build_setup(schooled_config(OWN))
+    setup = build_subject(schooled_config(OWN))
     try:
         other = build_task(**options)
         monkeypatch.setattr(setup.run, "task", other)
@@ -296,7 +296,7 @@ def test_a_fall_is_deep_beside_what_answers_differ_by(
 def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    setup = build_setup(schooled_config(reward("nan_beyond_the_batch")))
+    setup = build_subject(schooled_config(reward("nan_beyond_the_batch")))
     asked = {group.problem.key for group in setup.groups}
     monkeypatch.setattr(faults_gold, "NUMBERS", asked)
     try:

@@ -17,6 +17,7 @@ from keel.doctor.probes.helpful import unhelpful
 from keel.doctor.probes.idle import idle_findings
 from keel.doctor.probes.repeats import contradiction_findings
 from keel.doctor.probes.replayed import Replayed
+from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs import Episode
 from keel.envs.judge import Judge
@@ -65,8 +66,8 @@ def setup_of(groups: Sequence[Group], task: Any = TASK, judge: Any = None) -> An
         built=SimpleNamespace(judge=judge),
         sampling=SimpleNamespace(stop=()),
         failures=(),
-        shared={"seconds for doubts": 1.0},
-        doubt_s=0.0,  # nothing is sampled
+        shared={},
+        budget=Budget(doubt_s=0.0, spent_s=1.0),  # nothing is sampled
     )
 
 

@@ -13,8 +13,10 @@ from torch import nn
 
 from doctor.schooled import schooled_config
 from keel.base.types import Problem, Reward
+from keel.doctor import keel_subject as doctor_setup
 from keel.doctor import preflight as preflight_module
-from keel.doctor import setup as doctor_setup
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.measure import Measure
 from keel.doctor.preflight import preflight
 from keel.doctor.probes import evaluation, misfit, model
 from keel.doctor.probes.advantage import _amplified, _amplified_parts, amplification
@@ -23,7 +25,7 @@ from keel.doctor.probes.damaged import damaged_weights
 from keel.doctor.probes.evaluation import probe_evaluation
 from keel.doctor.probes.misfit import foreign_findings
 from keel.doctor.probes.model import _round_trip, run_together, unread
-from keel.doctor.setup import build_setup
+from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs import Task
 from keel.envs.calls import TooManyHungCalls
@@ -70,7 +72,7 @@ def test_parts_that_are_normalised_one_by_one(base: float, unit: float, codes: l
     judge = SimpleNamespace(parts=[SimpleNamespace(name="part", weight=1.0)], remote=False)
     built = SimpleNamespace(judge=judge, sampling=SimpleNamespace(num_generations=4))
     config = schooled_config("reward.aggregate=normalised_sum")
-    setup: Any = SimpleNamespace(config=config, built=built, groups=groups, shared={}, doubt_s=0.0)
+    setup: Any = SimpleNamespace(config=config, built=built, groups=groups, shared={}, budget=Budget(0.0))
     assert [finding.code for finding in _amplified_parts(setup, THRESHOLDS)] == codes
 
 
@@ -87,7 +89,7 @@ def test_parts_that_are_normalised_one_by_one(base: float, unit: float, codes: l
 def test_a_reward_in_small_units_is_no_noise(base: float, unit: float, gold: float, codes: list[str]) -> None:
     groups = [SimpleNamespace(rewards=[Reward(base + unit * i / 3) for i in range(4)]) for _ in range(16)]
     built = SimpleNamespace(judge=SimpleNamespace(remote=False), sampling=SimpleNamespace(num_generations=4))
-    setup: Any = SimpleNamespace(groups=groups, shared={"gold size": gold}, built=built, doubt_s=0.0)
+    setup: Any = SimpleNamespace(groups=groups, shared={"gold size": gold}, built=built, budget=Budget(0.0))
     spread = torch.tensor([unit * 0.43] * 16, dtype=torch.float64)
     figures = amplification(spread, spread, "group")
     assert [finding.code for finding in _amplified(setup, figures, "group", THRESHOLDS)] == codes
@@ -220,7 +222,7 @@ def test_single_words_tell_nothing_of_blanks() -> None:
     ],
 )
 def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None) -> None:
-    setup = build_setup(schooled_config("rollout.max_staleness=1"))
+    setup = build_subject(schooled_config("rollout.max_staleness=1"))
     with closing(setup.run):
         tokenizer = setup.policy.tokenizer
         if damage == "rows":
@@ -359,7 +361,7 @@ def test_held_out_answers_in_another_form(
 
 def test_an_evaluation_of_noise() -> None:
     for temperature, codes in ((10.0, ["eval/train-gap"]), (0.6, []), (1.2, [])):
-        setup = build_setup(schooled_config("eval.every=1", f"eval.temperature={temperature}"))
+        setup = build_subject(schooled_config("eval.every=1", f"eval.temperature={temperature}"))
         assert [finding.code for finding in probe_evaluation(setup, THRESHOLDS).findings] == codes
         setup.run.close()
 
@@ -368,7 +370,7 @@ def test_rewards_that_hang_while_a_probe_asks_them(monkeypatch: pytest.MonkeyPat
     def asks(*_: Any) -> Any:
         raise TooManyHungCalls("reward slow: did not return within 0.01 s (reward.timeout_s)")
 
-    monkeypatch.setattr(preflight_module, "PROBES", [("collection", asks)])
+    monkeypatch.setattr(preflight_module, "MEASURES", [Measure("collection", asks, "")])
     (finding,) = preflight(schooled_config()).findings
     assert (finding.code, finding.severity) == ("reward/failed", "error")
     assert "reward.timeout_s" in finding.evidence

@@ -17,9 +17,9 @@ from keel.doctor.expected import (
     sampled_values,
     term_gradient,
 )
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.kl_term import probe_kl_term
 from keel.doctor.probes.share import GradientNorms
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact
@@ -127,7 +127,7 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
     from keel.models.fingerprint import fingerprint
 
     estimator = ["kl.estimator=k1"] if "advantage" in override else []
-    setup = build_setup(schooled_config(override, *estimator))
+    setup = build_subject(schooled_config(override, *estimator))
     before = fingerprint(setup.policy.model)
     outcome = probe_kl_term(setup, load_thresholds())
     assert fingerprint(setup.policy.model) == before
@@ -139,7 +139,7 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
 
 
 def test_weights_that_are_no_numbers_leave_the_term_unchecked() -> None:
-    setup = build_setup(schooled_config())
+    setup = build_subject(schooled_config())
     with torch.no_grad():
         next(setup.policy.model.parameters()).fill_(math.nan)
     outcome = probe_kl_term(setup, load_thresholds())
@@ -147,13 +147,13 @@ def test_weights_that_are_no_numbers_leave_the_term_unchecked() -> None:
 
 
 def test_a_penalty_that_is_not_needed_is_a_note() -> None:
-    setup = build_setup(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
+    setup = build_subject(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
     findings = probe_kl_term(setup, load_thresholds()).findings
     assert [(finding.code, finding.severity) for finding in findings] == [("kl/unneeded", "note")]
 
 
 def test_a_penalty_in_the_reward_is_divided_by_the_spread() -> None:
-    setup = build_setup(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
+    setup = build_subject(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
     outcome = probe_kl_term(setup, load_thresholds())
     rewards = torch.tensor([reward.total for group in setup.groups for reward in group.rewards])
     assert outcome.figures["effective_beta"] == pytest.approx(0.01 / rewards.std().item(), rel=1e-5)

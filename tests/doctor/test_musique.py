@@ -15,7 +15,7 @@ from keel.doctor.preflight import preflight
 pytestmark = pytest.mark.doctor
 
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = tuple(f"H0{number}" for number in range(1, 9))
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from doctor.schooled import schooled_config
 from keel.doctor.findings import Finding
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.advantage import probe_advantage
 from keel.doctor.probes.controller import over_the_run, steered
 from keel.doctor.probes.limits import probe_limits
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.reference import probe_reference
-from keel.doctor.probes.result import Probe
 from keel.doctor.probes.update import probe_update
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.run.build import controller_from_options
 
@@ -71,8 +70,8 @@ def test_controllers_that_do(controller: str) -> None:
     assert controlled(controller) == []
 
 
-def probed(probe: Probe, *overrides: str) -> list[str]:
-    setup = build_setup(schooled_config(*overrides))
+def probed(probe: Any, *overrides: str) -> list[str]:
+    setup = build_subject(schooled_config(*overrides))
     if probe in (probe_limits, probe_reach):
         probe_update(setup, LIMITS)
     return [finding.code for finding in probe(setup, LIMITS).findings]
@@ -95,7 +94,7 @@ def probed(probe: Probe, *overrides: str) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_named(code: str, probe: Probe, overrides: list[str]) -> None:
+def test_named(code: str, probe: Any, overrides: list[str]) -> None:
     assert probed(probe, *overrides) == [code]
 
 
@@ -112,5 +111,5 @@ def test_named(code: str, probe: Probe, overrides: list[str]) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_silent(probe: Probe, overrides: list[str]) -> None:
+def test_silent(probe: Any, overrides: list[str]) -> None:
     assert probed(probe, *overrides) == []

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from doctor.schooled import schooled_config
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.ratios import ratio_findings
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.losses import LOSSES, LossInputs, LossOptions, PolicyTerm
 from keel.losses.policy import clipped
@@ -60,7 +60,7 @@ def for_long_rows(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 
 def found(loss: str) -> list[tuple[str, str]]:
-    setup = build_setup(schooled_config(f"loss.loss_type={loss}"))
+    setup = build_subject(schooled_config(f"loss.loss_type={loss}"))
     return [(f.code, f.severity) for f in ratio_findings(setup, {}, load_thresholds())]
 
 

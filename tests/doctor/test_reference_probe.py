@@ -10,11 +10,11 @@ from torch import nn
 
 from doctor.schooled import schooled_config, schooled_model
 from keel.base.errors import KeelError
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.reference import devices, probe_reference, reference_fingerprint
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.start import WeightDifference, compare_weights, explain_start, sums_against_means
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
+from keel.doctor.verdict import Outcome
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import add_lora
 from keel.models.options import LoraOptions
@@ -26,8 +26,8 @@ LIMITS = load_thresholds()
 LORA = "model.lora={r: 4}"
 
 
-def probed(*overrides: str) -> ProbeResult:
-    return probe_reference(build_setup(schooled_config(*overrides)), LIMITS)
+def probed(*overrides: str) -> Outcome:
+    return probe_reference(build_subject(schooled_config(*overrides)), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def probed(*overrides: str) -> ProbeResult:
     ids=" ".join,
 )
 def test_policy_and_reference_are_afterwards_what_they_were(overrides: list[str]) -> None:
-    setup = build_setup(schooled_config(*overrides))
+    setup = build_subject(schooled_config(*overrides))
     policy, reference, logp = fingerprint(setup.policy.model), reference_fingerprint(setup), setup.ref_logp()
     probe_reference(setup, LIMITS)
     assert fingerprint(setup.policy.model) == policy

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from doctor.asked import asked
 from doctor.schooled import schooled_config
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.doctor.probes import templates
+from keel.doctor.asking import KNOWN, templates
 from keel.doctor.probes.gold_likelihood import drawn_golds, gold_or_none
-from keel.doctor.probes.rendering import turn_marks
-from keel.doctor.probes.templates import KNOWN, _rendered, by_chance, of_gains, template_golds
+from keel.doctor.rendering import turn_marks
 from keel.envs import Task
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from keel.rollout.render import TEMPLATES, Renderer
+from keel.rollout.render import TEMPLATES
 
 CHATML = TEMPLATES["chatml"]
 HEADER = "{{ '<|im_start|>assistant\\n' }}"
@@ -69,28 +67,28 @@ def test_a_template_that_refuses_conversations_still_tells_its_header() -> None:
     assert (marks.assistant, marks.answered, marks.fault) == ("<|im_start|>assistant", "", None)
 
 
+def rendered(template: str | None = None) -> dict[str, str]:
+    """The first problem in each known template whose marks the tokenizer has."""
+    subject = asked(template or CHAT_TEMPLATE)
+    names = {hypothesis.name.split(" than ")[0].split("form of ")[1]: hypothesis for hypothesis in templates(subject)}
+    texts = {}
+    for name, hypothesis in names.items():
+        with hypothesis.apply(subject) as changed:
+            texts[name] = subject.policy.tokenizer.decode(list(changed.prompt(subject.problems(1)[0])))
+    return texts
+
+
 def test_known_templates_are_tried_where_the_tokenizer_has_their_marks() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3 ="}]
-    problems = [Problem("a", messages)]
-    own = Renderer(tiny_tokenizer())
-    assert _rendered(own, problems, "<|user|>…") == []  # its own
-    assert _rendered(own, problems, "ChatML") == []  # marks that it lacks
-    (zephyr,) = _rendered(own, problems, "Zephyr")
-    expected = "<|system|>\nBe brief.<eos>\n<|user|>\n2 + 3 =<eos>\n<|assistant|>\n"
-    assert own.tokenizer.decode(list(zephyr)) == expected
+    texts = rendered()
+    assert texts["Zephyr"] == "<|user|>\n0 =<eos>\n<|assistant|>\n"
+    assert "ChatML" not in texts  # marks that it lacks
 
 
 def test_what_a_generation_prompt_begins_of_an_answer_is_begun_in_other_templates_too() -> None:
-    problems = [Problem("a", [{"role": "user", "content": "2 + 3 ="}])]
-    tokenizer = tiny_tokenizer()
     zephyr = KNOWN["Zephyr"][1].removesuffix("{{ '<|assistant|>\\n' }}")
     for opening in ("<think>\n", "So: ", ""):
         header = f"{{% if add_generation_prompt %}}{{{{ '<|assistant|>\n{opening}' }}}}{{% endif %}}"
-        tokenizer.chat_template = zephyr + header
-        own = Renderer(tokenizer)
-        assert _rendered(own, problems, "Zephyr") == []
-        (other,) = _rendered(own, problems, "<|user|>…")
-        assert tokenizer.decode(list(other)).endswith(f"2 + 3 =<eos><|assistant|>{opening}")
+        assert rendered(zephyr + header)["<|user|>…"].endswith(f"0 =<eos><|assistant|>{opening}")
 
 
 class Partly(Task):
@@ -110,8 +108,6 @@ def test_problems_without_a_gold_answer_are_left_out() -> None:
     assert [gold_or_none(task, problem) for problem in task.sample(3, seed=0, step=0)] == [["5"], None, None]
     setup: Any = SimpleNamespace(run=SimpleNamespace(task=task), config=config, policy=policy, shared={})
     assert len(drawn_golds(setup, 9)) == 3
-    in_chat = Renderer(policy.tokenizer, chat_template="default")
-    assert {problem.key for problem, _ in template_golds(setup, in_chat)} == {"0"}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -123,22 +119,3 @@ def test_each_known_template_holds_the_messages(name: str) -> None:
     )
     assert text.index("first") < text.index("second")
     assert all(mark in text for mark in marks)
-
-
-def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)  # slow to import, and not needed
-    assert by_chance([0.5, 0.6, 0.4, 0.5, 0.55, 0.45] * 2) < 1e-6
-    assert by_chance([2.0, -1.5, 0.3, -0.6, 1.0, -1.0] * 2) > 0.1
-
-
-def test_a_gain_of_a_few_without_a_loss_is_no_chance() -> None:
-    """As where ids are off by one, and only numbers with a nine in them become other questions."""
-    gains = [-0.2] * 30 + [0.1] * 36 + [2.0] * 8 + [30.0] * 8
-    assert of_gains(gains) < 1e-4 < by_chance(gains)
-    assert of_gains([*gains, *[-11.0] * 8]) > 0.1
-
-
-def test_the_tests_of_gold_answers_share_one_level() -> None:
-    """One for each probe that divides it; what asks of plain prompts and of templates never meets the same problem."""
-    probes = Path(templates.__file__).parent.glob("*.py")
-    assert sum("/ SHARED" in path.read_text(encoding="utf-8") for path in probes) == templates.SHARED

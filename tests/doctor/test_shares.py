@@ -13,16 +13,16 @@ import torch
 from doctor.followed import check_named_first, follow
 from doctor.schooled import nearness, schooled_config, schooled_model
 from keel.base.types import Problem, Reward
+from keel.doctor.evidence import chance_above
 from keel.doctor.findings import Finding
+from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
-from keel.doctor.probes.evidence import chance_above
 from keel.doctor.probes.exploration import drawn_logits, entropy, probe_exploration
 from keel.doctor.probes.limits import MANY, chance_over, probe_limits, simulated_skips
 from keel.doctor.probes.objective import probe_objective
 from keel.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
 from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.probes.update import moved, probe_update
-from keel.doctor.setup import ProbeSetup, build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.kl import exact_kl
 from keel.models.fingerprint import fingerprint
@@ -67,15 +67,15 @@ def frozen_model() -> tuple[Any, Any]:
 
 def judged(config) -> list[Finding]:
     """The findings of the probes that look at the update's terms."""
-    setup = build_setup(config)
+    setup = build_subject(config)
     probe_update(setup, LIMITS)
     probes = (probe_exploration, probe_objective, probe_reach, probe_balance, probe_limits)
     return [finding for probe in probes for finding in probe(setup, LIMITS).findings]
 
 
 @pytest.fixture(scope="module")
-def setup() -> ProbeSetup:
-    tried = build_setup(schooled_config("optim.weight_decay=30"))
+def setup() -> KeelSubject:
+    tried = build_subject(schooled_config("optim.weight_decay=30"))
     probe_update(tried, LIMITS)
     return tried
 
@@ -96,7 +96,7 @@ def test_steps_beside_a_decay_come_to_the_sum_of_a_recursion(decay: float) -> No
     assert held_sum(200.0, 0.0) == 200.0
 
 
-def test_the_displacement_of_weight_decay_is_that_of_shrunk_matrices(setup: ProbeSetup) -> None:
+def test_the_displacement_of_weight_decay_is_that_of_shrunk_matrices(setup: KeelSubject) -> None:
     first, optimizer = setup.of_batch["update"], setup.run.optimizer
     before = [p.detach().clone() for p in optimizer.parameters]
     still = [None if g is None else torch.zeros_like(g) for g in first.gradients]
@@ -131,7 +131,7 @@ def test_the_equilibrium_of_a_bandit_is_the_closed_form(beta: float) -> None:
 
 
 def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
-    exact = build_setup(schooled_config("kl.estimator=exact", "loss.loss_type=dapo"))
+    exact = build_subject(schooled_config("kl.estimator=exact", "loss.loss_type=dapo"))
     before = fingerprint(exact.policy.model)
     probe_update(exact, LIMITS)
     assert measured_kl_weight(exact, exact.of_batch["update"]) == pytest.approx(1.0, abs=0.2)
@@ -166,8 +166,8 @@ def test_a_spike_guard_skips_what_lies_above_its_limit() -> None:
 
 
 def test_the_scale_of_an_adapter() -> None:
-    assert adapter_scale(build_setup(schooled_config("model.lora={r: 4, alpha: 2}")).policy.model) == 0.5
-    assert adapter_scale(build_setup(schooled_config()).policy.model) is None
+    assert adapter_scale(build_subject(schooled_config("model.lora={r: 4, alpha: 2}")).policy.model) == 0.5
+    assert adapter_scale(build_subject(schooled_config()).policy.model) is None
 
 
 HALF = "optim.precision=bfloat16"
@@ -231,7 +231,7 @@ def test_a_term_out_of_balance_is_named_with_its_reason_and_its_advice_mends_it(
 
 def test_copies_without_a_reward_of_their_own_show_no_standstill() -> None:
     """Signs that stand in for advantages take each other away on equal completions."""
-    setup = build_setup(schooled_config("reward.warmup_steps=0"))
+    setup = build_subject(schooled_config("reward.warmup_steps=0"))
     with closing(setup.run):
         probe_update(setup, LIMITS)
         first = setup.of_batch["update"]

@@ -13,9 +13,9 @@ from keel.doctor.checks import check_history
 from keel.doctor.diagnosis import SuspectVerdict
 from keel.doctor.findings import CODES, finding
 from keel.doctor.history import History, Series
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.suspects import SUSPECTS, RuleOut, Suspect, history_figures, judge_suspects, preflight_figures
 from keel.doctor.thresholds import load_thresholds
+from keel.doctor.verdict import Outcome
 
 LIMITS = load_thresholds()
 NAMES = [*(f"H0{i}" for i in range(1, 9)), *(f"E0{i}" for i in range(1, 7))]
@@ -102,13 +102,13 @@ def test_a_row_none_of_whose_codes_was_checked_is_not_ruled_out() -> None:
     )
 
 
-def masks(trained: float, total: float, left_out: float) -> ProbeResult:
+def masks(trained: float, total: float, left_out: float) -> Outcome:
     figures = {"trained_tokens": trained, "completion_tokens": total, "left_out_of_turns": left_out}
-    return ProbeResult("masks", figures=figures)
+    return Outcome("masks", figures=figures)
 
 
 def test_sampled_tokens_that_are_not_trained_keep_masking_a_suspect() -> None:
-    def verdicts(outcome: ProbeResult, multi_turn: bool) -> tuple[str, str]:
+    def verdicts(outcome: Outcome, multi_turn: bool) -> tuple[str, str]:
         figures = preflight_figures([outcome], multi_turn=multi_turn)
         table = {hypothesis.name: hypothesis.verdict for hypothesis in judge_suspects((), figures, LIMITS)}
         return table["H02"], table["H07"]

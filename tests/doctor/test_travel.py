@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from doctor.followed import check_named_first, repeated
 from doctor.schooled import schooled_config, schooled_model
 from keel.doctor.findings import Finding, ranked
-from keel.doctor.probes.gap import in_float32
+from keel.doctor.gap import in_float32
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.model import probe_model
 from keel.doctor.probes.prompts import probe_prompts
 from keel.doctor.probes.reported import Reports, later_turns_findings
 from keel.doctor.probes.travel import probe_travel
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
@@ -72,7 +72,7 @@ def test_the_fault_is_named_first(fault: str) -> None:
 def probed(*overrides: str) -> list[Finding]:
     """What the probes of prompts and of travel find, without the others."""
     thresholds = load_thresholds()
-    setup = build_setup(schooled_config(*overrides))
+    setup = build_subject(schooled_config(*overrides))
     with closing(setup.run):
         return [
             finding
@@ -119,7 +119,7 @@ def test_the_fault_is_found(fault: str) -> None:
 def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> None:
     left_out, half = [engine("FirstTurnLeftOutReported")], [engine("Reported"), "model.dtype=bfloat16"]
     for options, codes in ((left_out, ["sampler/other-prompt"]), ([engine("Reported")], []), (half, [])):
-        setup = build_setup(schooled_config(*TALK, *options))
+        setup = build_subject(schooled_config(*TALK, *options))
         with closing(setup.run):
             reports = Reports.of(setup, setup.groups)
             assert [found.code for found in later_turns_findings(reports, load_thresholds())] == codes
@@ -127,7 +127,7 @@ def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> No
 
 @pytest.mark.parametrize(("filler", "named"), [(-9999.0, False), (-20.0, True)])
 def test_what_stands_for_an_unknown_log_probability_tells_nothing_of_a_prompt(filler: float, named: bool) -> None:
-    setup = build_setup(schooled_config(*TALK, engine("Reported")))
+    setup = build_subject(schooled_config(*TALK, engine("Reported")))
     with closing(setup.run):
         reports = Reports.of(setup, setup.groups)
         drawn = reports.drawn
@@ -144,7 +144,7 @@ def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:
 
 
 def test_weights_of_16_bits_are_read_in_fp32_and_come_back() -> None:
-    setup = build_setup(schooled_config("model.dtype=bfloat16"))
+    setup = build_subject(schooled_config("model.dtype=bfloat16"))
     model = setup.policy.model.eval()
     ids = torch.tensor([setup.groups[0].prompt_tokens])
     with closing(setup.run), torch.no_grad():

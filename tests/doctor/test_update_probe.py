@@ -10,10 +10,10 @@ import torch
 
 from doctor.schooled import schooled_config
 from keel.base.types import Reward
+from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.advantage import amplification, group_spreads, probe_advantage, token_weights
 from keel.doctor.probes.truncation import probe_truncation
 from keel.doctor.probes.update import loss_gradients, probe_update, scored, undone, with_signal
-from keel.doctor.setup import ProbeSetup, build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
@@ -22,11 +22,11 @@ LIMITS = load_thresholds()
 
 
 @pytest.fixture(scope="module")
-def setup() -> ProbeSetup:
-    return build_setup(schooled_config())
+def setup() -> KeelSubject:
+    return build_subject(schooled_config())
 
 
-def rewarded(setup: ProbeSetup, *totals: float) -> ProbeSetup:
+def rewarded(setup: KeelSubject, *totals: float) -> KeelSubject:
     """The same batch with other rewards, the same in every group."""
     groups = tuple(replace(group, rewards=tuple(Reward(total) for total in totals)) for group in setup.groups)
     return replace(setup, batch=setup.pack(groups))
@@ -42,7 +42,7 @@ def test_spreads_and_amplification_by_hand() -> None:
     assert amplification(spread, rewards, "none")["amplification_max"] == 1.0
 
 
-def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(setup: ProbeSetup) -> None:
+def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(setup: KeelSubject) -> None:
     tight = rewarded(setup, 0.5, 0.5, 0.5, 0.51)
     assert [f.code for f in probe_advantage(tight, LIMITS).findings] == ["advantage/amplified"]
     plain = replace(tight, built=replace(tight.built, run=replace(tight.run)))
@@ -50,7 +50,7 @@ def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(setup: ProbeSetup
     assert not probe_advantage(plain, LIMITS).findings
 
 
-def test_equal_rewards_have_nothing_to_divide_by(setup: ProbeSetup) -> None:
+def test_equal_rewards_have_nothing_to_divide_by(setup: KeelSubject) -> None:
     outcome = probe_advantage(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
     assert not outcome.findings
     assert outcome.figures["groups_with_spread"] == 0
@@ -64,7 +64,7 @@ def test_the_weight_of_a_token_in_short_and_long_completions(reduction: str, bia
     assert weights[0, 5].item() == 0.0
 
 
-def test_an_update_is_measured_and_undone_bit_for_bit(setup: ProbeSetup) -> None:
+def test_an_update_is_measured_and_undone_bit_for_bit(setup: KeelSubject) -> None:
     before = fingerprint(setup.policy.model)
     outcome = probe_update(setup, LIMITS)
     assert fingerprint(setup.policy.model) == before
@@ -78,7 +78,7 @@ def test_an_update_is_measured_and_undone_bit_for_bit(setup: ProbeSetup) -> None
     assert not outcome.findings
 
 
-def test_undone_brings_moments_and_schedule_back(setup: ProbeSetup) -> None:
+def test_undone_brings_moments_and_schedule_back(setup: KeelSubject) -> None:
     optimizer = setup.run.optimizer
     schedule, before = optimizer.schedule, fingerprint(setup.policy.model)
 
@@ -98,39 +98,39 @@ def test_undone_brings_moments_and_schedule_back(setup: ProbeSetup) -> None:
     assert optimizer.updates == 0
 
 
-def test_rewards_that_do_not_differ_still_show_the_learning_rate(setup: ProbeSetup) -> None:
+def test_rewards_that_do_not_differ_still_show_the_learning_rate(setup: KeelSubject) -> None:
     outcome = probe_update(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
     assert outcome.figures["real_rewards"] == 0.0
     assert outcome.figures["kl_after"] > 0
 
 
 def test_the_advised_learning_rate_passes() -> None:
-    findings = probe_update(build_setup(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
+    findings = probe_update(build_subject(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
     assert [finding.code for finding in findings] == ["optim/lr-too-high"]
     advised = findings[0].advice.split(",")[0].removeprefix("set ")
-    assert not probe_update(build_setup(schooled_config(advised)), LIMITS).findings
+    assert not probe_update(build_subject(schooled_config(advised)), LIMITS).findings
 
 
-def test_a_reward_that_is_not_a_number_makes_the_update_non_finite(setup: ProbeSetup) -> None:
+def test_a_reward_that_is_not_a_number_makes_the_update_non_finite(setup: KeelSubject) -> None:
     outcome = probe_update(rewarded(setup, math.nan, 1.0, 0.0, 0.5), LIMITS)
     assert [finding.code for finding in outcome.findings] == ["optim/non-finite"]
 
 
 def test_prompts_at_the_limit_are_counted() -> None:
-    cut = build_setup(schooled_config("data={max_prompt_length: 6, truncation: left}"))
+    cut = build_subject(schooled_config("data={max_prompt_length: 6, truncation: left}"))
     outcome = probe_truncation(cut, LIMITS)
     assert outcome.figures["prompts_cut"] == 1.0
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("prompt/truncated", "error")]
 
 
-def test_lengths_of_an_ordinary_batch(setup: ProbeSetup) -> None:
+def test_lengths_of_an_ordinary_batch(setup: KeelSubject) -> None:
     outcome = probe_truncation(setup, LIMITS)
     lengths = [len(c.tokens) for g in setup.groups for c in g.completions]
     assert outcome.figures["longest_completion"] == max(lengths)
     assert not outcome.findings
 
 
-def test_a_loss_scale_changes_nothing_but_the_precision(setup: ProbeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_scale_changes_nothing_but_the_precision(setup: KeelSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 multiplies the loss and the step divides by the same number: norm and KL are those of the gradient."""
     plain = probe_update(setup, LIMITS).figures
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -141,7 +141,7 @@ def test_a_loss_scale_changes_nothing_but_the_precision(setup: ProbeSetup, monke
     assert scaler.get_scale() == 2.0**16
 
 
-def test_a_scale_that_overflows_is_lowered(setup: ProbeSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_overflows_is_lowered(setup: KeelSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, _ = with_signal(scored(setup), setup)
     gradients, _ = loss_gradients(setup, batch)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)

@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 
 from doctor.schooled import schooled_config
+from keel.doctor.asking import KNOWN
+from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.prompts import probe_prompts
-from keel.doctor.probes.templates import KNOWN
 from keel.doctor.probes.verbatim import TALKS, odd_marks, written_wrongly
-from keel.doctor.setup import build_setup
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
@@ -85,7 +85,7 @@ def test_a_repeated_question_is_the_users_own() -> None:
 
 def test_the_probe_names_it() -> None:
     capitals = "{{ '<|' + message['role'] + '|>' + (message['content'] | upper) + eos_token }}"
-    setup = build_setup(schooled_config("data.chat_template=default"))
+    setup = build_subject(schooled_config("data.chat_template=default"))
     with closing(setup.run):
         setup.policy.tokenizer.chat_template = LOOP + capitals + "{% endfor %}" + GENERATION
         found = probe_prompts(setup, load_thresholds()).findings

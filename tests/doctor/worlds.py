@@ -12,7 +12,7 @@ from keel.config.schema import Config
 from keel.run.build import build_policy, build_warmstart
 from keel.trainer.sft import sft
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 LITTLE = (
     "task={name: multihop, retriever: golden, top_n: 1, hops: [2], documents: 4, think: false, instruction: null}",
     "data={path: null, truncation: error}",

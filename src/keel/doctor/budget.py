@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import pstdev
 
 from keel.base.types import Completion, Group
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 
 PASS_FLOP = 1.1e11  # one forward over the batch: some seconds on a core, and a preflight takes some fifty
 QUICK_SHARE = 1 / 4
@@ -15,7 +15,7 @@ GPU_TIMES = 1000
 LEAST_GROUPS, LEAST_TOKENS = 2, 16
 
 
-def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
+def within_budget(setup: KeelSubject, *, quick: bool = False) -> KeelSubject:
     """The setup as it is where a pass over its batch is cheap; else one of fewer completions, cut where they are long.
 
     Rewards and ends stay those of the whole completions, and the groups whose rewards differ most are preferred: what
@@ -47,14 +47,14 @@ def within_budget(setup: ProbeSetup, *, quick: bool = False) -> ProbeSetup:
     )
 
 
-def token_budget(setup: ProbeSetup, quick: bool) -> float:
+def token_budget(setup: KeelSubject, quick: bool) -> float:
     """Tokens of a batch whose forward is within reach, by the size of the model and the device it is on."""
     size = sum(parameter.numel() for parameter in setup.policy.model.parameters())
     times = (QUICK_SHARE if quick else 1.0) * (1 if setup.policy.device.type == "cpu" else GPU_TIMES)
     return times * PASS_FLOP / (2 * size)
 
 
-def budget_note(setup: ProbeSetup, whole: ProbeSetup) -> str:
+def budget_note(setup: KeelSubject, whole: KeelSubject) -> str:
     """What was left out, as a line."""
     rows, length = len(setup.batch.completions), max(len(c.tokens) for c in setup.batch.completions)
     return (
@@ -67,7 +67,7 @@ def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(group.prompt_tokens) + len(c.tokens) for group in groups for c in group.completions)
 
 
-def _cut(setup: ProbeSetup, completion: Completion, length: int) -> Completion:
+def _cut(setup: KeelSubject, completion: Completion, length: int) -> Completion:
     """The beginning of a completion, which the policy has sampled as well; how the whole one ended stays."""
     if len(completion.tokens) <= length:
         return completion

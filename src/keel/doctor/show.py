@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -152,15 +151,14 @@ is run. Rows with `other/` are read and judged by no check.
 
 def doctor_page() -> str:
     """docs/doctor.md."""
-    from keel.doctor.preflight import LEFT_OUT, PASSES  # loads torch
-    from keel.doctor.probes import PROBES
-    from keel.doctor.setup import WARMSTART_S
+    from keel.doctor.keel_subject import WARMSTART_S
+    from keel.doctor.measures import MEASURES
 
     codes = ((f"`{c.name}`", c.severity, c.meaning, c.decided) for c in CODES.values())
     limits = (
         (f"`{t.name}`", f"{t.alarm} {t.value:g}", t.unit, t.source, t.reason) for t in shipped_thresholds().values()
     )
-    tried = ((name, (inspect.getdoc(probe) or "").splitlines()[0]) for name, probe in PROBES)
+    tried = ((measure.name, measure.about) for measure in MEASURES)
     rows = (
         (f"{row.name} {row.title}", row.priority, _confirmed(row), _rule_outs(row), row.interacts) for row in SUSPECTS
     )
@@ -169,10 +167,10 @@ def doctor_page() -> str:
     )
     return PAGE.format(
         example=_example(),
-        left_out=", ".join(LEFT_OUT),
+        left_out=", ".join(m.name for m in MEASURES if not m.quick),
         warmstart_s=WARMSTART_S,
         shown=("no", "one", "two", "three")[SHOWN],
-        passes=", ".join(PASSES),
+        passes=", ".join(m.name for m in MEASURES if m.passes),
         causes=_table(("cause", "why", "explains", "in a log", "in a log, later"), causes),
         probes=_table(("experiment", "what it does"), tried),
         hypotheses=_table(("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"), rows),

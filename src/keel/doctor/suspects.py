@@ -20,7 +20,7 @@ from keel.doctor.runs import number
 from keel.doctor.thresholds import Thresholds
 
 if TYPE_CHECKING:
-    from keel.doctor.probes.result import ProbeResult
+    from keel.doctor.verdict import Outcome
 
 Side = Literal["at least", "at most"]
 
@@ -179,7 +179,7 @@ def _hypothesis(
     return SuspectVerdict(row.name, row.title, verdict, figure, row.priority, row.interacts, str(action), options)
 
 
-def preflight_figures(outcomes: Iterable[ProbeResult], *, multi_turn: bool = False) -> dict[str, float]:
+def preflight_figures(outcomes: Iterable[Outcome], *, multi_turn: bool = False) -> dict[str, float]:
     """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.models.head import causal_lm, evaluating
+from keel.models.loaded import LoadedModel
 
+_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
 SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
 _MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once; 32 times as many on a GPU
 _BYTES_A_LOGIT = 64  # in itself, as float32, and what is computed from it
@@ -36,6 +38,19 @@ def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -
                 out = model(input_ids=ids, use_cache=False).logits
             for (text, given), logits in zip(part, out, strict=True):
                 yield from ((number, logits[given - 1 : -1].float()) for number in rows[text, given])
+
+
+def row_logits(policy: LoadedModel, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """The model's own logits `[t, V]` of each row of tokens, fp32; rows are padded on the right, which nobody sees."""
+    at_once = max(1, _MAX_ELEMENTS // (vocabulary_size(policy.model) * max(map(len, rows), default=1)))
+    for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
+        width = max(map(len, part))
+        padded = [[*row, *(policy.pad_id,) * (width - len(row))] for row in part]
+        ids = torch.tensor(padded, device=policy.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=ids.device)
+        with evaluating(policy.model):
+            logits = policy.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        yield from (logits[i, : len(row)].float() for i, row in enumerate(part))
 
 
 def most_logits(device: torch.device) -> int:
@@ -78,4 +93,4 @@ def perturbed_weights(weights: Sequence[Tensor], relative: float, seed: int = 0)
                 weight.copy_(before)
 
 
-__all__ = ["Text", "backup", "each_logits", "perturbed_weights", "vocabulary_size"]
+__all__ = ["Text", "backup", "each_logits", "perturbed_weights", "row_logits", "vocabulary_size"]

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
+from keel.doctor.evidence import SAME, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.evidence import SAME, chance_above, level, more_groups
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.losses import count_denominators, group_statistics, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.recipes import get_loss, scale_rewards
 from keel.losses.reductions import get_reduction
 
 
-def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """How often a reward's difference is multiplied before it becomes an advantage, and the loss's length bias."""
     rows, scale = setup.batch.rows, scale_rewards(setup.run.loss)
     assert rows.rewards is not None
@@ -30,7 +30,7 @@ def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     findings: tuple[Finding, ...] = ()
     lines: list[str] = []
     if not finite:
-        return ProbeResult("advantage", unchecked=("advantage/amplified: a reward is not finite",))
+        return Outcome("advantage", unchecked=("advantage/amplified: a reward is not finite",))
     spread = group_spreads(rows.rewards, rows.group)
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
@@ -48,10 +48,10 @@ def probe_advantage(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"loss_type={setup.run.loss.loss_type}: a token of the shortest completion ({figures['shortest']:.0f} tokens) "
         f"weighs {figures['length_bias']:.3g} times one of the longest ({figures['longest']:.0f})"
     )
-    return ProbeResult("advantage", findings, figures, tuple(lines))
+    return Outcome("advantage", findings, figures, tuple(lines))
 
 
-def _dealt_out(setup: ProbeSetup) -> Iterator[Finding]:
+def _dealt_out(setup: KeelSubject) -> Iterator[Finding]:
     """Rewards that are dealt out within their groups: a control, and no training."""
     seed = setup.config.reward.shuffle
     if seed is None:
@@ -86,7 +86,7 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
     }
 
 
-def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
+def _amplified(setup: KeelSubject, figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
     rewards = [abs(reward.total) for group in setup.groups for reward in group.rewards]
     size = min(1.0, max(*rewards, setup.shared.get("gold size", 1.0)))  # in small units differences are meant
     limit = thresholds["advantage_amplification"] / size
@@ -119,7 +119,7 @@ def _amplified(setup: ProbeSetup, figures: dict[str, float], scale: str, thresho
     )
 
 
-def _amplified_parts(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _amplified_parts(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Parts that are normalised one by one: one whose differences are nothing beside its own size is noise.
 
     A part that is counted in small units differs by as much as its size, and normalising it is meant.
@@ -159,7 +159,7 @@ def _amplified_parts(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Find
         )
 
 
-def length_bias(mask: Tensor, setup: ProbeSetup) -> dict[str, float]:
+def length_bias(mask: Tensor, setup: KeelSubject) -> dict[str, float]:
     """The weight of one token in the shortest completion over that of one in the longest, under this loss."""
     reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, setup.run.rollout.max_completion_length)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
+from keel.doctor.evidence import level
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
 from keel.doctor.probes.choices import MOST_PROMPTS, unrelated_findings
-from keel.doctor.probes.evidence import level
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 MOST, FIRST = 32, 12  # problems: at most, and to begin with
@@ -39,7 +39,7 @@ class AlignmentFit:
     prompts: int
 
 
-def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Answers that the model finds likely after the prompt of another row, and not after their own.
 
     A model without skill finds no answer likelier after any prompt, and then nothing is said. Held-out problems are
@@ -64,7 +64,7 @@ def alignment_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
         return
 
 
-def _fit(setup: ProbeSetup, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> AlignmentFit | None:
+def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> AlignmentFit | None:
     """The arrangement of the answers that fits their prompts, as they come in a batch or by rows of the data."""
     problems = _distinct(draw(step=0))
     few = likelihoods(setup, problems[:FIRST], gold_texts(setup, problems[:FIRST]))
@@ -86,7 +86,7 @@ def _fit(setup: ProbeSetup, draw: Callable[..., Sequence[Problem]], thresholds: 
 
 
 def _best(
-    setup: ProbeSetup,
+    setup: KeelSubject,
     problems: Sequence[Problem],
     arrangements: Callable[[int], Mapping[str, Partners]],
     thresholds: Thresholds,

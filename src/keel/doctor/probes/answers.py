@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Completion, Group, Problem
-from keel.doctor.probes.evidence import leave_undecided
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.run.build import build_renderer
 
 FEWEST = 10  # problems
 SECONDS = 4.0
 
 
-def gold_texts(setup: ProbeSetup, problems: Sequence[Problem]) -> list[str]:
+def gold_texts(setup: KeelSubject, problems: Sequence[Problem]) -> list[str]:
     return [setup.run.task.gold(problem) for problem in problems]
 
 
-def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
+def likelihoods(setup: KeelSubject, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
     """`[n, answers]`: the log-probability of each after each prompt, of as many problems as the time allows.
 
     Where there is an answer a prompt, fewer prompts leave fewer answers.
@@ -54,7 +53,7 @@ def likelihoods(setup: ProbeSetup, problems: Sequence[Problem], golds: Sequence[
         if each * count > SECONDS:
             count = min(count, int(math.sqrt(SECONDS / each * count)))
             if count < FEWEST:
-                leave_undecided(setup, "data/misaligned", f"{FEWEST} answers after {FEWEST} prompts take too long")
+                setup.budget.undecided["data/misaligned"] = f"{FEWEST} answers after {FEWEST} prompts take too long"
                 return torch.zeros(0, 0)
     return torch.stack([row[:count] for row in rows[:count]])
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from keel.base.types import Group
 from keel.doctor.advice import changes, no_penalty
+from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.formula import formula_of
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.advantage import group_spreads
-from keel.doctor.probes.evidence import level, more_groups
 from keel.doctor.probes.objective import ADVANTAGES, loss_gradient
 from keel.doctor.probes.reach import course, gradient_norm
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.probes.update import FirstUpdate, loss_gradients, moved
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.doctor.weights import backup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
@@ -56,11 +56,11 @@ class Balance:
         return self.advantage / (self.kl * math.sqrt(2 * kl))
 
 
-def probe_balance(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Equilibrium of the KL term under the run's controller, the entropy bonus's share, the reward's scale."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
-        return ProbeResult("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
+        return Outcome("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
     figures: dict[str, float] = {}
     lines: list[str] = []
     findings = list(_entropy(setup, first, figures, thresholds))
@@ -76,10 +76,10 @@ def probe_balance(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     findings += _reward_scale(setup, figures, thresholds)
     if "entropy_share" in figures:
         lines.append(f"entropy bonus: {figures['entropy_share']:.0%} of the gradient")
-    return ProbeResult("balance", tuple(findings), figures, tuple(lines))
+    return Outcome("balance", tuple(findings), figures, tuple(lines))
 
 
-def _balance(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -> Balance | None:
+def _balance(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Balance | None:
     """None where no KL term acts, or where nothing is known of the advantages' size."""
     if setup.run.reference is None or not setup.run.kl.penalizes or not first.peak_kl > 0:
         return None
@@ -95,7 +95,7 @@ def _balance(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -
     return Balance(weight * figures["advantage"], pull, setup.completion_length)
 
 
-def typical_advantage(setup: ProbeSetup, first: FirstUpdate) -> float:
+def typical_advantage(setup: KeelSubject, first: FirstUpdate) -> float:
     """Root mean square of the advantages of all sampled groups whose rewards differ.
 
     0 where none do and no division makes it 1.
@@ -116,7 +116,7 @@ def advantage_size(batch: StepBatch) -> float:
     return float(chosen.double().square().mean().sqrt())
 
 
-def _advantage_weight(setup: ProbeSetup) -> float:
+def _advantage_weight(setup: KeelSubject) -> float:
     """−Σ ∂loss/∂logp for each unit of advantage: 1 under a mean over tokens or sequences."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
@@ -124,7 +124,7 @@ def _advantage_weight(setup: ProbeSetup) -> float:
     return float(-(gradient / advantage[:, None].double())[mask].sum())
 
 
-def kl_weight(setup: ProbeSetup, first: FirstUpdate, advantage_weight: float) -> float:
+def kl_weight(setup: KeelSubject, first: FirstUpdate, advantage_weight: float) -> float:
     """What a nat of KL weighs at β = 1: in reward and advantage as much as an advantage, in the loss by experiment."""
     if setup.run.kl.placement == "loss":
         return measured_kl_weight(setup, first)
@@ -132,7 +132,7 @@ def kl_weight(setup: ProbeSetup, first: FirstUpdate, advantage_weight: float) ->
     return advantage_weight / (typical_spread(setup) if divided else 1.0)
 
 
-def typical_spread(setup: ProbeSetup) -> float:
+def typical_spread(setup: KeelSubject) -> float:
     """The median within-group std of the rewards that differ; 1 where none do."""
     rows = setup.whole.batch.rows
     assert rows.rewards is not None
@@ -141,7 +141,7 @@ def typical_spread(setup: ProbeSetup) -> float:
     return float(spreads.median()) if len(spreads) else 1.0
 
 
-def measured_kl_weight(setup: ProbeSetup, first: FirstUpdate) -> float:
+def measured_kl_weight(setup: KeelSubject, first: FirstUpdate) -> float:
     """The KL term's pull back along a real update, over twice the KL there: 1 under a mean over tokens.
 
     KL grows with the square of the distance, so that its derivative along the way is twice itself.
@@ -167,7 +167,7 @@ def _without_advantages(batch: StepBatch) -> StepBatch:
     return batch.with_rows(advantages=still, old_logp=None, sample_logp=None, filtered_logp=None, stale=False)
 
 
-def steered(setup: ProbeSetup, balance: Balance, most: float) -> tuple[list[float], list[float]]:
+def steered(setup: KeelSubject, balance: Balance, most: float) -> tuple[list[float], list[float]]:
     """β and the equilibrium at every step, while the controller reads a KL of at most `most` nats per completion.
 
     That is what it reads as long as the policy is held there, and it gives every controller leave to let go.
@@ -184,7 +184,7 @@ def steered(setup: ProbeSetup, balance: Balance, most: float) -> tuple[list[floa
 
 
 def _too_strong(
-    setup: ProbeSetup, balance: Balance, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, balance: Balance, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     limit, beta = thresholds["kl_equilibrium"], figures["typical_beta"]
     if not figures["equilibrium"] < limit:
@@ -211,7 +211,7 @@ def _too_strong(
     )
 
 
-def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """Rewards far from a scale of 1 where nothing divides by it before they meet β or the entropy bonus."""
     rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
@@ -251,7 +251,7 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float], thresholds: Thre
     )
 
 
-def _after_division(setup: ProbeSetup) -> dict[str, object]:
+def _after_division(setup: KeelSubject) -> dict[str, object]:
     """The penalty in the loss, after the division, with an estimator that is right there."""
     tree = setup.config.to_dict()
     loss = {"loss.scale_rewards": "group"} if scale_rewards(setup.run.loss) == "none" else {}
@@ -268,7 +268,7 @@ def least_typical(spreads: Tensor, chance: float) -> float:
 
 
 def _entropy(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """The bonus's gradient against the policy term's, as if the rewards of every group differed."""
     coefficient = setup.run.loss.entropy_coef

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from keel.base.types import Group
 from keel.doctor.findings import Finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.continued import (
     Continued,
     added,
@@ -18,13 +19,12 @@ from keel.doctor.probes.continued import (
     rounded,
 )
 from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 _LATER = 32  # turns that are looked at
 
 
-def beyond_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def beyond_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Nothing where the texts that were given explain what was written after them; else the ones that do."""
     named = _of_later_turns(setup, thresholds) or _of_strange_texts(setup, thresholds)
     if named is not None:
@@ -32,7 +32,7 @@ def beyond_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         yield named
 
 
-def _of_later_turns(setup: ProbeSetup, thresholds: Thresholds) -> Finding | None:
+def _of_later_turns(setup: KeelSubject, thresholds: Thresholds) -> Finding | None:
     """Turns after the first: each has a text of its own before it, with what the environment said.
 
     What no prompt explains is named where reports are off by far more than any rounding, and the first turns are right.
@@ -53,14 +53,14 @@ def _of_later_turns(setup: ProbeSetup, thresholds: Thresholds) -> Finding | None
     )
 
 
-def _of_strange_texts(setup: ProbeSetup, thresholds: Thresholds) -> Finding | None:
+def _of_strange_texts(setup: KeelSubject, thresholds: Thresholds) -> Finding | None:
     """Random texts, where the engine is right after the run's own prompts: what is wrong there is wrong after any."""
     if setup.shared.get("first turns off"):
         return None
     return _named(setup, strange_turns(setup, STRANGE_STEPS[0]), "random texts", thresholds)
 
 
-def _named(setup: ProbeSetup, groups: Sequence[Group], where: str, thresholds: Thresholds) -> Finding | None:
+def _named(setup: KeelSubject, groups: Sequence[Group], where: str, thresholds: Thresholds) -> Finding | None:
     """The prompts that explain what was written where the given ones do not."""
     pairs = [(completion, i) for i, group in enumerate(groups) for completion in group.completions]
     turns: Continued = continued(setup, groups, pairs)

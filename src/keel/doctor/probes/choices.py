@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group, Problem
+from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.answers import FEWEST, deviations_of, gold_texts, likelihoods
-from keel.doctor.probes.evidence import level, more_groups
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16
@@ -76,7 +76,7 @@ class SettingChoice:
         return float(((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()) if pairs.numel() else math.nan
 
 
-def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> SettingChoice | None:
+def _choice(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> SettingChoice | None:
     """None where there are more answers than few, or the model writes something else, or cannot tell prompts apart."""
     golds = gold_texts(setup, problems)
     if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
@@ -91,7 +91,7 @@ def _choice(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Threshol
 
 
 def _between(
-    setup: ProbeSetup,
+    setup: KeelSubject,
     problems: Sequence[Problem],
     golds: Sequence[str],
     groups: Sequence[Group],
@@ -115,7 +115,7 @@ def _between(
     return SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
 
 
-def unrelated_findings(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
     """Few different answers, of which the model chooses by the prompt, and gold ones that its choice speaks against."""
     choice = _choice(setup, problems, thresholds)
     if choice is None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from keel.base.imports import is_import_path
 from keel.doctor.findings import Advice, Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.probes.update import FirstUpdate, moved
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.losses import LossOptions
 
@@ -29,12 +29,12 @@ HUGE_RATIO = 4.0  # and that every limit of a weight should bound
 RATIO_ROUNDING = 1e-4  # of a push: far over fp32's, far under what any ratio of e does
 
 
-def _several_updates(setup: ProbeSetup) -> bool:
+def _several_updates(setup: KeelSubject) -> bool:
     run = setup.run
     return run.loss.num_iterations * run.optim.minibatches > 1 or run.rollout.max_staleness > 0
 
 
-def clipped_side(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def clipped_side(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """What a loss does to tokens far from ratio 1: one that has gone the wrong way must keep its gradient.
 
     −min(ρA, clip(ρ)A) cuts who has gone far enough the way of its advantage, and nobody else.
@@ -62,7 +62,7 @@ def clipped_side(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
     )
 
 
-def _unbounded(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
+def _unbounded(setup: KeelSubject, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
     """A loss of one's own whose push grows with the ratio for as long as that grows."""
     up = setup.mask & (signs > 0)[:, None]
     near, far = (loss_gradient(setup, signs, step=step)[up] for step in (0.0, HUGE_RATIO))
@@ -79,7 +79,7 @@ def _unbounded(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss
     )
 
 
-def _blind(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
+def _blind(setup: KeelSubject, signs: Tensor, figures: dict[str, float], loss_name: str) -> Iterator[Finding]:
     """A loss of one's own whose push is the same at every ratio, to the rounding of a pass."""
     sampled = loss_gradient(setup, signs)[setup.mask]
     steps = (FAR_RATIO, -FAR_RATIO, HUGE_RATIO, -HUGE_RATIO)
@@ -100,7 +100,7 @@ def _blind(setup: ProbeSetup, signs: Tensor, figures: dict[str, float], loss_nam
 
 
 def clip_options(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Clip options of the user's against the loss's own: after one update of a batch, and far from ratio 1."""
     usual_values: dict[str, float | None] = {**dict.fromkeys(CLIPS), **GATES.get(setup.config.loss.loss_type, {})}
@@ -170,7 +170,7 @@ def clip_options(
         )
 
 
-def _next_to_none(setup: ProbeSetup, own: LossOptions, options: str, mend: Advice, limit: float) -> Iterator[Finding]:
+def _next_to_none(setup: KeelSubject, own: LossOptions, options: str, mend: Advice, limit: float) -> Iterator[Finding]:
     """A side that has no room for a move of a token that every update makes, whatever this one does."""
     ones = torch.ones(len(setup.mask), device=setup.mask.device)
     for way, sign in (("up", 1.0), ("down", -1.0)):
@@ -188,7 +188,7 @@ def _next_to_none(setup: ProbeSetup, own: LossOptions, options: str, mend: Advic
             return
 
 
-def _of_sequences(setup: ProbeSetup) -> bool:
+def _of_sequences(setup: KeelSubject) -> bool:
     """Whether others' moves cut a token that has not moved: the range is of sequences, whose ratios are nearer to 1.
 
     Completions of one token do not tell the two apart.
@@ -201,7 +201,7 @@ def _of_sequences(setup: ProbeSetup) -> bool:
     return _clipped(setup, ones, FAR_RATIO * (mask & ~first), setup.run.loss, longer) > NEXT_TO_NONE
 
 
-def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def own_range(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A loss of one's own that cuts tokens by a range of its own, far below all recipes'."""
     if not is_import_path(setup.config.loss.loss_type) or not _several_updates(setup):
         return
@@ -223,7 +223,7 @@ def own_range(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshol
     )
 
 
-def idle_passes(setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
+def idle_passes(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
     """A batch that is used so often that its clip range is used up half way, were its updates to point one way."""
     passes, advantage = setup.run.loss.num_iterations, first.batch.rows.advantages
     if passes < MANY_PASSES or advantage is None:
@@ -252,13 +252,13 @@ def _moving(steps: Tensor) -> Tensor:
     return steps.abs() > STANDING * steps.abs().max()
 
 
-def _clipped(setup: ProbeSetup, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:
+def _clipped(setup: KeelSubject, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:
     """The share of tokens that have next to no gradient left after a step."""
     gradient, sampled = (loss_gradient(setup, advantage, step=s, loss=loss).abs() for s in (step, 0.0))
     return float((gradient <= CUT * sampled)[where].double().mean()) if bool(where.any()) else 0.0
 
 
-def _pushed(setup: ProbeSetup, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:
+def _pushed(setup: KeelSubject, advantage: Tensor, step: Tensor, loss: LossOptions, where: Tensor) -> float:
     """How much harder the median token is pushed after a step than at ratio 1."""
     gradient, sampled = (loss_gradient(setup, advantage, step=s, loss=loss)[where] for s in (step, 0.0))
     return float((gradient / sampled).nan_to_num(0.0).median()) if bool(where.any()) else 0.0

@@ -8,11 +8,7 @@ from statistics import fmean, pstdev
 
 from keel.base.types import Completion, Group, Reward, RewardFailure
 from keel.doctor.advice import either, times
-from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.alignment import alignment_findings
-from keel.doctor.probes.columns import column_findings
-from keel.doctor.probes.episodes import episode_findings
-from keel.doctor.probes.evidence import (
+from keel.doctor.evidence import (
     SAME,
     at_least,
     between,
@@ -22,24 +18,28 @@ from keel.doctor.probes.evidence import (
     level,
     more_groups,
 )
+from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alignment import alignment_findings
+from keel.doctor.probes.columns import column_findings
+from keel.doctor.probes.episodes import episode_findings
 from keel.doctor.probes.fickle import fickle_findings
 from keel.doctor.probes.gold_likelihood import golds, read_golds
 from keel.doctor.probes.gold_rewards import gold_findings
 from keel.doctor.probes.idle import idle_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.stops import in_whole_context, parsed_without_stop
 from keel.doctor.probes.unpaid import unpaid_findings
 from keel.doctor.probes.writable import unwritable_findings
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 
 # Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
 
-def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on one batch."""
     rewards = [reward for group in setup.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
@@ -86,14 +86,14 @@ def probe_collection(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
         *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(setup.groups)),
     )
-    return ProbeResult("collection", tuple(findings), figures, lines)
+    return Outcome("collection", tuple(findings), figures, lines)
 
 
 def _examples(groups: Sequence[Group]) -> list[tuple[Completion, Reward]]:
     return [(group.completions[0], group.rewards[0]) for group in groups[:2]]
 
 
-def _entropy(setup: ProbeSetup) -> float:
+def _entropy(setup: KeelSubject) -> float:
     """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
     total, count = 0.0, 0
     for _, logits in setup.each_logits():
@@ -102,7 +102,7 @@ def _entropy(setup: ProbeSetup) -> float:
     return total / max(count, 1)
 
 
-def _failed(setup: ProbeSetup) -> Iterator[Finding]:
+def _failed(setup: KeelSubject) -> Iterator[Finding]:
     """Calls of rewards that gave none: on what was written, or on the gold answers of other problems."""
     golds: list[RewardFailure] = setup.shared.get("failed golds", [])
     if not setup.failures and not golds:
@@ -127,7 +127,7 @@ def _failed(setup: ProbeSetup) -> Iterator[Finding]:
     )
 
 
-def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
+def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
     """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     if gold and max(gold) <= min(totals) + SAME:  # a right answer earns no more: that is no cliff
@@ -173,7 +173,7 @@ def _cliff(setup: ProbeSetup, gold: Sequence[float], thresholds: Thresholds) -> 
     )
 
 
-def empty_cliff_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """No completion lies there, and yet an empty one would earn what dwarfs all that a right answer can."""
     if not judged or setup.config.reward.aggregate != "sum":
         return
@@ -202,7 +202,7 @@ def _drops(lowest: float, totals: Sequence[float]) -> bool:
     return bool(others) and min(others) - lowest > max(others) - min(others)
 
 
-def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) -> Iterator[Finding]:
+def _truncated(setup: KeelSubject, thresholds: Thresholds, *, explained: bool) -> Iterator[Finding]:
     """Completions that were cut; where they cannot be read, and nothing explains it, in the whole context, too."""
 
     def cut(groups: Sequence[Group]) -> list[float]:
@@ -245,7 +245,7 @@ def _truncated(setup: ProbeSetup, thresholds: Thresholds, *, explained: bool) ->
     )
 
 
-def _mislabelled(setup: ProbeSetup) -> str:
+def _mislabelled(setup: KeelSubject) -> str:
     """Completions that the engine calls cut although they end with an end token."""
     ends = set(setup.policy.eos_ids)
     cut = [c for c in setup.batch.completions if c.stop_reason == "length"]
@@ -253,7 +253,7 @@ def _mislabelled(setup: ProbeSetup) -> str:
     return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
-def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _unparseable(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     def parsed(groups: Sequence[Group]) -> list[float]:
         return [fmean(reward.parsed for reward in group.rewards) for group in groups]
 
@@ -289,7 +289,7 @@ def _unparseable(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
     )
 
 
-def _spread(setup: ProbeSetup, scale: float, gold: float | None, thresholds: Thresholds) -> Iterator[Finding]:
+def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Thresholds) -> Iterator[Finding]:
     """Groups without spread, or with next to none; further ones are sampled until it is no chance.
 
     Chance is ruled out where rewards that differ from their group's usual one `healthy_solved` of the time would make

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from keel.base.types import Problem
+from keel.doctor.evidence import between, chance_above, level
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import between, chance_above, level
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
-from keel.doctor.probes.rendering import messages_of, rendered, words
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import messages_of, rendered, words
 from keel.doctor.thresholds import Thresholds
 
 DRAWN, FEWEST, MOST = 256, 24, 128  # problems: drawn, of different questions at least, and that the model is asked
@@ -31,7 +31,7 @@ class ColumnAsked:
     gold: str
 
 
-def column_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def column_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Golds at one place of all questions, where a model that is sure of its answers finds them at others as well."""
     task = setup.run.task
     if task.prompts_only or task.multi_turn:
@@ -70,7 +70,7 @@ def place_of_answers(rows: Sequence[tuple[tuple[str, ...], str]]) -> tuple[int, 
     return (places[0], others) if len(places) == 1 and others else None
 
 
-def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[ColumnAsked]:
+def _asked(setup: KeelSubject, problems: Sequence[Problem]) -> list[ColumnAsked]:
     """Problems of different questions whose answer is one word, which stands once in their gold turn."""
     rows: dict[tuple[str, ...], ColumnAsked] = {}
     for problem in problems:
@@ -81,7 +81,7 @@ def _asked(setup: ProbeSetup, problems: Sequence[Problem]) -> list[ColumnAsked]:
     return list(rows.values())
 
 
-def _gaps(setup: ProbeSetup, asked: Sequence[ColumnAsked], others: Sequence[int]) -> list[float]:
+def _gaps(setup: KeelSubject, asked: Sequence[ColumnAsked], others: Sequence[int]) -> list[float]:
     """By how many nats the likeliest of the other words is a likelier answer than the gold one."""
     encode, context = setup.policy.tokenizer.encode, setup.policy.context_length or 1 << 30
     gaps, began = list[float](), time.monotonic()

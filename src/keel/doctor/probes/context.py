@@ -16,9 +16,9 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion
+from keel.doctor.gap import in_half_precision
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.draws import Draws, chance_of, draws, unfiltered
-from keel.doctor.probes.gap import in_half_precision
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.request import Request
 
@@ -31,7 +31,7 @@ _LEAST = 3  # tokens after which the two have a continuation in common
 _MOVED = 10.0  # times what the policy's own log-probabilities differ by
 
 
-def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Thresholds) -> str | None:
+def added_text(setup: KeelSubject, gap: float, score: Score, thresholds: Thresholds) -> str | None:
     """Evidence that it has, where what it reports is off by `gap` nats on average; None where something else is."""
     limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
     said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_TOKENS]
@@ -59,7 +59,7 @@ def added_text(setup: ProbeSetup, gap: float, score: Score, thresholds: Threshol
 
 
 def _reports(
-    setup: ProbeSetup, said: Sequence[int], times: int, score: Score, limit: float, step: int = _STEP
+    setup: KeelSubject, said: Sequence[int], times: int, score: Score, limit: float, step: int = _STEP
 ) -> tuple[dict[tuple[int, int], tuple[float, float, float]], Draws]:
     """What is reported of a next token after one that is said so often, and the policy's own, also in bfloat16.
 

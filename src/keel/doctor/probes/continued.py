@@ -17,7 +17,18 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Completion, Group
+from keel.doctor.evidence import log_mean_exp
 from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import (
+    ROUNDING,
+    average,
+    closed,
+    in_float32,
+    in_half_precision,
+    largest,
+    rounding_explains,
+)
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import alternatives
 from keel.doctor.probes.context import added_text
 from keel.doctor.probes.draws import (
@@ -29,20 +40,9 @@ from keel.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.doctor.probes.evidence import log_mean_exp
-from keel.doctor.probes.gap import (
-    ROUNDING,
-    average,
-    closed,
-    in_float32,
-    in_half_precision,
-    largest,
-    rounding_explains,
-)
-from keel.doctor.probes.gold_likelihood import row_logits
 from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.weights import row_logits
 from keel.rollout.request import Request
 
 _MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
@@ -59,7 +59,7 @@ class Continued:
     turns: Sequence[Completion]
     group: Sequence[int]  # [n]: number of each turn's group
 
-    def draws(self, setup: ProbeSetup, prompts: Sequence[tuple[int, ...]]) -> Draws:
+    def draws(self, setup: KeelSubject, prompts: Sequence[tuple[int, ...]]) -> Draws:
         """The turns' tokens with the policy's logits after these prompts, one a turn."""
         width = max(4, _MAX_ELEMENTS // (setup.vocabulary * len(self.turns)))
         texts = [
@@ -68,7 +68,9 @@ class Continued:
         distinct = list(dict.fromkeys(texts))
         logits_of = {
             (text, start): logits[start:-1].double()
-            for (text, start), logits in zip(distinct, row_logits(setup, [text for text, _ in distinct]), strict=True)
+            for (text, start), logits in zip(
+                distinct, row_logits(setup.policy, [text for text, _ in distinct]), strict=True
+            )
         }
         parts = [logits_of[text] for text in texts]
         acted = [torch.tensor(turn.action[:width], device=setup.policy.device) for turn in self.turns]
@@ -102,7 +104,7 @@ class ContinuationFit:
     chance: float  # of the draws under it
 
 
-def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def continued_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Nothing where the scored prompts explain what was drawn; else the prompts that do, if any."""
     turns = _first_turns(setup)
     few = sum(len(turn.tokens) for turn in turns.turns) < _TOKENS
@@ -126,7 +128,7 @@ def continued_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Fi
         yield named
 
 
-def doubt_of(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal["", "small", "large"]:
+def doubt_of(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> Literal["", "small", "large"]:
     """Whether what was reported is off, or what was drawn is unlikely; small where rounding may do it, or one token."""
     gap = _gaps(setup, drawn)
     chance = uniform_p_value(tail_masses(drawn, setup.sampling))
@@ -135,18 +137,18 @@ def doubt_of(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> Literal
     return "" if largest(gap) <= thresholds["scoring_gap"] else "small"
 
 
-def _gaps(setup: ProbeSetup, drawn: Draws) -> Tensor:
+def _gaps(setup: KeelSubject, drawn: Draws) -> Tensor:
     """How far what was reported is off, token by token."""
     reported = drawn.where(~drawn.sample_logp.isnan())
     return reported.sample_logp - reported.logp(unfiltered(setup.sampling))
 
 
-def gap_of(setup: ProbeSetup, drawn: Draws) -> float:
+def gap_of(setup: KeelSubject, drawn: Draws) -> float:
     """The same on average; 0 where nothing was reported."""
     return average(_gaps(setup, drawn))
 
 
-def rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
+def rounded(setup: KeelSubject, turns: Continued, scored: Draws, thresholds: Thresholds) -> bool:
     """Whether the reports are off as 16 bits round: all a little, no token by much more than others.
 
     Weights of 16 bits are compared with what fp32 makes of them; an engine with the trainer's kernels rounds alike.
@@ -162,7 +164,7 @@ def rounded(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thre
     return rounding_explains(gap, rounding[reported], thresholds)
 
 
-def added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
+def added(setup: KeelSubject, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
     """Text that no hypothesis has: told by what an engine does after one token, said once and many times."""
     reported = scored.where(~scored.sample_logp.isnan())
     if not len(reported):
@@ -177,14 +179,14 @@ def added(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresh
     return None if evidence is None else other_prompt_finding(f"{evidence}; none of the prompts that were tried is it")
 
 
-def _first_turns(setup: ProbeSetup) -> Continued:
+def _first_turns(setup: KeelSubject) -> Continued:
     """What the engine wrote right after the batch's prompts."""
     numbers = {group.problem.key: i for i, group in enumerate(setup.groups)}
     first = [turn for turn in setup.turns if turn.request.start == 0 and turn.request.key in numbers]
     return continued(setup, setup.groups, [(turn.completion, numbers[turn.request.key]) for turn in first])
 
 
-def _more_turns(setup: ProbeSetup, first: Continued) -> Continued:
+def _more_turns(setup: KeelSubject, first: Continued) -> Continued:
     """The same prompts continued more often, where the batch has few tokens: as often as its lengths ask for."""
     length = sum(len(turn.tokens) for turn in first.turns) / max(1, len(first.turns))
     count = min(_MORE, max(2, math.ceil(_MORE_TOKENS / max(1.0, length * len(setup.groups)))))
@@ -196,7 +198,7 @@ def _more_turns(setup: ProbeSetup, first: Continued) -> Continued:
     return continued(setup, setup.groups, [(completion, i) for i, turns in enumerate(more) for completion in turns])
 
 
-def continued(setup: ProbeSetup, groups: Sequence[Group], pairs: Sequence[tuple[Completion, int]]) -> Continued:
+def continued(setup: KeelSubject, groups: Sequence[Group], pairs: Sequence[tuple[Completion, int]]) -> Continued:
     """What was written, each with the number of its group."""
     written = [(completion, i) for completion, i in pairs if completion.tokens]
     if setup.run.engine.logp_after_filters and setup.sampling.filtered:  # what it reports is of another distribution
@@ -206,7 +208,7 @@ def continued(setup: ProbeSetup, groups: Sequence[Group], pairs: Sequence[tuple[
     return Continued(groups, [completion for completion, _ in written], [i for _, i in written])
 
 
-def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> ContinuationFit:
+def _fit(setup: KeelSubject, label: str, drawn: Draws, scored: Draws) -> ContinuationFit:
     reported = ~drawn.sample_logp.isnan()
     off = (drawn.sample_logp - drawn.logp(unfiltered(setup.sampling)))[reported].abs()
     gain = float((_logp(setup, drawn) - _logp(setup, scored)).sum())
@@ -214,11 +216,11 @@ def _fit(setup: ProbeSetup, label: str, drawn: Draws, scored: Draws) -> Continua
     return ContinuationFit(label, gain, float(off.mean()) if len(off) else math.inf, chance)
 
 
-def _logp(setup: ProbeSetup, drawn: Draws) -> Tensor:
+def _logp(setup: KeelSubject, drawn: Draws) -> Tensor:
     return drawn.logp(setup.sampling).nan_to_num(neginf=-50.0)
 
 
-def _swapped(setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
+def _swapped(setup: KeelSubject, turns: Continued, scored: Draws, thresholds: Thresholds) -> Finding | None:
     """Every turn under every prompt of the batch: the mixture over prompts against its own, turn by turn."""
     prompts = [group.prompt_tokens for group in turns.groups]
     if len(set(prompts)) < 2:
@@ -271,7 +273,7 @@ def _by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
 
 
 def other_prompt(
-    setup: ProbeSetup, turns: Continued, scored: Draws, thresholds: Thresholds, *, brief: bool
+    setup: KeelSubject, turns: Continued, scored: Draws, thresholds: Thresholds, *, brief: bool
 ) -> Finding | None:
     """The first prompt that closes the gap of what was reported; else the likeliest that fits what was drawn."""
     candidates = other_prompts(setup, turns.groups, brief=brief)
@@ -323,7 +325,7 @@ def _refined(
     return more
 
 
-def _otherwise(setup: ProbeSetup, scored: Draws) -> float:
+def _otherwise(setup: KeelSubject, scored: Draws) -> float:
     """Odds in nats of the best explanation by sampling options, under the scored prompts: others must beat it."""
     plain = unfiltered(setup.sampling)
     own = float(_logp(setup, scored).sum())

@@ -9,7 +9,7 @@ from itertools import islice
 from keel.base.errors import first_line
 from keel.doctor.advice import no_penalty
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.kl.controllers import UNITS, RuleController, controller_from_options
 
@@ -26,7 +26,7 @@ IDLE = 0.005  # of β: a controller that moves it by less in a whole run does no
 MOST_STEPS = 2_000
 
 
-def controller_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+def controller_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
     """What is plainly no coefficient first; then targets, and what the controller does over the run's own steps."""
     return (
         [*steered(setup, figures, thresholds)]
@@ -35,7 +35,7 @@ def controller_findings(setup: ProbeSetup, figures: dict[str, float], thresholds
     )
 
 
-def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
     name, configured = setup.config.kl.controller.name, setup.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
@@ -93,7 +93,7 @@ def steered(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds
         )
 
 
-def _follows(setup: ProbeSetup, start: float) -> bool:
+def _follows(setup: KeelSubject, start: float) -> bool:
     """Whether a β of twice the size begins at twice the size: a floor of one's own does not."""
     twice = setup.config.kl.model_copy(update={"beta": 2 * setup.config.kl.beta})
     return math.isclose(
@@ -105,7 +105,7 @@ def _at(level: float, update: int, beta: float) -> str:
     return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
 
 
-def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
     options, controller = setup.config.kl.controller, setup.run.controller
     target = (options.model_extra or {}).get("target")
@@ -137,7 +137,7 @@ def _targets(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     )
 
 
-def _betas(setup: ProbeSetup, level: float) -> list[float]:
+def _betas(setup: KeelSubject, level: float) -> list[float]:
     controller, betas = setup.run.controller, []
     state = controller.init()
     for update in range(UPDATES):
@@ -147,7 +147,7 @@ def _betas(setup: ProbeSetup, level: float) -> list[float]:
     return betas
 
 
-def over_the_run(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A β that does not arrive within the run's steps, that a step's scatter throws about, or that never moves."""
     kl, controller = setup.config.kl, setup.run.controller
     steps = min(setup.config.run.max_steps, MOST_STEPS)
@@ -190,13 +190,13 @@ def over_the_run(setup: ProbeSetup, figures: dict[str, float], thresholds: Thres
         yield finding("kl/controller", evidence, cause, propose("set {}", change), severity="warning")
 
 
-def controller_bound(setup: ProbeSetup) -> float:
+def controller_bound(setup: KeelSubject) -> float:
     """The largest β that it may give, where it says so."""
     controller = setup.run.controller
     return float(controller.bounds[1]) if isinstance(controller, RuleController) else math.inf
 
 
-def _course(setup: ProbeSetup, levels: list[float]) -> Iterator[float]:
+def _course(setup: KeelSubject, levels: list[float]) -> Iterator[float]:
     """β at every step of a run whose measured KL goes through `levels` again and again."""
     controller, every = setup.run.controller, max(1, setup.config.kl.measure_every)
     state, step = controller.init(), 0

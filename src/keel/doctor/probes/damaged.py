@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import golds
-from keel.doctor.setup import ProbeSetup
 from keel.models.head import causal_lm
 
 ALIKE = 3  # tokens with one row between them
@@ -17,12 +17,12 @@ LOOKED_AT = 4096  # entries of a matrix
 AT_BOUND, EMPTY = 0.05, 0.8  # shares of a matrix; usual sparsity is a half
 
 
-def damaged_weights(setup: ProbeSetup) -> tuple[str, str] | None:
+def damaged_weights(setup: KeelSubject) -> tuple[str, str] | None:
     """Evidence and cause; None where nothing is wrong with them by their looks."""
     return _rows_alike(setup) or _few_values(setup) or _cut_or_emptied(setup)
 
 
-def _rows_alike(setup: ProbeSetup) -> tuple[str, str] | None:
+def _rows_alike(setup: KeelSubject) -> tuple[str, str] | None:
     """Ordinary tokens of prompts and answers that the embeddings do not tell apart; added ones may be untrained yet."""
     tokenizer: Any = setup.policy.tokenizer
     apart = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
@@ -44,7 +44,7 @@ def _rows_alike(setup: ProbeSetup) -> tuple[str, str] | None:
     )
 
 
-def _entries(setup: ProbeSetup) -> list[torch.Tensor]:
+def _entries(setup: KeelSubject) -> list[torch.Tensor]:
     """Some of the entries of every matrix but adapters', from all of its rows: each may have a scale."""
     named = causal_lm(setup.policy.model).named_parameters()
     matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
@@ -57,7 +57,7 @@ def _scattered(count: int) -> torch.Tensor:
     return torch.randint(count, (LOOKED_AT,), generator=torch.Generator().manual_seed(0))
 
 
-def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
+def _few_values(setup: KeelSubject) -> tuple[str, str] | None:
     """Matrices that were rounded to a few bits with one scale; one that is constant may be a layer that was added."""
     counts = [len(row.unique()) for row in _entries(setup)]
     few = [count for count in counts if 1 < count <= VALUES]
@@ -69,7 +69,7 @@ def _few_values(setup: ProbeSetup) -> tuple[str, str] | None:
     )
 
 
-def _cut_or_emptied(setup: ProbeSetup) -> tuple[str, str] | None:
+def _cut_or_emptied(setup: KeelSubject) -> tuple[str, str] | None:
     """Matrices with many entries at one and the same bound, or hardly any that are not zero."""
     rows = _entries(setup)
     bound = [float((row.abs() == row.abs().max()).float().mean()) for row in rows if bool(row.any())]

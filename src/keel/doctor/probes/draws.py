@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
@@ -71,12 +71,12 @@ class Draws:
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
 
 
-def most_tokens(setup: ProbeSetup) -> int:
+def most_tokens(setup: KeelSubject) -> int:
     """How many tokens' logits are held at once."""
     return min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
 
 
-def batch_draws(setup: ProbeSetup) -> Draws:
+def batch_draws(setup: KeelSubject) -> Draws:
     """The batch's own action tokens."""
     if "draws" not in setup.of_batch:
         setup.of_batch["draws"] = draws(setup, setup.groups)
@@ -84,7 +84,7 @@ def batch_draws(setup: ProbeSetup) -> Draws:
     return drawn
 
 
-def draws(setup: ProbeSetup, groups: Sequence[Group]) -> Draws:
+def draws(setup: KeelSubject, groups: Sequence[Group]) -> Draws:
     """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
     groups = first_tokens(groups, most_tokens(setup))
     completions = [c for group in groups for c in group.completions]

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from keel.base.types import Completion, Group
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.draws import draws, tail_masses, uniform_p_value
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 
-def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
+def end_findings(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
     """What an engine returns for one request is one turn; the environment's replies come between turns, never in one.
 
     An engine that runs tools by itself has text in its turns that is no action and that the policy would not write.
@@ -24,7 +24,7 @@ def end_findings(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     return findings
 
 
-def _turns(setup: ProbeSetup) -> Sequence[Group]:
+def _turns(setup: KeelSubject) -> Sequence[Group]:
     """The turns of the batch as the engine gave them, each after its own context."""
     if setup.config.rollout.max_turns == 1:
         return setup.sampled
@@ -33,7 +33,7 @@ def _turns(setup: ProbeSetup) -> Sequence[Group]:
     return [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in chosen]
 
 
-def _ends(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[Finding]:
+def _ends(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[Finding]:
     ends = set(setup.policy.eos_ids)
     turns = [turn for group in groups for turn in group.completions if turn.tokens]
     ended = [turn for turn in turns if turn.stop_reason == "eos"]
@@ -71,7 +71,7 @@ def _after_the_end(turn: Completion, ends: set[int]) -> int:
     return sum(turn.action[first + 1 :])
 
 
-def _left_out(setup: ProbeSetup, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
+def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens of a turn that are no actions although they look drawn from the policy."""
     missing = sum(not action for group in groups for turn in group.completions for action in turn.action)
     if not missing:

@@ -10,18 +10,18 @@ from typing import Any
 
 from keel.base.types import Group
 from keel.doctor.advice import either, times
+from keel.doctor.evidence import LOOKS, at_most, between, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import LOOKS, at_most, between, chance_above, level, more_groups
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replies import answers, first_turn, is_null, is_useless, replies
 from keel.doctor.probes.results import result_findings
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 REPLAYED, SECONDS = 16, 5.0  # single turns that are played again to see whether they end, and for how long
 BEYOND = 3  # times rollout.max_turns that an episode is gone on with
 
 
-def episode_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def episode_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Nothing is said of tasks of one turn, nor where an environment raises: a failed reward says so."""
     if not setup.run.task.multi_turn or setup.failures:
         return
@@ -55,7 +55,7 @@ def _useless(group: Group, tokenizer: Any, says_nothing: Callable[[str], bool], 
     return min(1.0, sum(wrong for _, wrong in shares) / total) if total else None
 
 
-def _failing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Most replies are errors or nothing, beyond chance over `tool_errors`; a problem is one observation.
 
     Where some are, the test goes on until it is known on which side of the limit their share is.
@@ -102,7 +102,7 @@ def _failing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
 # ------------------------------------------------------------------------ how they end
 
 
-def unfinished(setup: ProbeSetup, group: Group) -> list[bool]:
+def unfinished(setup: KeelSubject, group: Group) -> list[bool]:
     """Which episodes had more to do after their last turn, of the first ones; [] where that is not known.
 
     Of a single turn, whether it would have been answered: one of a problem is played again, of REPLAYED problems.
@@ -120,7 +120,7 @@ def unfinished(setup: ProbeSetup, group: Group) -> list[bool]:
     return known.get(key, [])
 
 
-def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _unfinished(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Episodes that the last turn ends, not they themselves: nearly all, and beyond chance over `healthy_truncated`.
 
     A game of so many turns is judged as it stands then, and is none of them: it listens to what is said.
@@ -159,7 +159,7 @@ def _unfinished(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     )
 
 
-def _is_deaf(setup: ProbeSetup) -> bool:
+def _is_deaf(setup: KeelSubject) -> bool:
     """Whether the environment goes on far beyond the turns of the run and replies the same, whatever is said."""
     task, turns = setup.run.task, BEYOND * setup.config.rollout.max_turns
     try:

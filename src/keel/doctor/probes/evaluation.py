@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keel.base.types import Problem
+from keel.doctor.evidence import SAME
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.evidence import SAME
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploration import drawn_logits, entropy
 from keel.doctor.probes.gold_likelihood import gold_or_none
 from keel.doctor.probes.judged_golds import totals_of
-from keel.doctor.probes.rendering import rendered
 from keel.doctor.probes.repeats import held_out_problems, training_steps
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.states import mean_kl, state_logits
 from keel.doctor.probes.unpaid import value
 from keel.doctor.recording import RecordingEngine
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import rendered
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.envs.answers import plain_number
 from keel.envs.judge import Judge
 from keel.eval.evaluate import evaluate
@@ -30,7 +30,7 @@ _HELD_OUT = 32
 _COMPARED = ("top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
-def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_evaluation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Both paths with the engine's requests recorded: tokens, sampling, and what all prompts of either side share."""
     problems = [group.problem for group in setup.groups]
     trained = {group.problem.key: group.prompt_tokens for group in setup.groups}
@@ -59,7 +59,7 @@ def probe_evaluation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     ]
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
     line = f"evaluation: {same} of {len(recorder.first)} prompts are the same tokens as in training"
-    return ProbeResult("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
+    return Outcome("evaluation", tuple(findings), {"same_prompts": float(same)}, (line,))
 
 
 def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def _sampling(recorder: RecordingEngine, sampling: SamplingParams) -> Iterator[F
     )
 
 
-def _noise(setup: ProbeSetup, used: SamplingParams | None, thresholds: Thresholds) -> Iterator[Finding]:
+def _noise(setup: KeelSubject, used: SamplingParams | None, thresholds: Thresholds) -> Iterator[Finding]:
     """What a hotter evaluation draws against the policy at temperature 1, exactly, at the states that it visits."""
     if used is None or not setup.config.eval.every or not used.temperature > setup.temperature > 0:
         return
@@ -112,7 +112,7 @@ def _noise(setup: ProbeSetup, used: SamplingParams | None, thresholds: Threshold
     )
 
 
-def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
+def _beginnings(setup: KeelSubject) -> Iterator[Finding]:
     """Tokens that all prompts of one side begin or end with and none of the other does: that is another format."""
     held_out = rendered(setup, held_out_problems(setup, _HELD_OUT))
     trained = [prompt for step in training_steps(setup) for _, prompt in step]
@@ -135,7 +135,7 @@ def _beginnings(setup: ProbeSetup) -> Iterator[Finding]:
         return
 
 
-def form_findings(setup: ProbeSetup) -> Iterator[Finding]:
+def form_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Held-out answers that a bare number does not earn, where it does on all that are trained on.
 
     As where one of two files has its answers with units and texts are compared: what is learned scores nothing.
@@ -159,7 +159,7 @@ def form_findings(setup: ProbeSetup) -> Iterator[Finding]:
     )
 
 
-def by_value(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[str, bool]]:
+def by_value(setup: KeelSubject, problems: Sequence[Problem]) -> list[tuple[str, bool]]:
     """Gold answers that come down to a number, and whether that number earns as much by itself."""
     rows = []
     for problem in problems:

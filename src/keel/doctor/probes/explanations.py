@@ -12,6 +12,7 @@ import torch
 from keel.doctor.advice import setting
 from keel.doctor.advice import unfiltered as whole_distribution
 from keel.doctor.findings import Finding, Severity, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import Alternative, alternatives, applied
 from keel.doctor.probes.alternatives import fitted as fitted_alternative
 from keel.doctor.probes.draws import (
@@ -25,7 +26,6 @@ from keel.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
@@ -83,7 +83,7 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
 
 
 def drawn_finding(
-    more: Draws, setup: ProbeSetup, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
+    more: Draws, setup: KeelSubject, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
 ) -> Finding:
     """Which distribution the tokens were drawn from: the likeliest of those that the tokens do not rule out."""
     sampling = setup.sampling
@@ -151,7 +151,7 @@ def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
     return -float(drawn.logp(params).nan_to_num(neginf=-1e9).sum())
 
 
-def configured_finding(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> Finding:
+def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> Finding:
     """Filters that the configuration itself asks for: the samples are not the policy's own."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))

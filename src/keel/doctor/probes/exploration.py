@@ -10,16 +10,16 @@ from torch import Tensor
 
 from keel.doctor.advice import unfiltered
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.result import ProbeResult
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.states import mean_kl, state_logits
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
 LEAST_CHOICE = math.log(2)  # nats a group that its policy would choose beyond the first completion
 
 
-def probe_exploration(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Entropy of what is drawn against that of the policy at temperature 1, at the visited states."""
     sampling = setup.built.sampling
     own = state_logits(setup, setup.policy.model, temperature=1.0)
@@ -35,7 +35,7 @@ def probe_exploration(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"exploration: entropy {figures['entropy_drawn']:.3g} nats per token as drawn, {figures['entropy_own']:.3g} at "
         f"temperature 1 without filters; what is drawn is {figures['kl_drawn']:.2g} nats per token from the policy"
     )
-    return ProbeResult("exploration", tuple(_findings(setup, figures, thresholds)), figures, (line,))
+    return Outcome("exploration", tuple(_findings(setup, figures, thresholds)), figures, (line,))
 
 
 def drawn_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -55,7 +55,7 @@ def entropy(logits: Tensor) -> float:
     return max(0.0, float(-(logp.exp() * logp).nan_to_num(0.0).sum(-1).mean()))
 
 
-def _findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     rollout = setup.config.rollout
     own, drawn = figures["entropy_own"], figures["entropy_drawn"]
     names = ("temperature", "top_p", "top_k", "min_p")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from keel.base.types import Group
+from keel.doctor.evidence import SAME
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import SAME
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replies import contents, played_again, replies, stands_in
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.envs.episode import Transcript
 
@@ -18,7 +18,7 @@ EPISODES = 4  # that are played again
 Totals = tuple[float, float]  # of a completion, judged twice
 
 
-def fickle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def fickle_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Judged again in the other order and in their own; episodes of several turns played again, each alone."""
     if setup.failures or setup.config.reward.shuffle is not None:
         return
@@ -38,8 +38,8 @@ def fickle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     )
 
 
-def _completions(setup: ProbeSetup) -> Iterator[Totals]:
-    for group in setup.groups[: max(2, setup.judgements // 32)]:
+def _completions(setup: KeelSubject) -> Iterator[Totals]:
+    for group in setup.groups[: max(2, setup.budget.judgements // 32)]:
         turns = [[completion.text] for completion in group.completions]
         # a judge that alternates may happen to be back where it was, in one of the two orders
         other, same = (setup.built.judge.judge(group.problem, order) for order in (turns[::-1], turns))
@@ -48,7 +48,7 @@ def _completions(setup: ProbeSetup) -> Iterator[Totals]:
                 yield from ((a.total, b.total) for a, b in zip(group.rewards, again, strict=True))
 
 
-def _episodes(setup: ProbeSetup) -> Iterator[Totals]:
+def _episodes(setup: KeelSubject) -> Iterator[Totals]:
     """Rewards of the batch beside those of the same turns alone, where the environment says the same both times."""
     played, judge = 0, setup.built.judge
     if setup.config.reward.aggregate != "sum" or judge.remote:
@@ -60,7 +60,7 @@ def _episodes(setup: ProbeSetup) -> Iterator[Totals]:
                 yield from ((group.rewards[sample].total, total) for total in totals)
 
 
-def _alone(setup: ProbeSetup, group: Group, sample: int) -> list[float]:
+def _alone(setup: KeelSubject, group: Group, sample: int) -> list[float]:
     """What the turns of an episode earn in two new ones; [] where these reply otherwise, or a reward fails."""
     shown, tokenizer = replies(group.completions[sample], setup.policy.tokenizer), setup.policy.tokenizer
     turns = [t.completion.text for t in setup.turns if (t.request.key, t.sample) == (group.problem.key, sample)]

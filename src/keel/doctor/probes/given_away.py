@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.leaks import at_least, before, calls_answer, of_others, read_pairs
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 _NEAR = 24  # characters behind a question in which its answer may stand
@@ -33,7 +33,7 @@ class Pointed:
 
 
 def given_away_findings(
-    setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds
+    setup: KeelSubject, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Both are properties of texts and answers alone, held against what other problems' answers or places would do."""
     pairs = read_pairs(setup, prompts)

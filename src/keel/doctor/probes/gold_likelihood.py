@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.doctor.probes.rendering import rendered
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.rendering import rendered
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.weights import row_logits
 from keel.envs import Task
-from keel.models.head import evaluating
 
 _GOLDS = 8  # problems
-_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Gold:
     answer: tuple[int, ...]
 
 
-def golds(setup: ProbeSetup) -> list[Gold]:
+def golds(setup: KeelSubject) -> list[Gold]:
     """Those of the first problems, drawn once."""
     if "golds" not in setup.shared:
         setup.shared["golds"] = drawn_golds(setup, _GOLDS)
@@ -38,7 +37,7 @@ def golds(setup: ProbeSetup) -> list[Gold]:
     return chosen
 
 
-def drawn_golds(setup: ProbeSetup, count: int) -> list[Gold]:
+def drawn_golds(setup: KeelSubject, count: int) -> list[Gold]:
     """Prompts and first gold turns of problems whose answer is not empty and fits into the model's context."""
     task, tokenizer = setup.run.task, setup.policy.tokenizer
     problems = [] if task.prompts_only else task.sample(count, seed=setup.config.run.seed, step=0)
@@ -58,19 +57,6 @@ def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
         return None
 
 
-def row_logits(setup: ProbeSetup, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """The model's own logits `[t, V]` of each row of tokens, fp32; rows are padded on the right, which nobody sees."""
-    at_once = max(1, _MAX_ELEMENTS // (setup.vocabulary * max(map(len, rows))))
-    for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
-        width = max(map(len, part))
-        padded = [[*row, *(setup.policy.pad_id,) * (width - len(row))] for row in part]
-        ids = torch.tensor(padded, device=setup.policy.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=ids.device)
-        with evaluating(setup.policy.model):
-            logits = setup.policy.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        yield from (logits[i, : len(row)].float() for i, row in enumerate(part))
-
-
 @dataclass(frozen=True)
 class GoldReading:
     """The policy on gold answers at temperature 1.
@@ -85,11 +71,13 @@ class GoldReading:
     entropy: float
 
 
-def read_golds(setup: ProbeSetup) -> GoldReading:
+def read_golds(setup: KeelSubject) -> GoldReading:
     """One pass over them, made once."""
     if "gold reading" not in setup.shared:
         chosen, means, entropies, after, written = golds(setup), [], [], [], []
-        for gold, logits in zip(chosen, row_logits(setup, [(*g.prompt, *g.answer) for g in chosen]), strict=True):
+        for gold, logits in zip(
+            chosen, row_logits(setup.policy, [(*g.prompt, *g.answer) for g in chosen]), strict=True
+        ):
             logp = logits.log_softmax(-1)
             means.append(float(_of_answer(gold, logp).mean()))
             entropies.append(-float((logp.exp() * logp).sum(-1).mean()))
@@ -101,15 +89,15 @@ def read_golds(setup: ProbeSetup) -> GoldReading:
     return reading
 
 
-def answer_logp(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[float]:
+def answer_logp(setup: KeelSubject, chosen: Sequence[Gold]) -> list[float]:
     """Mean log-probability a token of each of these answers, with the weights as they are now."""
     return [float(logp.mean()) for logp in answer_tokens(setup, chosen)]
 
 
-def answer_tokens(setup: ProbeSetup, chosen: Sequence[Gold]) -> list[Tensor]:
+def answer_tokens(setup: KeelSubject, chosen: Sequence[Gold]) -> list[Tensor]:
     """The log-probabilities of the tokens of each of these answers; after padding, where nothing stands before them."""
     begun = [gold if gold.prompt else Gold((setup.policy.pad_id,), gold.answer) for gold in chosen]
-    rows = row_logits(setup, [(*gold.prompt, *gold.answer) for gold in begun])
+    rows = row_logits(setup.policy, [(*gold.prompt, *gold.answer) for gold in begun])
     return [_of_answer(gold, logits.log_softmax(-1)) for gold, logits in zip(begun, rows, strict=True)]
 
 
@@ -118,7 +106,7 @@ def _of_answer(gold: Gold, logp: Tensor) -> Tensor:
     return logp[len(gold.prompt) - 1 : -1].gather(-1, answer).squeeze(-1)
 
 
-def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:
+def bos_gain(setup: KeelSubject, bos: int) -> tuple[list[float], float]:
     """By how many nats a token each gold answer is likelier where its prompt begins with BOS, and what it has then.
 
     The second is a mean of −log p: a model to which the answers mean nothing is confused by any token.
@@ -130,6 +118,6 @@ def bos_gain(setup: ProbeSetup, bos: int) -> tuple[list[float], float]:
     return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)], -fmean(with_bos)
 
 
-def blind_surprise(setup: ProbeSetup, thresholds: Thresholds) -> float:
+def blind_surprise(setup: KeelSubject, thresholds: Thresholds) -> float:
     """Nats a token over which an answer is one that the model cannot know."""
     return thresholds["bos_surprise"] * math.log(setup.vocabulary)

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 
+from keel.doctor.evidence import SAME, chance_above, level
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import SAME, chance_above, level
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploits import exploit_findings
 from keel.doctor.probes.judged_golds import JudgedGold, totals_of
 from keel.doctor.probes.replies import OutOfPlays, played_again
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, last_tag
 
@@ -47,7 +47,7 @@ FORMS = {  # what a reward may want around an answer
 }
 
 
-def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def gold_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
     if not judged:
         return
@@ -78,7 +78,7 @@ def gold_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: T
     yield replace(found, severity="warning") if trifles and found.severity == "error" else found
 
 
-def _over_before(setup: ProbeSetup, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
+def _over_before(setup: KeelSubject, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
     """Those whose episode ends before their last turn is said, where most do: the reward has no answer to judge."""
     task, over = setup.run.task, list[JudgedGold]()
     if not task.multi_turn:
@@ -130,7 +130,7 @@ def _open(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
     )
 
 
-def _ignores_the_text(setup: ProbeSetup, judged: Sequence[JudgedGold], scale: float) -> bool:
+def _ignores_the_text(setup: KeelSubject, judged: Sequence[JudgedGold], scale: float) -> bool:
     """Whether every text earns the same on a problem, be it gold, wrong, empty or sampled, and problems differ."""
     answers = [(row.gold, row.empty, *row.others) for row in judged]
     sampled = [tuple(reward.total for reward in group.rewards) for group in setup.groups]
@@ -156,7 +156,7 @@ def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
 
 
 def _explained(
-    setup: ProbeSetup,
+    setup: KeelSubject,
     judged: Sequence[JudgedGold],
     lacking: Sequence[JudgedGold],
     margin: float,
@@ -204,7 +204,7 @@ def _explained(
     )
 
 
-def _asked_for(setup: ProbeSetup, name: str) -> bool:
+def _asked_for(setup: KeelSubject, name: str) -> bool:
     """Whether the prompts show the form that the reward reads: bare answers in the data are then as they should be."""
     form = next(form for form, called in FORMS.items() if called == name)
     marks = [mark for mark in re.split(r"\s+|\{+\}+|[{}$]", form) if len(mark) > 2]
@@ -213,7 +213,7 @@ def _asked_for(setup: ProbeSetup, name: str) -> bool:
     return bool(marks) and all(mark in prompt for prompt in prompts for mark in marks)
 
 
-def _form(setup: ProbeSetup, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
+def _form(setup: KeelSubject, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
     """A part of the gold answer in a form that earns on most of these problems, and another answer in it does not."""
     pairs: list[tuple[str, str]] = []
     for row in lacking[:CHOOSING]:
@@ -267,13 +267,13 @@ def _filled(row: JudgedGold, content: str, form: str) -> str:
     return form.format(contents.get(content, contents["the gold answer"]) if contents else "")
 
 
-def _earned(setup: ProbeSetup, row: JudgedGold, texts: Sequence[str]) -> list[float]:
+def _earned(setup: KeelSubject, row: JudgedGold, texts: Sequence[str]) -> list[float]:
     """What these last turns earn after the gold answer's first ones."""
     return totals_of(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
 
 
 def _other_row(
-    setup: ProbeSetup, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float
+    setup: KeelSubject, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float
 ) -> str | None:
     """Gold answers of other problems that earn in place of a problem's own, as text; None where most have none."""
     turns = [row.turns for row in judged[:ROWS]]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import in_half_precision
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.derivative import wrong_derivatives
-from keel.doctor.probes.gap import in_half_precision
 from keel.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import Text, most_logits, perturbed_weights
 from keel.trainer.batch import score_micro
@@ -24,7 +24,7 @@ GRADIENT_TIMES = 4  # as much room for a logit that is differentiated
 SURE = 0.1  # of a token whose log-probability answers to its logits by less: rounding decides there
 
 
-def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
+def _gradient_error(setup: KeelSubject) -> tuple[float, float]:
     """∂Σ w·logp/∂θ by training's pass over its batch against the model's own forward: how far off, and its size.
 
     The weights `w` of the tokens have random signs, so that no two mistakes cancel out, and grow where the model is
@@ -45,7 +45,7 @@ def _gradient_error(setup: ProbeSetup) -> tuple[float, float]:
     return off / own, size / own
 
 
-def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _own_gradient(setup: KeelSubject, weights: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """The same of the model's own forward: completions of equal length together, as far as there is room."""
     gradient = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     texts = [(group.prompt_tokens, c.tokens) for group in setup.groups for c in group.completions]
@@ -61,7 +61,7 @@ def _own_gradient(setup: ProbeSetup, weights: Tensor, parameters: Sequence[nn.Pa
     return gradient
 
 
-def _rounding(setup: ProbeSetup) -> float:
+def _rounding(setup: KeelSubject) -> float:
     """How far the model's own gradient moves, of its size, where weights move by a few units of rounding."""
     parameters = [p for p in setup.policy.model.parameters() if p.requires_grad]
     weights = _token_weights(setup)
@@ -76,7 +76,7 @@ def _rounding(setup: ProbeSetup) -> float:
     return _norm([a.sub_(b) for a, b in zip(after, before, strict=True)]) / own
 
 
-def _token_weights(setup: ProbeSetup) -> Tensor:
+def _token_weights(setup: KeelSubject) -> Tensor:
     """`[B, T]`: over the size of ∂logp/∂logits (1 − p of the token, −p of others); 0 where nothing is trained."""
     tokens, signs = setup.tokens(), Random(0)
     weights = torch.zeros(tokens.shape, device=tokens.device)
@@ -89,7 +89,7 @@ def _token_weights(setup: ProbeSetup) -> Tensor:
     return weights * setup.mask
 
 
-def _own_logp(setup: ProbeSetup, texts: Sequence[Text]) -> Tensor:
+def _own_logp(setup: KeelSubject, texts: Sequence[Text]) -> Tensor:
     """log p `[n, t]` of the completions' tokens by the model's own forward; prompts and completions of equal length."""
     ids = torch.tensor([[*prompt, *tokens] for prompt, tokens in texts], device=setup.policy.device)
     given = len(texts[0][0])
@@ -98,7 +98,7 @@ def _own_logp(setup: ProbeSetup, texts: Sequence[Text]) -> Tensor:
     return logp.gather(-1, ids[:, given:, None]).squeeze(-1)
 
 
-def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def gradient_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """The gradient in the mode of training, without autocast; where it is off, whether evaluation mode mends it."""
     narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
     try:
@@ -108,7 +108,7 @@ def gradient_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: 
         setup.run.amp_dtype = narrow
 
 
-def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], limit: float) -> Iterator[Finding]:
+def _gradient_findings(setup: KeelSubject, figures: dict[str, float], limit: float) -> Iterator[Finding]:
     error, size = _gradient_error(setup)
     figures["gradient_error"] = error
     if not error > limit:
@@ -137,7 +137,7 @@ def _gradient_findings(setup: ProbeSetup, figures: dict[str, float], limit: floa
         )
 
 
-def _of_the_model(setup: ProbeSetup) -> Iterator[Finding]:
+def _of_the_model(setup: KeelSubject) -> Iterator[Finding]:
     """The model's own gradient against how far its log-probabilities go; 16 bits round such steps away."""
     model = setup.policy.model
     if any(p.itemsize < 4 for p in model.parameters()):

@@ -14,13 +14,13 @@ from random import Random
 from statistics import median
 
 from keel.base.types import Completion, Group, Problem
-from keel.doctor.probes.evidence import between, chance_above, level, single_ones
+from keel.doctor.evidence import between, chance_above, level, single_ones
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import Gold, answer_tokens, gold_or_none
 from keel.doctor.probes.leaks import answer_of
-from keel.doctor.probes.rendering import words
 from keel.doctor.probes.replayed import Replayed, Wrong
 from keel.doctor.probes.replies import is_useless
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import words
 from keel.doctor.thresholds import Thresholds
 
 OTHERS = 5  # results of other episodes that stand in the place of an episode's own
@@ -56,7 +56,7 @@ class Told:
         return len(self.call & other.question)
 
 
-def unhelpful(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Wrong | None:
+def unhelpful(setup: KeelSubject, rows: Sequence[Replayed], thresholds: Thresholds) -> Wrong | None:
     """Own results after which gold answers are less likely than after most of other episodes'."""
     if setup.run.task.prompts_only or not rows or not all(row.is_result for row in rows):
         return None
@@ -117,7 +117,7 @@ def _copied_in_vain(episodes: Sequence[Told], most: float, thresholds: Threshold
     )
 
 
-def _told(setup: ProbeSetup, groups: Sequence[Group]) -> list[Told]:
+def _told(setup: KeelSubject, groups: Sequence[Group]) -> list[Told]:
     """Of each problem the first episode with one result, after which it went on and ended by itself."""
     tokenizer, found = setup.policy.tokenizer, dict[str, Told]()
 
@@ -156,7 +156,7 @@ def _only_result(completion: Completion) -> tuple[int, int] | None:
     return said[0], said[-1] + 1
 
 
-def _against(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> list[float]:
+def _against(setup: KeelSubject, told: Told, others: Sequence[Told]) -> list[float]:
     """1 where the gold answer is less likely than after most of the others' results, 0 where not; [] of no use."""
     if told.about(told) <= median(told.about(other) for other in others):
         return []
@@ -168,7 +168,7 @@ def _against(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> list[floa
     return [float(own < median(wrong))] if right > median(wrong) + BELIEVED else []
 
 
-def _with_answer(setup: ProbeSetup, told: Told, others: Sequence[Told]) -> Tokens:
+def _with_answer(setup: KeelSubject, told: Told, others: Sequence[Told]) -> Tokens:
     """The answer in the place of a result: between what all results begin with and what they end with."""
     tokenizer = setup.policy.tokenizer
     results = [told.result, *(other.result for other in others)]

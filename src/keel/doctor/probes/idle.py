@@ -8,13 +8,13 @@ from contextlib import suppress
 from statistics import fmean
 
 from keel.base.types import Problem
+from keel.doctor.evidence import single_ones
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import single_ones
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploits import nearly_all
 from keel.doctor.probes.gold_likelihood import gold_or_none
 from keel.doctor.probes.replayed import asked_of
 from keel.doctor.probes.replies import first_turn, is_useless, played_again, replies
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 
@@ -22,7 +22,7 @@ FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how
 SECONDS = 5.0
 
 
-def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def idle_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Calls of the batch, over and over or with nothing behind them, that earn what the gold answer does."""
     judge, began = setup.built.judge, time.monotonic()
     if not setup.run.task.multi_turn or setup.run.task.prompts_only or judge.remote or setup.failures:
@@ -62,7 +62,7 @@ def idle_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding
             return
 
 
-def _calls(setup: ProbeSetup) -> Iterator[tuple[Problem, str]]:
+def _calls(setup: KeelSubject) -> Iterator[tuple[Problem, str]]:
     """Of each problem one first turn that calls a tool and was answered: of the batch, then of others."""
     known, tokenizer = set[str](), setup.policy.tokenizer
     for more in (False, True):
@@ -74,7 +74,7 @@ def _calls(setup: ProbeSetup) -> Iterator[tuple[Problem, str]]:
             known.add(group.problem.key)
 
 
-def _calls_tools(setup: ProbeSetup, text: str) -> bool:
+def _calls_tools(setup: KeelSubject, text: str) -> bool:
     """Whether a turn calls tools, such as the first problem's episode offers them."""
     if "an episode's tools" not in setup.shared:
         setup.shared["an episode's tools"] = None

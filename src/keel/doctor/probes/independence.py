@@ -13,10 +13,10 @@ from contextlib import suppress
 from itertools import pairwise
 
 from keel.base.types import Problem
-from keel.doctor.probes.rendering import words
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replayed import FEWEST, MOST, Replayed, Wrong
 from keel.doctor.probes.replies import TAG, answers_again, contents, is_useless, played_again, squeezed
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import words
 
 ECHOED = 3  # different calls that come back as they are
 PLAYED = 8  # calls that are made in another order
@@ -53,7 +53,7 @@ def _said(row: Replayed) -> set[str]:
     return said - {""}
 
 
-def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def unreadable(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     """Results of which the tokenizer keeps no word, that are bytes written out, or what moves a terminal's cursor."""
     results = [row.again for row in rows if words(row.again)]
     if len(results) < FEWEST or len(results) < len(rows):
@@ -82,7 +82,7 @@ def unreadable(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
     )
 
 
-def by_others(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def by_others(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     """Calls that return the same twice in a row, something else after other episodes' calls, and the same once more.
 
     The last is after the call that came before at first: a clock that went on or a server's limit brings nothing back.
@@ -114,7 +114,7 @@ def by_others(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
     )
 
 
-def of_its_episode(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def of_its_episode(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     """A second call of an episode that returns what the first did, and two calls of one turn in the wrong order.
 
     That order is wrong in every pair, whichever call comes first: a tool may sort its results.
@@ -149,7 +149,7 @@ def of_its_episode(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
     return None
 
 
-def _swapped(setup: ProbeSetup, problem: Problem, calls: Sequence[tuple[str, str]]) -> bool:
+def _swapped(setup: KeelSubject, problem: Problem, calls: Sequence[tuple[str, str]]) -> bool:
     """Whether one turn of two calls has the result of the second before that of the first."""
     (one, first), (two, second) = ((text, _bare(result)) for text, result in calls)
     reply = _bare(contents(answers_again(setup, problem, f"{one}\n{two}")))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import answer_logp, golds, read_golds
-from keel.doctor.setup import ProbeSetup
 from keel.models.head import causal_lm
 
 _ERRORS = 4.0  # standard errors within which a statistic is that of an initialisation
@@ -31,7 +31,7 @@ class Untrained:
     std: float = 0.0  # of a matrix
 
 
-def untrained_weights(setup: ProbeSetup, level: float) -> tuple[list[str], float]:
+def untrained_weights(setup: KeelSubject, level: float) -> tuple[list[str], float]:
     """Names, and the chance that trained weights look so; none where that is above `level` or few others are trained.
 
     A trained matrix has the standard deviation of its initialisation only by chance (uniform in its logarithm over a
@@ -87,7 +87,7 @@ def _distance(weight: Tensor, sigmas: list[float]) -> tuple[float, float, float]
 
 
 @torch.no_grad()
-def _serves_as_well(setup: ProbeSetup, weight: nn.Parameter, std: float) -> bool:
+def _serves_as_well(setup: KeelSubject, weight: nn.Parameter, std: float) -> bool:
     """Whether gold answers are no likelier with this weight than with random numbers of its size in its place."""
     own, original = fmean(read_golds(setup).logp), weight.detach().clone()
     generator, scores = torch.Generator().manual_seed(0), []

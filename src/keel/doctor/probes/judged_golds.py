@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, RewardFailure
-from keel.doctor.probes.evidence import SAME
+from keel.doctor.evidence import SAME
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replies import answers
-from keel.doctor.setup import ProbeSetup
 from keel.envs import Task
 from keel.envs.attacks import GoldBatch, Turns
 
@@ -47,7 +47,7 @@ class JudgedGold:
         return max(self.empty, *self.others) if self.others else self.empty
 
 
-def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
+def judged_golds(setup: KeelSubject) -> list[JudgedGold]:
     """The gold answers of many problems under the configured rewards, the first beside wrong ones of the same form.
 
     The others are compared with what those earn, and only where they are no better with wrong ones of their own. It
@@ -66,7 +66,7 @@ def judged_golds(setup: ProbeSetup) -> list[JudgedGold]:
         return []
     rows: list[JudgedGold] = []
     judgements, began = setup.judgements_left, time.monotonic()
-    compared = min(COMPARED, setup.judgements // 20)
+    compared = min(COMPARED, setup.budget.judgements // 20)
     for index, (problem, turns) in enumerate(zip(batch.problems, batch.golds, strict=True)):
         settled = len({_earns(row) for row in rows}) == 1
         if (index >= FEWEST and time.monotonic() - began > SECONDS) or (index >= 3 * compared and settled):
@@ -92,12 +92,12 @@ def _earns(row: JudgedGold) -> bool:
     return row.gold >= row.top - rounding and row.gold > row.bottom + rounding
 
 
-def totals_of(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
+def totals_of(setup: KeelSubject, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
     """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
     return _judged(setup, problem, episodes)[0]
 
 
-def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> tuple[list[float], list[RewardFailure]]:
+def _judged(setup: KeelSubject, problem: Problem, episodes: Sequence[Turns]) -> tuple[list[float], list[RewardFailure]]:
     judge = copy(setup.built.judge)
     judge.options = judge.options.model_copy(update={"aggregate": "sum"})
     asked = episodes[: setup.judgements_left] if judge.remote else episodes
@@ -108,7 +108,7 @@ def _judged(setup: ProbeSetup, problem: Problem, episodes: Sequence[Turns]) -> t
     return totals + [-math.inf] * (len(episodes) - len(totals)), failures
 
 
-def _batch(setup: ProbeSetup, task: Task) -> GoldBatch:
+def _batch(setup: KeelSubject, task: Task) -> GoldBatch:
     """Problems with their gold turns: those of the batch, then others, each prompt once."""
     most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.multi_turn else MOST
     problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
@@ -126,7 +126,7 @@ def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
     return None in answers(task, problem, turns)
 
 
-def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
+def reward_scale(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float:
     """The range of the rewards that were seen, what a difference is measured by; without gold answers, the largest."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     if not judged or setup.config.reward.aggregate != "sum":
@@ -135,7 +135,7 @@ def reward_scale(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float:
     return max(totals) - min(totals)
 
 
-def solved_at(setup: ProbeSetup, judged: Sequence[JudgedGold]) -> float | None:
+def solved_at(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float | None:
     """What a right answer earns, where gold answers earn more than wrong ones do, in a group as well."""
     paid = [row.gold for row in judged if row.gold > row.bottom + SAME]
     return min(paid) if 2 * len(paid) > len(judged) and setup.config.reward.aggregate == "sum" else None

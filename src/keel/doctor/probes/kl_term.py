@@ -13,11 +13,11 @@ from keel.doctor.advice import no_penalty
 from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term, sampled_values
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.formula import formula_of
-from keel.doctor.probes.result import ProbeResult
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.share import gradient_norms
 from keel.doctor.probes.states import mean_kl, policy_states, reference_states
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.kl import advise
 from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, divergence_of
 from keel.losses import scale_rewards
@@ -32,21 +32,21 @@ NEAR_KL = 1e-4  # where a run begins
 ROUNDING = 1e-12  # nats per token in fp64
 
 
-def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
     config, kl = setup.config, setup.run.kl
     unneeded = _unneeded(setup)
     if setup.run.reference is None:  # only at β = 0 without measurements
-        return ProbeResult("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
+        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
     with setup.perturbed(_noise(setup)):
         policy, reference = policy_states(setup), reference_states(setup)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
         if not math.isfinite(figures["kl_perturbed"]):
             overflows = "kl/no-gradient, kl/reversed: policy and reference are no finite numbers at the states sampled"
-            return ProbeResult("kl_term", unneeded, figures, unchecked=(overflows,))
+            return Outcome("kl_term", unneeded, figures, unchecked=(overflows,))
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
-            return ProbeResult("kl_term", unneeded, figures, unchecked=(together,))
+            return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(setup)
     values = sampled_values(policy, reference, kl)
     named = thresholds["kl_gradient_named"]
@@ -58,7 +58,7 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         measured = near if near.size < thresholds["kl_gradient_zero"] else measured
     if measured.kl < ROUNDING:
         certain = "kl/no-gradient, kl/reversed: the KL of a policy that is certain of all it writes is a rounding error"
-        return ProbeResult("kl_term", unneeded, figures, unchecked=(certain,))
+        return Outcome("kl_term", unneeded, figures, unchecked=(certain,))
     used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
     expected = _expected(setup)
@@ -69,39 +69,39 @@ def probe_kl_term(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     lines = [_gradient_line(setup, measured), norms.line(setup.full_beta, SHARES, figures["kl_perturbed"])]
     lines.append(_value_line(setup, values))
     if not used:
-        return ProbeResult("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
+        return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
     findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
-    return ProbeResult("kl_term", findings, figures, tuple(lines))
+    return Outcome("kl_term", findings, figures, tuple(lines))
 
 
-def _noise(setup: ProbeSetup) -> float:
+def _noise(setup: KeelSubject) -> float:
     """The noise at which the KL is of the size that training sees; LoRA's B starts at 0 and takes far less of it."""
     with setup.perturbed(NOISE):
         kl = mean_kl(policy_states(setup), reference_states(setup))
     return NOISE * math.sqrt(SEEN_KL / kl) if kl > SEEN_KL and math.isfinite(kl) else NOISE
 
 
-def _value_line(setup: ProbeSetup, values: Mapping[str, float]) -> str:
+def _value_line(setup: KeelSubject, values: Mapping[str, float]) -> str:
     name = setup.config.kl.estimator
     shown = ["k1", "k3"] + ([name] if f"{name}_mean" in values and name not in ("k1", "k3") else [])
     listed = ", ".join(f"{key} {values[f'{key}_mean']:.3g} ± {values[f'{key}_se']:.2g}" for key in shown)
     return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
 
 
-def _term_label(setup: ProbeSetup) -> str:
+def _term_label(setup: KeelSubject) -> str:
     kl = setup.config.kl
     pairing = setup.run.pairing
     return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
 
 
-def _gradient_line(setup: ProbeSetup, measured: MeasuredGradient) -> str:
+def _gradient_line(setup: KeelSubject, measured: MeasuredGradient) -> str:
     return (
         f"{_term_label(setup)}: expected gradient is {measured.meaning}; cosine to ∇KL(policy‖ref) "
         f"{measured.cosine:.3f}, size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
     )
 
 
-def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
     """What the experiment says of the configured term; the total variation is allowed only to who asks for it."""
     expected = _expected(setup)
     asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
@@ -145,7 +145,7 @@ def _findings(setup: ProbeSetup, measured: MeasuredGradient, thresholds: Thresho
     )
 
 
-def _expected(setup: ProbeSetup) -> str | None:
+def _expected(setup: KeelSubject) -> str | None:
     """The gradient that the configured formula has by the table: what its code is measured against."""
     formula = formula_of(setup.config.to_dict())
     return None if formula is None else divergence_of(formula.expected)
@@ -157,7 +157,7 @@ def _instead_of(expected: str | None) -> str:
     return ", no KL between policy and reference"
 
 
-def _proven_pairing(setup: ProbeSetup, otherwise: str = "") -> Advice:
+def _proven_pairing(setup: KeelSubject, otherwise: str = "") -> Advice:
     """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
     formula = formula_of(setup.config.to_dict())
     change = {} if formula is None else formula.change
@@ -166,7 +166,7 @@ def _proven_pairing(setup: ProbeSetup, otherwise: str = "") -> Advice:
     return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
-def _reward_scale(setup: ProbeSetup, figures: dict[str, float]) -> Iterator[Finding]:
+def _reward_scale(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """In the reward, before the division by the std, β is divided too."""
     rows = setup.batch.rows
     scale = scale_rewards(setup.run.loss)
@@ -188,7 +188,7 @@ def _reward_scale(setup: ProbeSetup, figures: dict[str, float]) -> Iterator[Find
     )
 
 
-def _unneeded(setup: ProbeSetup) -> tuple[Finding, ...]:
+def _unneeded(setup: KeelSubject) -> tuple[Finding, ...]:
     config = setup.config
     notes = [note for note in advise(config.loss.loss_type, config.kl.beta) if note.startswith("kl/unneeded: ")]
     return tuple(

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.rendering import messages_of
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import messages_of
 from keel.doctor.thresholds import Thresholds
 
 _CUES = re.compile(r"answer|solution|result|gold|label|target|correct|expected|truth|hint|####|boxed|key\b", re.I)
@@ -24,7 +24,7 @@ _HOLE = "\0"
 
 
 def leak_findings(
-    setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds, of: str = "prompts"
+    setup: KeelSubject, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds, of: str = "prompts"
 ) -> Iterator[Finding]:
     """An answer that stands among a problem's operands or choices is no leak: it comes after no fixed words.
 
@@ -41,7 +41,7 @@ def leak_findings(
         yield replace(leak, severity="warning", advice=f"{leak.advice}; nothing, if the task is to find or to copy it")
 
 
-def system_leaks(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+def system_leaks(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
     """System messages that say the same to all problems but for each one's own answer, in whatever words.
 
     A passage to read differs in more than the answer, and other problems' answers leave no such text behind (one-sided
@@ -77,7 +77,7 @@ def system_leaks(setup: ProbeSetup, problems: Sequence[Problem], thresholds: Thr
     )
 
 
-def _answers(setup: ProbeSetup, problem: Problem) -> set[str]:
+def _answers(setup: KeelSubject, problem: Problem) -> set[str]:
     """What is compared, and the gold text."""
     return {answer_of(setup, problem), (gold_or_none(setup.run.task, problem) or [""])[-1].strip()} - {""}
 
@@ -112,7 +112,7 @@ def _in_slots(
     )
 
 
-def read_pairs(setup: ProbeSetup, prompts: Sequence[tuple[Problem, str]]) -> list[tuple[str, str]]:
+def read_pairs(setup: KeelSubject, prompts: Sequence[tuple[Problem, str]]) -> list[tuple[str, str]]:
     """Answers and the texts of their prompts; none where there is one answer for all, or no answer."""
     if setup.run.task.prompts_only:
         return []
@@ -131,7 +131,7 @@ def calls_answer(text: str) -> bool:
     return _CUES.search(text) is not None
 
 
-def answer_of(setup: ProbeSetup, problem: Problem) -> str:
+def answer_of(setup: KeelSubject, problem: Problem) -> str:
     """What is compared, where the problem says it; else the gold text; empty where there is none."""
     if isinstance(problem.answer, str | int | float) and str(problem.answer).strip():
         return str(problem.answer).strip()

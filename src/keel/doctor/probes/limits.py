@@ -12,15 +12,15 @@ from torch import Tensor
 
 from keel.base.types import Group
 from keel.doctor.advice import either
+from keel.doctor.decide import by_mean
+from keel.doctor.evidence import at_least, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.clip_range import clip_options, clipped_side, idle_passes, own_range
-from keel.doctor.probes.evidence import at_least, chance_above, level, more_groups
 from keel.doctor.probes.reach import gradient_norm
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.probes.templates import by_chance
 from keel.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
 from keel.trainer.guards import NORM_WINDOW, spike_limit
@@ -32,12 +32,12 @@ LEAST_SCATTER = 0.01  # of norms: no two batches have the same one
 CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
 
 
-def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """What the configured limits do to a policy that has moved as far as one that learns must."""
     first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last that needs its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
         codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
-        return ProbeResult("limits", unchecked=(f"{codes}: no update could be tried",))
+        return Outcome("limits", unchecked=(f"{codes}: no update could be tried",))
     figures: dict[str, float] = {}
     findings = (
         *_rejects(setup, first, figures, thresholds),
@@ -53,11 +53,11 @@ def probe_limits(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_triggered(setup, first),
         *_left_out(setup, figures, thresholds),
     )
-    return ProbeResult("limits", findings, figures)
+    return Outcome("limits", findings, figures)
 
 
 def _rejects(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Completions over kl.collect_max once the policy is `kl_not_learning` away from where it was.
 
@@ -106,10 +106,10 @@ def chance_over(shares: Sequence[float], most: float) -> float:
     bound = chance_above(shares, most)
     if len(shares) < MANY:
         return bound
-    return min(1.0, 2 * min(bound, by_chance([share - most for share in shares])))  # the clearer one of two
+    return min(1.0, 2 * min(bound, by_mean([share - most for share in shares])))  # the clearer one of two
 
 
-def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
+def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
     """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
 
     Where completions were cut it scatters about its mean as that of whole ones would: by the root of their length.
@@ -125,7 +125,7 @@ def _log_ratios(setup: ProbeSetup, first: FirstUpdate, batch: StepBatch, level: 
 
 
 def _skips(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """The spike guard on gradient norms that scatter as those of this batch's groups do."""
     guards, spike = setup.config.guards, setup.run.limits.grad_spike
@@ -144,7 +144,7 @@ def _skips(
     )
 
 
-def _norm_scatter(setup: ProbeSetup, first: FirstUpdate) -> float:
+def _norm_scatter(setup: KeelSubject, first: FirstUpdate) -> float:
     """The relative scatter of a step's gradient norm: that of single groups, over the root of their number."""
     rows = first.batch.rows
     assert rows.group is not None
@@ -173,7 +173,7 @@ def simulated_skips(scatter: float, limits: GuardLimits) -> float:
     return skipped / STEPS
 
 
-def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:
+def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:
     """A budget that ends the run, or takes it back, before anything can be learned within it."""
     budget = setup.config.kl.budget
     if budget is None or budget.action == "warn":
@@ -195,7 +195,7 @@ def _budget(setup: ProbeSetup, first: FirstUpdate, thresholds: Thresholds) -> It
 
 
 def _too_old(
-    setup: ProbeSetup, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """Samples so old that the updates of those steps have left the policy that drew them.
 
@@ -226,7 +226,7 @@ def _too_old(
     )
 
 
-def _triggered(setup: ProbeSetup, first: FirstUpdate) -> Iterator[Finding]:
+def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
     """A reference that is replaced at a KL which a single update passes."""
     run = setup.run
     if run.reference is None or run.reference.kind != "kl_triggered":
@@ -248,7 +248,7 @@ def _triggered(setup: ProbeSetup, first: FirstUpdate) -> Iterator[Finding]:
     )
 
 
-def _left_out(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens whose weight of policy over sampler lies outside the limits of loss.mismatch, and which weigh 0 then."""
     options, logp = setup.run.loss.mismatch, setup.logp()
     sampled = behaviour_logp(setup.batch.rows, logp, options.level)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from keel.base.types import Group
 from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import average, in_half_precision, largest
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import alternatives, applied, fitted
 from keel.doctor.probes.draws import (
     Draws,
@@ -24,11 +26,10 @@ from keel.doctor.probes.draws import (
     uniform_p_value,
 )
 from keel.doctor.probes.ends import end_findings
-from keel.doctor.probes.gap import average, in_half_precision, largest
 from keel.doctor.probes.objective import loss_gradient
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import STRONG_NOISE, ProbeSetup
+from keel.doctor.subject import STRONG_NOISE
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
@@ -38,7 +39,7 @@ _ENOUGH, _USUAL = 12, 0.05  # tokens, and a chance of theirs, by which they may 
 _MOVED = 2  # answers of the model's own forward: one may lie at an edge of rounding
 
 
-def probe_masks(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_masks(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
     findings = [*_blindness(setup, thresholds), *_gradient(setup), *end_findings(setup, thresholds)]
     findings += _foreign(setup, thresholds)
@@ -47,10 +48,10 @@ def probe_masks(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
     if "left out of turns" in setup.shared:
         figures["left_out_of_turns"] = float(setup.shared["left out of turns"])
-    return ProbeResult("masks", tuple(findings), figures, tuple(_colored_masks(setup)))
+    return Outcome("masks", tuple(findings), figures, tuple(_colored_masks(setup)))
 
 
-def _colored_masks(setup: ProbeSetup) -> list[str]:
+def _colored_masks(setup: KeelSubject) -> list[str]:
     """The first completion of a few groups: trained tokens in green, what is read only dimmed."""
     lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}read only{PLAIN}"]
     for group in setup.groups[:2]:
@@ -63,12 +64,12 @@ def _colored_masks(setup: ProbeSetup) -> list[str]:
     return lines
 
 
-def is_blind(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+def is_blind(setup: KeelSubject, thresholds: Thresholds) -> bool:
     """Whether the training pass cannot see a part of what it should."""
     return any(finding.code == "mask/attention" for finding in _blindness(setup, thresholds))
 
 
-def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
+def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
     """Change tokens before the completion (and between its turns); what comes after must answer."""
     if "blindness" not in setup.of_batch:
         setup.of_batch["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
@@ -76,7 +77,7 @@ def _blindness(setup: ProbeSetup, thresholds: Thresholds) -> list[Finding]:
     return findings
 
 
-def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _prompt_unseen(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer.
 
     A model that does not mind some of its prompt is asked once more under noise.
@@ -106,7 +107,7 @@ def _prompt_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
 
 
 def _answers(
-    setup: ProbeSetup, group: Group, positions: Sequence[int], thresholds: Thresholds
+    setup: KeelSubject, group: Group, positions: Sequence[int], thresholds: Thresholds
 ) -> dict[int, float | None]:
     """`_blind_answer` of the prompt's tokens at these positions."""
     scored, before = _answering(setup, group, thresholds), setup.logp(setup.pack([group]))
@@ -127,14 +128,14 @@ def _after_the_first(group: Group) -> Tensor:
     return (positions > 0) & (positions < lengths[:, None])
 
 
-def _answering(setup: ProbeSetup, group: Group, thresholds: Thresholds) -> Tensor:
+def _answering(setup: KeelSubject, group: Group, thresholds: Thresholds) -> Tensor:
     """`[B, T]`: the tokens whose score in training's pass depends on the text at all; a constant sees nothing."""
     others = tuple(replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions)
     before, after = (setup.logp(setup.pack([g])) for g in (group, replace(group, completions=others)))
     return (before - after).abs() > thresholds["mask_seen"]  # false where either is no number
 
 
-def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _tool_unseen(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """The same for messages between two turns; a model that does not mind them is asked once more under noise."""
     answer = _answer_to_tools(setup, thresholds)
     if answer is None and setup.multi_turn:
@@ -151,7 +152,7 @@ def _tool_unseen(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]
     )
 
 
-def _answer_to_tools(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
+def _answer_to_tools(setup: KeelSubject, thresholds: Thresholds) -> float | None:
     """`_blind_answer` of the first messages that decide it."""
     tried = 0
     for group in setup.groups:
@@ -180,7 +181,7 @@ def _answer_to_tools(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
 
 
 def _blind_answer(
-    setup: ProbeSetup, group: Group, before: Tensor, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
+    setup: KeelSubject, group: Group, before: Tensor, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
 ) -> float | None:
     """How far training's scores `before` move in `where` `[B, T]` with changes that they do not see.
 
@@ -208,12 +209,12 @@ def _spread(positions: Sequence[int]) -> list[int]:
     return sorted({positions[round(i * (len(positions) - 1) / (_MAX_POSITIONS - 1))] for i in range(_MAX_POSITIONS)})
 
 
-def _with_others(setup: ProbeSetup, tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
+def _with_others(setup: KeelSubject, tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
     """The tokens with others at one position."""
     return [(*tokens[:position], other, *tokens[position + 1 :]) for other in _others(setup, tokens[position])]
 
 
-def _others(setup: ProbeSetup, token: int) -> list[int]:
+def _others(setup: KeelSubject, token: int) -> list[int]:
     """A few other ordinary tokens."""
     special = set(getattr(setup.policy.tokenizer, "all_special_ids", ()))
     size = setup.vocabulary
@@ -225,7 +226,7 @@ def _longest(group: Group) -> int:
     return max(len(completion.tokens) for completion in group.completions)
 
 
-def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
+def _gradient(setup: KeelSubject) -> Iterator[Finding]:
     """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
     mask = setup.mask
     signs = torch.tensor([1.0 if i % 2 == 0 else -1.0 for i in range(len(mask))], device=mask.device)
@@ -240,7 +241,7 @@ def _gradient(setup: ProbeSetup) -> Iterator[Finding]:
     )
 
 
-def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
+def foreign(setup: KeelSubject, thresholds: Thresholds) -> Tensor:
     """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
     if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
@@ -264,7 +265,7 @@ def foreign(setup: ProbeSetup, thresholds: Thresholds) -> Tensor:
     return marked
 
 
-def _shaped(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> bool:
+def _shaped(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> bool:
     """Whether another way to draw explains all tokens, as blocked n-grams or a least length do."""
     plain = unfiltered(setup.sampling)
     likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
@@ -297,7 +298,7 @@ def are_rounded_away(sample_logp: Tensor, logp: Tensor, rounding: float) -> bool
     return bool(len(zeros) and len(others) and zeros.min() >= others.max() - rounding)
 
 
-def _foreign(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Tokens marked as sampled that no sampling from the policy explains."""
     marked = foreign(setup, thresholds)
     if int(marked.sum()) < 2:

@@ -13,12 +13,12 @@ from statistics import fmean
 import torch
 
 from keel.base.types import Completion, Group
+from keel.doctor.evidence import between, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.episodes import unfinished
-from keel.doctor.probes.evidence import between, chance_above, level, more_groups
 from keel.doctor.probes.gold_likelihood import gold_or_none
 from keel.doctor.probes.stops import parsed_without_stop
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 USUAL = 0.7  # temperature
@@ -53,7 +53,7 @@ def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: T
     )
 
 
-def looping_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def looping_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Completions that say one token over and over up to the limit, of a model that means it, and no gold answer does.
 
     Drawn coldly or by a filter a sound model may be caught in a loop; else it gets out again.
@@ -99,7 +99,7 @@ def loops(tokens: Sequence[int]) -> bool:
     return again >= LOOP and 2 * again >= len(tokens)
 
 
-def _meant(setup: ProbeSetup, caught: Callable[[Completion], bool]) -> bool:
+def _meant(setup: KeelSubject, caught: Callable[[Completion], bool]) -> bool:
     """Whether the model finds the tokens of its loops likely, so that no engine has made them."""
     values = list[float]()
     completions = setup.batch.completions
@@ -110,7 +110,7 @@ def _meant(setup: ProbeSetup, caught: Callable[[Completion], bool]) -> bool:
     return bool(values) and fmean(values) > math.log(MEANT)
 
 
-def misfit_findings(setup: ProbeSetup, figures: Mapping[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
 
     Episodes that were on their way to an answer say nothing of its form, nor do turns that a stop text cuts; and who
@@ -142,7 +142,7 @@ def misfit_findings(setup: ProbeSetup, figures: Mapping[str, float], thresholds:
 
 
 def foreign_findings(
-    setup: ProbeSetup, figures: Mapping[str, float], paid: Sequence[float], thresholds: Thresholds
+    setup: KeelSubject, figures: Mapping[str, float], paid: Sequence[float], thresholds: Thresholds
 ) -> Iterator[Finding]:
     """A model that is sure and writes what can be read, and to which gold answers are no answers at all.
 

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
+from keel.doctor.evidence import chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.damaged import damaged_weights
-from keel.doctor.probes.evidence import chance_above, level, more_groups
 from keel.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
 from keel.doctor.probes.initial import untrained_weights
-from keel.doctor.probes.misplaced import misplaced_weights
-from keel.doctor.probes.rendering import messages_of, word_by_word, words
-from keel.doctor.probes.renumbering import added_findings, shifted_findings, tokenizer_finding
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import messages_of, tokenizer_finding, word_by_word, words
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 
 _RELABELLINGS = 200
 _TEXTS = 8
@@ -33,7 +31,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
 
 
-def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Weights that were not loaded, a tokenizer of another model, an end that nobody stops at."""
     chosen = golds(setup)
     missing = [*_missing(setup, thresholds)]
@@ -41,19 +39,16 @@ def probe_model(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         [*_round_trip(setup, thresholds)]
         or [*_relabelled(setup, chosen, thresholds)]
         or [*_beyond(setup, chosen, thresholds)]
-        or [*shifted_findings(setup, thresholds)]
-        or [*added_findings(setup, thresholds)]
     )
     findings = [
         *missing,
-        *(() if missing or tokenizer else _misplaced(setup, thresholds)),  # ids of other tokens are explanation enough
         *tokenizer,
         *_end(setup, chosen, thresholds),
     ]
-    return ProbeResult("model", tuple(findings))
+    return Outcome("model", tuple(findings))
 
 
-def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _missing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """The loader's own list where it has one; else weights that look as if nobody had trained them."""
     policy = setup.policy
     cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
@@ -98,16 +93,6 @@ def _missing(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
         )
 
 
-def _misplaced(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
-    if found := misplaced_weights(setup, thresholds):
-        yield finding(
-            "model/missing-weights",
-            *found,
-            "convert the checkpoint anew with the config.json that it was trained with, and compare its logits with "
-            "those of the original before training",
-        )
-
-
 def unread(model: torch.nn.Module, unexpected: Sequence[str]) -> list[str]:
     """Weights that only the checkpoint has and that are of the model's own kind.
 
@@ -119,7 +104,7 @@ def unread(model: torch.nn.Module, unexpected: Sequence[str]) -> list[str]:
     return [name for name in unexpected if _NUMBER.sub("#", name) in kinds or name.rpartition(".")[0] in modules]
 
 
-def _round_trip(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Texts of problems must come back from their tokens, and gold answers must earn as much when they do."""
     task, tokenizer = setup.run.task, setup.policy.tokenizer
     problems = task.sample(_TEXTS, seed=setup.config.run.seed, step=0)
@@ -172,7 +157,7 @@ def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
     )
 
 
-def writes_blanks(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+def writes_blanks(setup: KeelSubject, thresholds: Thresholds) -> bool:
     """Whether completions hold blanks beyond chance, and not by noise: a model that was trained without writes none."""
     tokenizer = setup.policy.tokenizer
     blanks = {i for token, i in tokenizer.get_vocab().items() if token[:1] in _BLANKS} - set(tokenizer.all_special_ids)
@@ -202,7 +187,7 @@ def _back(tokenizer: Any, text: str) -> str:
     return str(tokenizer.decode(_ids(tokenizer, text), skip_special_tokens=True))
 
 
-def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
     """Where gold answers surprise a sure model: it must write their tokens more often than tokens drawn at random.
 
     A permutation test of its mean distribution over gold texts: a model that does not know the task or the template
@@ -226,7 +211,7 @@ def _relabelled(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Threshold
     )
 
 
-def _among_random(setup: ProbeSetup, written: Tensor, tokens: Sequence[int]) -> tuple[float, float, float]:
+def _among_random(setup: KeelSubject, written: Tensor, tokens: Sequence[int]) -> tuple[float, float, float]:
     """The mean of `written` over ordinary tokens, over others in their place, and how often those have as much."""
     special = set(setup.policy.tokenizer.all_special_ids)
     ordinary = [token for token in range(min(len(written), len(setup.policy.tokenizer))) if token not in special]
@@ -242,7 +227,7 @@ def _among_random(setup: ProbeSetup, written: Tensor, tokens: Sequence[int]) -> 
     return own, float(others.mean()), float((others >= own).float().mean())
 
 
-def _beyond(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _beyond(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
     """What the model writes that is no token of the tokenizer's, although it is sure of what it writes."""
     if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
         return
@@ -255,7 +240,7 @@ def _beyond(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -
         )
 
 
-def _end(setup: ProbeSetup, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
     """What the model puts after gold answers, against the tokens that end a completion."""
     tokenizer, ends = setup.policy.tokenizer, setup.policy.eos_ids
     if not chosen:

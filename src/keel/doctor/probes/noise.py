@@ -11,9 +11,7 @@ from random import Random
 import torch
 
 from keel.base.types import Group
-from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.draws import Draws, batch_draws, draws, most_tokens
-from keel.doctor.probes.evidence import (
+from keel.doctor.evidence import (
     level,
     log_mean_exp,
     log_odds_of_copies,
@@ -21,8 +19,10 @@ from keel.doctor.probes.evidence import (
     more_groups,
     odds_of_patterns,
 )
+from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.draws import Draws, batch_draws, draws, most_tokens
 from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
@@ -36,7 +36,7 @@ _LONE = 24  # steps whose completions are drawn alone
 _SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
 
 
-def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Equal seeds must draw alike; other steps and other completions no more often than the policy repeats itself."""
     problems = [group.problem for group in setup.groups]
     same, other = setup.collect(problems), setup.collect(problems, step=NOISE_STEP)
@@ -84,7 +84,7 @@ def noise_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findin
         )
 
 
-def copies_explained(setup: ProbeSetup, params: SamplingParams) -> bool:
+def copies_explained(setup: KeelSubject, params: SamplingParams) -> bool:
     """Whether draws under `params` repeat each other as often as those groups that were called copies do."""
     return copies(setup, setup.shared.get("copied groups", ()), params)[0] < _DOUBT
 
@@ -105,13 +105,13 @@ def chance_aligned(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]
     return (1 + sum(matches(order) >= seen for order in shuffled)) / (1 + _ORDERS)
 
 
-def lone_draws(setup: ProbeSetup) -> Draws:
+def lone_draws(setup: KeelSubject) -> Draws:
     """Completions that are drawn alone, one of each text a step: there is no other one to be like."""
     steps = range(STRANGE_STEPS[1] + 1, STRANGE_STEPS[1] + 1 + _LONE)
     return draws(setup, [group for step in steps for group in strange_turns(setup, step, step, samples=1)])
 
 
-def _chance_of_copies(setup: ProbeSetup, groups: Sequence[Group]) -> float:
+def _chance_of_copies(setup: KeelSubject, groups: Sequence[Group]) -> float:
     """The same for groups of some step and their problems in another."""
     own = list({group.problem.key: group for group in groups}.values())
     other = setup.collect([group.problem for group in own], step=NOISE_STEP)
@@ -136,7 +136,7 @@ def _equal_within(pooled: Iterable[tuple[int, Sequence[Hashable]]]) -> int:
     return sum(number * (number - 1) // 2 for side in sides for number in Counter(side).values())
 
 
-def repeated_steps(setup: ProbeSetup, groups: Sequence[Group], other: Sequence[Group]) -> float:
+def repeated_steps(setup: KeelSubject, groups: Sequence[Group], other: Sequence[Group]) -> float:
     """Evidence in nats that a step repeats the completions of another, sample by sample."""
     total = 0.0
     scored = _logp(setup, groups, setup.sampling) if groups else []
@@ -149,7 +149,7 @@ def repeated_steps(setup: ProbeSetup, groups: Sequence[Group], other: Sequence[G
     return total
 
 
-def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> tuple[float, float]:
+def copies(setup: KeelSubject, groups: Sequence[Group], params: SamplingParams) -> tuple[float, float]:
     """Evidence in nats that completions of a group repeat each other more often than draws under `params` do.
 
     Any of them in some groups, or in all groups the same ones; second, that of the likeliest such pattern alone.
@@ -162,7 +162,7 @@ def copies(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -
     return log_mean_exp([total, log_mean_exp(patterns)]), max(patterns)
 
 
-def no_copies_findings(setup: ProbeSetup, fitting: SamplingParams, thresholds: Thresholds) -> Iterator[Finding]:
+def no_copies_findings(setup: KeelSubject, fitting: SamplingParams, thresholds: Thresholds) -> Iterator[Finding]:
     """Completions of a group must repeat each other as often as the policy does, and as draws under `fitting` do."""
     size, length = setup.sampling.num_generations, max(1.0, setup.completion_length)
     count = min(max(_FEWEST_GROUPS, _DIFFERING // size), int(most_tokens(setup) / (size * length)))
@@ -205,7 +205,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
     return [[completion.tokens for completion in group.completions] for group in groups]
 
 
-def _logp(setup: ProbeSetup, groups: Sequence[Group], params: SamplingParams) -> list[list[float]]:
+def _logp(setup: KeelSubject, groups: Sequence[Group], params: SamplingParams) -> list[list[float]]:
     """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
     drawn = batch_draws(setup) if tuple(groups) == setup.groups else draws(setup, groups)
     sums = [0.0] * sum(len(group.completions) for group in groups)

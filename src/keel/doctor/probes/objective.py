@@ -10,12 +10,12 @@ from torch import Tensor
 from keel.base.types import Batch, Scores
 from keel.doctor.advice import either
 from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.advantage import token_weights
 from keel.doctor.probes.controller import LEVELS, controller_findings
 from keel.doctor.probes.ratios import ratio_findings
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.losses import LossOptions, objective
 from keel.losses.recipes import get_loss
 from keel.losses.reductions import get_reduction
@@ -24,7 +24,7 @@ ROWS = 0.1  # of a batch
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
 
 
-def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on made-up series of KL."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
@@ -42,11 +42,11 @@ def probe_objective(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{figures.get('factor', 0.0):.3g} times as far as its reduction says; β is {figures['beta_start']:.3g} at "
         f"first and at most {figures['beta_most']:.3g} on series of KL up to {max(LEVELS):g}"
     )
-    return ProbeResult("objective", tuple(findings), figures, (line,))
+    return Outcome("objective", tuple(findings), figures, (line,))
 
 
 def loss_gradient(
-    setup: ProbeSetup,
+    setup: KeelSubject,
     advantage: Tensor,
     *,
     beta: float = 0.0,
@@ -85,7 +85,7 @@ def loss_gradient(
 
 
 def _pushes(
-    setup: ProbeSetup,
+    setup: KeelSubject,
     gradient: Tensor,
     against: Tensor,
     advantage: Tensor,
@@ -195,7 +195,7 @@ def _tokens(count: int) -> str:
     return f"{count} tokens" if count > 1 else "token"
 
 
-def _rows_left_out(setup: ProbeSetup, alive: Tensor) -> str:
+def _rows_left_out(setup: KeelSubject, alive: Tensor) -> str:
     """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them.
 
     Completions of one token, and those that were cut, may be left out for what they are.

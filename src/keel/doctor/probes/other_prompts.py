@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from keel.base.types import Group, Problem
-from keel.doctor.probes.rendering import messages_of, own_template
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.rendering import messages_of, own_template
 from keel.rollout.render import Renderer
 
 Tokens = tuple[int, ...]
@@ -49,7 +49,7 @@ def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Token
     return cut(tokens, size) or tokens[-1:]
 
 
-def other_prompts(setup: ProbeSetup, groups: Sequence[Group], *, brief: bool = False) -> list[OtherPrompt]:
+def other_prompts(setup: KeelSubject, groups: Sequence[Group], *, brief: bool = False) -> list[OtherPrompt]:
     """Hypotheses that change some prompt, no two of them to the same tokens; `brief`: those that change it least."""
     own = tuple(group.prompt_tokens for group in groups)
     room = (setup.policy.context_length or 1 << 30) - setup.config.rollout.max_completion_length
@@ -62,7 +62,7 @@ def other_prompts(setup: ProbeSetup, groups: Sequence[Group], *, brief: bool = F
     return distinct
 
 
-def _brief(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
+def _brief(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
     """One token more or less at the head."""
     bos = setup.policy.tokenizer.bos_token_id
     if bos is not None:
@@ -71,7 +71,7 @@ def _brief(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
     yield from cuts("first", (1, 2), max(len(group.prompt_tokens) for group in groups))
 
 
-def _further(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
+def _further(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
     tokenizer = setup.policy.tokenizer
     longest = max(len(group.prompt_tokens) for group in groups)
     eos, pad = tokenizer.eos_token_id, setup.policy.pad_id
@@ -143,7 +143,7 @@ def _of_group(rendered: Sequence[Tokens], tokens: Tokens, group: int) -> Tokens:
     return rendered[group]
 
 
-def _renderings(setup: ProbeSetup, groups: Sequence[Group]) -> Iterator[tuple[str, list[Tokens]]]:
+def _renderings(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[tuple[str, list[Tokens]]]:
     """The problems rendered in another way: without the system prompt, without the template, in it, in it twice."""
     tokenizer, data, problems = setup.policy.tokenizer, setup.config.data, [group.problem for group in groups]
     plain = [Problem(p.key, "\n\n".join(m["content"] for m in messages_of(p))) for p in problems]

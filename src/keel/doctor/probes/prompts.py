@@ -12,13 +12,15 @@ from statistics import fmean
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.around import around_findings
-from keel.doctor.probes.frames import frame_findings
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.given_away import given_away_findings
 from keel.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.doctor.probes.leaks import leak_findings, system_leaks
-from keel.doctor.probes.marks import mark_findings
-from keel.doctor.probes.rendering import (
+from keel.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
+from keel.doctor.probes.replies import squeezed
+from keel.doctor.probes.verbatim import verbatim_findings
+from keel.doctor.probes.written_out import written_out_findings
+from keel.doctor.rendering import (
     in_template,
     messages_of,
     own_template,
@@ -27,16 +29,8 @@ from keel.doctor.probes.rendering import (
     turn_marks,
     word_by_word,
 )
-from keel.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
-from keel.doctor.probes.replies import squeezed
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.probes.rewordings import reworded_findings
-from keel.doctor.probes.system_prompt import system_findings
-from keel.doctor.probes.templates import plain_findings, template_findings
-from keel.doctor.probes.verbatim import verbatim_findings
-from keel.doctor.probes.written_out import written_out_findings
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.run.build import build_renderer
 
 _MOST = 0.9  # of the prompts that have a form; a text about templates has it here and there
@@ -53,7 +47,7 @@ class Prompt:
     text: str
 
 
-def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Read prompts back from their tokens; compare them with problems, with each other and with held-out ones."""
     prompts = _prompts(setup)
     lost = [*_lost(setup, prompts)]
@@ -67,25 +61,16 @@ def probe_prompts(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         *_headless(setup, prompts),
         *_filled_twice(setup, prompts),
         *_bos(setup, prompts, thresholds),
-        *(
-            [*plain_findings(setup, thresholds)]
-            or [*template_findings(setup, thresholds)]
-            or [*mark_findings(setup, thresholds)]
-            or [*frame_findings(setup, thresholds)]
-            or [*system_findings(setup, thresholds)]
-            or [*around_findings(setup, thresholds)]
-            or reworded_findings(setup, thresholds)
-        ),
         *_leaks(setup, prompts, thresholds),
         *repeat_findings(setup, thresholds),
         *contradiction_findings(setup, thresholds),
         *eval_leak(setup, thresholds),
     ]
     figures = {"prompts_read": float(len(prompts))}
-    return ProbeResult("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
+    return Outcome("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
 
 
-def _leaks(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
+def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
     """In the messages as they are given, since tokens may not give spaces back; else in what a template adds."""
     given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
     read = [(prompt.problem, prompt.text) for prompt in prompts]
@@ -97,7 +82,7 @@ def _leaks(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds)
     )
 
 
-def _prompts(setup: ProbeSetup) -> list[Prompt]:
+def _prompts(setup: KeelSubject) -> list[Prompt]:
     """Those of the batch as they are scored, and more of the first step as training renders them."""
     more = setup.run.task.sample(_LOOKED_AT, seed=setup.config.run.seed, step=0)
     scored = {group.problem.key: (group.problem, group.prompt_tokens) for group in setup.groups}
@@ -108,7 +93,7 @@ def _prompts(setup: ProbeSetup) -> list[Prompt]:
     return [Prompt(problem, tokens, str(decode(list(tokens)))) for problem, tokens in pairs]
 
 
-def _lost(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _lost(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """What a problem says must be read in its prompt, and problems that differ must give prompts that differ."""
     tokenizer, system = setup.policy.tokenizer, setup.config.data.system_prompt
     whole = [prompt for prompt in prompts if "prompt_tokens_cut" not in prompt.problem.info]
@@ -187,7 +172,7 @@ def _beside_the_problem(prompt: Prompt) -> Counter[str]:
     return Counter(_plain(prompt.text)) - Counter("".join(_contents(prompt))) - Counter("\ufffd")
 
 
-def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _headless(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """After the last message stands what opens the assistant's turn, where the template has such a thing.
 
     A plain text that is written in the marks of the tokenizer's own template is held to them too.
@@ -234,7 +219,7 @@ def _headless(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]
     )
 
 
-def _filled_twice(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _filled_twice(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Messages that hold what opens a turn in the template that they are put into: they were rendered before."""
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     marks = turn_marks(setup.policy.tokenizer, renderer.template)
@@ -254,7 +239,7 @@ def _filled_twice(setup: ProbeSetup, prompts: Sequence[Prompt]) -> Iterator[Find
     )
 
 
-def _bos(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -> Iterator[Finding]:
+def _bos(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> Iterator[Finding]:
     """BOS once at the head of a prompt, or not at all where the model does not miss it."""
     tokenizer = setup.policy.tokenizer
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -282,7 +267,7 @@ def _bos(setup: ProbeSetup, prompts: Sequence[Prompt], thresholds: Thresholds) -
             )
 
 
-def _head(setup: ProbeSetup, tokens: Sequence[int]) -> tuple[int, ...]:
+def _head(setup: KeelSubject, tokens: Sequence[int]) -> tuple[int, ...]:
     """The first tokens that are neither padding nor blank."""
     tokenizer = setup.policy.tokenizer
     head, padding = tokens[:8], {tokenizer.pad_token_id} - {tokenizer.bos_token_id}

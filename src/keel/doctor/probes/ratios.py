@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keel.base.types import Batch, Scores
 from keel.doctor.findings import Finding, finding
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.losses import objective
 
@@ -22,7 +22,7 @@ STEP = 0.05  # nats by which one token's old log-probability is moved, within ev
 ROUNDING = 1e-4  # of a push
 
 
-def ratio_findings(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A loss's derivative by the log-probabilities is a function of ratios, each of a token and its own old one."""
     lengths = torch.tensor(LENGTHS)
     mask = torch.arange(max(LENGTHS)) < lengths[:, None]
@@ -80,7 +80,7 @@ def misplaced(moves: list[Move]) -> bool:
     return away and not any(move.own for move in moves)
 
 
-def _moved(setup: ProbeSetup, mask: Tensor, logp: Tensor, token: list[int], before: Tensor) -> Move:
+def _moved(setup: KeelSubject, mask: Tensor, logp: Tensor, token: list[int], before: Tensor) -> Move:
     row, column = token
     old = logp.clone()
     old[row, column] -= STEP
@@ -89,7 +89,7 @@ def _moved(setup: ProbeSetup, mask: Tensor, logp: Tensor, token: list[int], befo
     return Move(own, in_row - own, int(change.sum()) - in_row)
 
 
-def _gradient(setup: ProbeSetup, mask: Tensor, logp: Tensor, old: Tensor) -> Tensor:
+def _gradient(setup: KeelSubject, mask: Tensor, logp: Tensor, old: Tensor) -> Tensor:
     """∂loss/∂logp of made-up completions, at β = 0."""
     device = setup.mask.device
     logp = logp.clone().to(device).requires_grad_()

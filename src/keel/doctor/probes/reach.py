@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from keel.doctor.findings import Advice, Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploration import entropy
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.probes.trained import frozen_findings
 from keel.doctor.probes.update import FirstUpdate, loss_gradients, one_digit, step_kl, undone
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 
 MOST_UPDATES = 10_000  # a longer course is looked at in as many places
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0
@@ -62,17 +62,17 @@ def held_sum(total: float, decay: float) -> float:
     return total if decay <= 0 else -math.expm1(-decay * total) / decay
 
 
-def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """The gradient's own displacement over the whole run, weight decay's, and why there is none where there is none."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
-        return ProbeResult("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
+        return Outcome("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
     if entropy(first.before) < thresholds["entropy_collapse"]:
         sure = "a policy that is certain of all that it draws has no gradient"
-        return ProbeResult("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
+        return Outcome("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
     if not first.real_rewards and all(len({c.tokens for c in group.completions}) == 1 for group in setup.groups):
         copies = "completions of a group are copies, whose signs in place of advantages take each other away"
-        return ProbeResult("reach", unchecked=(f"optim/no-update, optim/weight-decay: {copies}",))
+        return Outcome("reach", unchecked=(f"optim/no-update, optim/weight-decay: {copies}",))
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
@@ -95,14 +95,14 @@ def probe_reach(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{figures['reach']:.2g} nats per completion away; the rate is {rates.mean:.0%} of its peak on average"
         + (f"; weight decay alone {figures['decay']:.2g}" if "decay" in figures else "")
     )
-    return ProbeResult("reach", tuple(findings), figures, (line,))
+    return Outcome("reach", tuple(findings), figures, (line,))
 
 
 @dataclass(frozen=True)
 class _Reach:
     """The distance in nats per completion after all updates of a run (`longer` times as many in a trial run)."""
 
-    setup: ProbeSetup
+    setup: KeelSubject
     first: FirstUpdate
     rates: Course
     longer: float
@@ -174,7 +174,7 @@ def _cut_short(reach: _Reach) -> Iterator[Finding]:
     )
 
 
-def _unweighted(setup: ProbeSetup) -> Iterator[Finding]:
+def _unweighted(setup: KeelSubject) -> Iterator[Finding]:
     """Advantages whose weight never arrives: Adam hides their size, and everything beside them outweighs them."""
     warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
     if warmup <= 2 * steps:
@@ -250,7 +250,7 @@ def _unweighted_norm(reach: _Reach) -> float:
     return gradient_norm(loss_gradients(reach.setup, reach.first.batch, mismatch=loss)[0])
 
 
-def _schedule(setup: ProbeSetup) -> tuple[str, Advice]:
+def _schedule(setup: KeelSubject) -> tuple[str, Advice]:
     optim, steps = setup.config.optim, setup.config.run.max_steps
     if optim.warmup_steps > steps // 2:
         return (
@@ -285,7 +285,7 @@ def gradient_norm(gradients: list[Tensor | None]) -> float:
 
 
 @contextmanager
-def _unclipped(setup: ProbeSetup) -> Iterator[None]:
+def _unclipped(setup: KeelSubject) -> Iterator[None]:
     optimizer, options = setup.run.optimizer, setup.run.optimizer.options
     optimizer.options = options.model_copy(update={"max_grad_norm": None})
     try:
@@ -321,7 +321,7 @@ def _rescaled_kl(reach: _Reach) -> float:
             scaling[name] = scale
 
 
-def decay_kl(setup: ProbeSetup, first: FirstUpdate, shrink: float) -> float:
+def decay_kl(setup: KeelSubject, first: FirstUpdate, shrink: float) -> float:
     """KL in nats per token after the decayed weights have shrunk to `shrink` of what they are."""
     optimizer = setup.run.optimizer
     trained = {id(p) for p, g in zip(optimizer.parameters, first.gradients, strict=True) if g is not None}
@@ -333,7 +333,7 @@ def decay_kl(setup: ProbeSetup, first: FirstUpdate, shrink: float) -> float:
         return mean_kl(policy_states(setup), first.before)
 
 
-def _decays(setup: ProbeSetup, figures: dict[str, float], length: float, thresholds: Thresholds) -> Iterator[Finding]:
+def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresholds: Thresholds) -> Iterator[Finding]:
     """Decay that takes the policy further than a random walk of its updates, or out of any budget; or undoes them."""
     limit, decay = thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
     budget = thresholds["kl_over_budget"] * length

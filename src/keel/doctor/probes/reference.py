@@ -14,10 +14,10 @@ from keel.base.imports import import_object, is_import_path
 from keel.doctor.advice import either, setting
 from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding
-from keel.doctor.probes.result import ProbeResult
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import Reference
 from keel.reference.kinds import KINDS, build_reference
@@ -28,10 +28,10 @@ AT_ONCE = 2  # steps: what is taken over within as many leaves no distance to me
 HUGE_KL = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
 
 
-def probe_reference(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
     if setup.run.reference is None:
-        return ProbeResult(
+        return Outcome(
             "reference",
             lines=("no reference is built: kl.beta is 0 and kl.measure_every is 0",),
             unchecked=("reference/*: this run has no reference",),
@@ -39,7 +39,7 @@ def probe_reference(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     figures: dict[str, float] = {}
     placed = tuple(misplaced(setup))
     if placed:
-        return ProbeResult("reference", placed, figures)
+        return Outcome("reference", placed, figures)
     saved, start = _saved(setup.run.reference), reference_fingerprint(setup)
     findings = at_start(setup, thresholds, figures)
     try:
@@ -51,7 +51,7 @@ def probe_reference(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
         f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
     )
-    return ProbeResult("reference", tuple(findings), figures, (line,))
+    return Outcome("reference", tuple(findings), figures, (line,))
 
 
 # -- where things lie ---------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def devices(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def misplaced(setup: ProbeSetup) -> Iterator[Finding]:
+def misplaced(setup: KeelSubject) -> Iterator[Finding]:
     """Everything on one device; a reference that rests elsewhere has to visit for its pass."""
     assert setup.run.reference is not None
     with setup.run.reference.model() as model:
@@ -87,7 +87,7 @@ def misplaced(setup: ProbeSetup) -> Iterator[Finding]:
 # -- while the policy moves ---------------------------------------------------------------------------------------
 
 
-def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     """On the perturbed policy: the reference must not follow it, not by scoring and not by `update`."""
     mask = setup.mask
     (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
@@ -109,14 +109,14 @@ def _while_policy_moves(setup: ProbeSetup, thresholds: Thresholds, figures: dict
         return _updates(setup, figures, ref, print_scored, noise if steady else math.inf, thresholds)
 
 
-def reference_fingerprint(setup: ProbeSetup) -> str:
+def reference_fingerprint(setup: KeelSubject) -> str:
     """The digest of the weights that the reference's pass uses, not the one that it says it has."""
     assert setup.run.reference is not None
     with setup.run.reference.model() as model:
         return fingerprint(model)
 
 
-def shares_trained_weights(setup: ProbeSetup) -> bool:
+def shares_trained_weights(setup: KeelSubject) -> bool:
     """Whether the reference's pass uses a tensor that training changes."""
     assert setup.run.reference is not None
     trained = {p.data_ptr() for p in setup.run.optimizer.parameters}
@@ -124,7 +124,7 @@ def shares_trained_weights(setup: ProbeSetup) -> bool:
         return any(tensor.data_ptr() in trained for _, tensor in effective_weights(model))
 
 
-def _follows(setup: ProbeSetup, figures: Mapping[str, float]) -> Finding:
+def _follows(setup: KeelSubject, figures: Mapping[str, float]) -> Finding:
     evidence = (
         f"noise on the policy's trainable weights moved its log-probabilities by {figures['policy_moved']:.3g} nats "
         f"and the reference's by {figures['reference_moved']:.3g}; KL between them is {figures['kl_perturbed']:.3g}"
@@ -153,7 +153,7 @@ def _follows(setup: ProbeSetup, figures: Mapping[str, float]) -> Finding:
     )
 
 
-def _moving(setup: ProbeSetup, how: str, figures: Mapping[str, float]) -> Finding:
+def _moving(setup: KeelSubject, how: str, figures: Mapping[str, float]) -> Finding:
     return finding(
         "reference/moving",
         f"{how}: the reference's log-probabilities moved by {figures['reference_moved']:.3g} nats",
@@ -167,13 +167,13 @@ def _moving(setup: ProbeSetup, how: str, figures: Mapping[str, float]) -> Findin
     )
 
 
-def _kind(setup: ProbeSetup) -> str:
+def _kind(setup: KeelSubject) -> str:
     assert setup.run.reference is not None
     return setup.run.reference.kind
 
 
 def _updates(
-    setup: ProbeSetup, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
+    setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
 ) -> list[Finding]:
     """Call `update` as the loop would and look at the weights at every doubling of the steps, and at its scores.
 
@@ -214,7 +214,7 @@ def _updates(
     return [*_at_once(setup, figures, thresholds)]
 
 
-def _at_once(setup: ProbeSetup, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
     """A reference that moves every few steps must stay behind, or there is nothing left to measure the KL from."""
     remaining = token_kl(setup.logp(), reference_logp(setup), setup.mask) / max(figures["kl_perturbed"], 1e-12)
     figures["kl_left_after_update"] = remaining
@@ -230,7 +230,7 @@ def _at_once(setup: ProbeSetup, figures: dict[str, float], thresholds: Threshold
     )
 
 
-def _slower(setup: ProbeSetup) -> Advice:
+def _slower(setup: KeelSubject) -> Advice:
     """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
     tree, now = setup.config.to_dict(), _parameters(setup)
     rarer = {"reference.every": 100} if not is_import_path(setup.config.reference.kind) and "every" in now else {}
@@ -238,7 +238,7 @@ def _slower(setup: ProbeSetup) -> Advice:
     return either(setting("set {}", rarer), still)
 
 
-def _parameters(setup: ProbeSetup) -> dict[str, Any]:
+def _parameters(setup: KeelSubject) -> dict[str, Any]:
     """The reference's parameters, its factory's defaults included."""
     config = setup.config.reference
     users_own = is_import_path(config.kind)
@@ -247,7 +247,7 @@ def _parameters(setup: ProbeSetup) -> dict[str, Any]:
     return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **config.params}
 
 
-def _round_trip(setup: ProbeSetup) -> Iterator[Finding]:
+def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
     """A reference of one's own, saved beside a policy that has moved, must be the same after loading beside another.
 
     At step 0 policy and reference are the same: whichever of the two is saved then, the reference comes back.
@@ -283,7 +283,7 @@ def _round_trip(setup: ProbeSetup) -> Iterator[Finding]:
     )
 
 
-def _restore(setup: ProbeSetup, saved: Mapping[str, Any] | None, expected: str) -> None:
+def _restore(setup: KeelSubject, saved: Mapping[str, Any] | None, expected: str) -> None:
     """The reference as it was before it was made to move; rebuilt from the policy where it cannot restore itself."""
     reference, config = setup.run.reference, setup.config.reference
     assert reference is not None

@@ -10,11 +10,10 @@ from statistics import fmean
 from keel.base.errors import KeelError, first_line
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import leave_undecided
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.rendering import messages_of, rendered
 from keel.doctor.probes.replies import answers_again, contents, first_turn, is_useless, played_again
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import messages_of, rendered
 from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 
@@ -25,7 +24,7 @@ _CROWDED = 0.05  # of the problems that one prompt may stand for
 _FEWEST = 4  # prompts whose answers contradict each other: fewer are mistakes of the data
 
 
-def training_steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...]]]]:
+def training_steps(setup: KeelSubject) -> list[list[tuple[Problem, tuple[int, ...]]]]:
     """Problems and prompts of as many steps as it takes to see a thousand problems, three at least."""
     if "steps" not in setup.shared:
         count, seed = setup.config.rollout.prompts_per_step, setup.config.run.seed
@@ -37,7 +36,7 @@ def training_steps(setup: ProbeSetup) -> list[list[tuple[Problem, tuple[int, ...
     return chosen
 
 
-def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """A single prompt, the same ones at every step, fewer than a run can learn from, or a step of copies."""
     steps = [[_content(setup, problem, prompt) for problem, prompt in step] for step in training_steps(setup)]
     counts = Counter(prompt for step in steps for prompt in step)
@@ -71,7 +70,7 @@ def repeat_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
         )
 
 
-def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """One and the same prompt with different gold answers, of which one row pays its own and not the other's.
 
     Of the prompts that are met twice: how many are asked with an answer that their other row does not take.
@@ -111,7 +110,7 @@ def contradiction_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterato
     )
 
 
-def _never_told(setup: ProbeSetup) -> Iterator[Finding]:
+def _never_told(setup: KeelSubject) -> Iterator[Finding]:
     """Episodes with tools that all begin with one prompt, have different answers, and whose tools know no problem."""
     rows = [pair for step in training_steps(setup) for pair in step]
     problems = {str(problem.answer): problem for problem, _ in rows}
@@ -143,7 +142,7 @@ def _never_told(setup: ProbeSetup) -> Iterator[Finding]:
 
 
 def _asks_nothing(
-    setup: ProbeSetup, met: Mapping[tuple[int, ...], Mapping[str, Problem]], times: Counter[tuple[int, ...]]
+    setup: KeelSubject, met: Mapping[tuple[int, ...], Mapping[str, Problem]], times: Counter[tuple[int, ...]]
 ) -> Iterator[Finding]:
     """One prompt for many problems of different answers: what it should ask was lost, as in a column with gaps."""
     crowded = [prompt for prompt, rows in met.items() if len(rows) >= _FEWEST]
@@ -163,14 +162,14 @@ def _asks_nothing(
     )
 
 
-def _apart(setup: ProbeSetup, rows: Mapping[str, Problem]) -> bool:
+def _apart(setup: KeelSubject, rows: Mapping[str, Problem]) -> bool:
     """Whether the first row pays its own answer more than that of the second."""
     (own, problem), (other, _) = [*rows.items()][:2]
     rewards = setup.built.judge.judge(problem, [[own], [other]])
     return rewards is not None and rewards[0].total > rewards[1].total
 
 
-def _content(setup: ProbeSetup, problem: Problem, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+def _content(setup: KeelSubject, problem: Problem, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """What tells problems apart, whatever their keys: the prompt.
 
     Episodes of several turns may all begin alike: there the answer and what else a problem holds count too.
@@ -195,16 +194,16 @@ def _copies_in_steps(steps: Sequence[Sequence[Hashable]]) -> float:
     return float(bdtrc(equal - 1, pairs, rate)) if equal else 1.0
 
 
-def held_out_problems(setup: ProbeSetup, count: int) -> Sequence[Problem]:
+def held_out_problems(setup: KeelSubject, count: int) -> Sequence[Problem]:
     """Those of the task; none where it has none to give, which its own problems may explain."""
     try:
         return setup.run.task.held_out(count)
     except KeelError as error:
-        leave_undecided(setup, "eval/leak", first_line(error))
+        setup.budget.undecided["eval/leak"] = first_line(error)
         return ()
 
 
-def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def eval_leak(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Prompts that are held out are not trained on, whatever their keys; the odd duplicate of a data set is no leak."""
     held_out = held_out_problems(setup, _HELD_OUT)
     trained = [*dict.fromkeys(_contents(setup, [pair for step in training_steps(setup) for pair in step]))]
@@ -223,7 +222,7 @@ def eval_leak(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
     )
 
 
-def _contents(setup: ProbeSetup, pairs: Sequence[tuple[Problem, tuple[int, ...]]]) -> list[tuple[Hashable, Hashable]]:
+def _contents(setup: KeelSubject, pairs: Sequence[tuple[Problem, tuple[int, ...]]]) -> list[tuple[Hashable, Hashable]]:
     """Of each problem what tells it apart, by its tokens and by its text."""
     contents = ((problem, _content(setup, problem, prompt)) for problem, prompt in pairs)
     return [(content, _text(problem, content)) for problem, content in contents]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from keel.base.types import Problem
 from keel.doctor.findings import Severity
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replies import contents, played_again, replies
-from keel.doctor.setup import ProbeSetup
 from keel.envs import Episode
 from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
@@ -63,7 +63,7 @@ def asked_of(episode: Episode, text: str) -> Hashable:
     return tuple((call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in calls)
 
 
-def replayed(setup: ProbeSetup) -> tuple[list[Replayed], list[tuple[bool, bool]]]:
+def replayed(setup: KeelSubject) -> tuple[list[Replayed], list[tuple[bool, bool]]]:
     """The first calls of the batch's episodes, each made twice in a row: those answered, and which ended theirs.
 
     A turn that was cut at its limit is no call.

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any
 
 from keel.base.types import Completion, Problem
-from keel.doctor.probes.rendering import survives
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.rendering import survives
 from keel.envs import Episode, Task
 from keel.envs.base import play_turns
 from keel.envs.episode import Reply
@@ -156,7 +156,7 @@ class OutOfPlays(Exception):
 
 @contextmanager
 def played_again(
-    setup: ProbeSetup, problem: Problem, texts: Iterable[str] = ()
+    setup: KeelSubject, problem: Problem, texts: Iterable[str] = ()
 ) -> Iterator[tuple[Episode, list[Reply | None]]]:
     """A new episode after these turns, with its replies to them, closed afterwards; OutOfPlays where none is left."""
     count, seconds = setup.shared.get("plays", (0, 0.0))
@@ -172,7 +172,7 @@ def played_again(
         setup.shared["plays"] = count + 1, seconds + time.monotonic() - began
 
 
-def answers_again(setup: ProbeSetup, problem: Problem, text: str) -> Reply | None:
+def answers_again(setup: KeelSubject, problem: Problem, text: str) -> Reply | None:
     """The reply of a new episode to a first turn; OutOfPlays as above."""
     with played_again(setup, problem, [text]) as (_, answered):
         return answered[0]

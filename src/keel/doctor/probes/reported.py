@@ -13,9 +13,7 @@ from keel.base.types import Group
 from keel.doctor.advice import either, setting
 from keel.doctor.advice import unfiltered as whole_distribution
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.continued import other_prompt_finding
-from keel.doctor.probes.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
-from keel.doctor.probes.gap import (
+from keel.doctor.gap import (
     average,
     close,
     closed,
@@ -27,7 +25,9 @@ from keel.doctor.probes.gap import (
     rounding_explains,
     without_first,
 )
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.continued import other_prompt_finding
+from keel.doctor.probes.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
@@ -41,13 +41,13 @@ _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 class Reports:
     """What the engine reported of tokens of these groups, those that `keep` `[N]` says, beside the policy's own."""
 
-    setup: ProbeSetup
+    setup: KeelSubject
     groups: Sequence[Group]
     drawn: Draws
     keep: Tensor
 
     @classmethod
-    def of(cls, setup: ProbeSetup, groups: Sequence[Group], keep: Tensor | None = None) -> Reports:
+    def of(cls, setup: KeelSubject, groups: Sequence[Group], keep: Tensor | None = None) -> Reports:
         every = batch_draws(setup) if groups is setup.groups else draws(setup, groups)
         told = ~every.sample_logp.isnan() if keep is None else keep & ~every.sample_logp.isnan()
         return cls(setup, groups, every.where(told), told)
@@ -181,7 +181,7 @@ def later_turns_findings(reports: Reports, thresholds: Thresholds) -> list[Findi
     ]
 
 
-def filtered_findings(setup: ProbeSetup, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
+def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
     """What is reported of the configured filters: the weights of the samples are taken from it."""
     assert drawn.filtered_logp is not None
     gap = drawn.filtered_logp - drawn.logp(setup.sampling)
@@ -211,7 +211,7 @@ def _held_in(reports: Reports) -> str | None:
     return f"weights held in {best} leave {left[best]:.2g} of {reports.size:.2g} nats"
 
 
-def _where(setup: ProbeSetup, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
+def _where(setup: KeelSubject, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
     """On which tokens the gap lies, where it is not on all of them: from a place on, or at one token."""
     assert reported.position is not None
     limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]

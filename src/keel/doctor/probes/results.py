@@ -15,12 +15,12 @@ from itertools import pairwise
 from statistics import fmean
 
 from keel.base.types import Group, Problem
+from keel.doctor.evidence import more_groups
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import more_groups
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.helpful import unhelpful
 from keel.doctor.probes.independence import by_others, echoed, of_its_episode, unreadable
 from keel.doctor.probes.leaks import answer_of, leak_findings
-from keel.doctor.probes.rendering import words
 from keel.doctor.probes.replayed import FEWEST, MOST, Replayed, Wrong, asked_of, replayed
 from keel.doctor.probes.replies import (
     TAG,
@@ -32,7 +32,7 @@ from keel.doctor.probes.replies import (
     squeezed,
     stands_in,
 )
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import words
 from keel.doctor.thresholds import Thresholds
 from keel.envs.calls import HungCalls, call_sync
 from keel.envs.tool_calls import parse_calls
@@ -62,7 +62,7 @@ _PAGE = re.compile(
 )
 
 
-def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def result_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """The first property that does not hold; nothing where no call of the batch was answered."""
     rows, ends = replayed(setup)
     if len(ends) < FEWEST:
@@ -98,7 +98,7 @@ def result_findings(setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Findi
     yield from _told(setup, rows, thresholds)
 
 
-def _failing(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+def _failing(setup: KeelSubject, thresholds: Thresholds) -> bool:
     parsed = fmean(reward.parsed for group in setup.groups for reward in group.rewards)
     cut = fmean(completion.stop_reason == "length" for group in setup.groups for completion in group.completions)
     return parsed < thresholds["parse_rate_warning"] or cut > thresholds["truncated_completions_error"]
@@ -163,7 +163,7 @@ def of_another_episode(rows: Sequence[Replayed]) -> Wrong | None:
     )
 
 
-def _dropped(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def _dropped(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     steady = _steady(rows)
     dropped = [(row, shown) for row, shown in steady if not stands_in(row.again, shown, setup.policy.tokenizer)]
     if len(dropped) < FEWEST or len(dropped) < len(steady) or any(is_useless(row.again) for row, _ in steady):
@@ -205,7 +205,7 @@ def _ends_with_both(later: str, earlier: str) -> bool:
     return any(one[-2 * size : -size] != one[-size:] for size in alike)
 
 
-def not_the_tools(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def not_the_tools(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     """Replies without what the tools return where they are called with the arguments that stand in the text.
 
     An episode may shape results on purpose: a warning, unless every such reply is the result of another call.
@@ -235,7 +235,7 @@ def not_the_tools(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
     )
 
 
-def directly(setup: ProbeSetup, problem: Problem, text: str) -> list[str]:
+def directly(setup: KeelSubject, problem: Problem, text: str) -> list[str]:
     """What the tools that an episode offers return for the calls of a turn, called without the episode."""
     with played_again(setup, problem) as (episode, _):
         if not isinstance(episode, ToolEpisode):
@@ -311,7 +311,7 @@ def _likeness(one: str, other: str) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
-def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | None:
+def _whatever_is_asked(setup: KeelSubject, rows: Sequence[Replayed]) -> Wrong | None:
     """One and the same result for different calls of many problems, and no mere word that something was done.
 
     Calls that are all wrong may earn one reply, so that gold ones must have it as well; where no gold turn is a call of
@@ -354,7 +354,7 @@ def _whatever_is_asked(setup: ProbeSetup, rows: Sequence[Replayed]) -> Wrong | N
     )
 
 
-def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:
+def _to_gold_turns(setup: KeelSubject, rows: Sequence[Replayed]) -> set[str]:
     """What gold first turns are answered that are not all that the model says; "" for the end of an episode."""
     task, heard = setup.run.task, list[str]()
     for problem in {row.problem.key: row.problem for row in rows}.values():
@@ -369,7 +369,7 @@ def _to_gold_turns(setup: ProbeSetup, rows: Sequence[Replayed]) -> set[str]:
     return set(heard)
 
 
-def _told(setup: ProbeSetup, rows: Sequence[Replayed], thresholds: Thresholds) -> Iterator[Finding]:
+def _told(setup: KeelSubject, rows: Sequence[Replayed], thresholds: Thresholds) -> Iterator[Finding]:
     """Replies that hold the answer of the problem, whatever is asked: also to the call of another one."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
     if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):

@@ -10,6 +10,8 @@ import torch
 
 from keel.base.types import Group
 from keel.doctor.findings import Finding
+from keel.doctor.gap import in_half_precision, largest
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import Alternative, alternatives, filter_odds
 from keel.doctor.probes.draws import (
     Draws,
@@ -21,7 +23,6 @@ from keel.doctor.probes.draws import (
     most_tokens,
 )
 from keel.doctor.probes.explanations import configured_finding, drawn_finding
-from keel.doctor.probes.gap import in_half_precision, largest
 from keel.doctor.probes.masks import foreign
 from keel.doctor.probes.noise import (
     NOISE_STEP,
@@ -32,10 +33,9 @@ from keel.doctor.probes.noise import (
     noise_findings,
 )
 from keel.doctor.probes.reported import Reports, filtered_findings, later_turns_findings, reported_finding
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams
 
 _TARGET_TOKENS = 1500  # tokens
@@ -44,7 +44,7 @@ _FURTHER = range(6, 6 + 6 * _TIMES)
 _STRANGE = 2  # times that random texts are continued
 
 
-def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
     own = ~foreign(setup, thresholds)
     drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
@@ -66,7 +66,7 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
     findings += repeated
     if setup.shared["repeated steps"]:
         unchecked.append("sampler/filter: steps that repeat each other tell nothing of their distribution")
-        return ProbeResult("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
+        return Outcome("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
     more = _sample_more(setup, thresholds)
     ends = setup.policy.eos_ids
     chance, others, odds = _draw_statistics(more, setup.sampling, ends)
@@ -97,10 +97,10 @@ def probe_sampler(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
         f"policy's; {len(more)} drawn tokens are the policy's with chance {chance:.2g}",
     )
-    return ProbeResult("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
+    return Outcome("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
 
 
-def _reported(setup: ProbeSetup, reports: Reports, thresholds: Thresholds) -> list[Finding]:
+def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> list[Finding]:
     """What is wrong with what is reported of the batch; where it is near enough there, of what follows random texts.
 
     A policy that is sure of its own completions gives them the same log-probabilities whatever went wrong before them.
@@ -120,7 +120,7 @@ def _reported(setup: ProbeSetup, reports: Reports, thresholds: Thresholds) -> li
     return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
 
 
-def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> bool:
+def _not_by_copying(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> bool:
     """Whether completions are drawn otherwise, and so repeat themselves more often.
 
     At a temperature that fits all draws the copies are no more than there should be, or completions are drawn otherwise
@@ -135,13 +135,13 @@ def _not_by_copying(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> b
     return _alone_otherwise(setup, thresholds)
 
 
-def _no_copies(setup: ProbeSetup, more: Draws, thresholds: Thresholds) -> list[Finding]:
+def _no_copies(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> list[Finding]:
     """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
     found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
     return [] if found and _alone_otherwise(setup, thresholds) else found
 
 
-def _among_others(setup: ProbeSetup, more: Draws, explained: Finding, thresholds: Thresholds) -> Finding:
+def _among_others(setup: KeelSubject, more: Draws, explained: Finding, thresholds: Thresholds) -> Finding:
     """That completions depend on each other, where those drawn alone are the policy's and not as those of groups are.
 
     A filter or penalty that explains the draws, as one that bites late in a text, is the likelier cause.
@@ -155,13 +155,13 @@ def _among_others(setup: ProbeSetup, more: Draws, explained: Finding, thresholds
     return among_others_finding(len(lone), alone)
 
 
-def _fitting(setup: ProbeSetup, more: Draws) -> SamplingParams:
+def _fitting(setup: KeelSubject, more: Draws) -> SamplingParams:
     """The run's sampling at the temperature that explains the draws best."""
     best = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
     return replace(setup.sampling, temperature=best)
 
 
-def _alone_otherwise(setup: ProbeSetup, thresholds: Thresholds) -> bool:
+def _alone_otherwise(setup: KeelSubject, thresholds: Thresholds) -> bool:
     """Whether completions that are drawn alone are not the policy's either."""
     chance, _, odds = _draw_statistics(lone_draws(setup), setup.sampling, setup.policy.eos_ids)
     return chance < thresholds["sampler_draws"] or odds > -math.log(thresholds["sampler_draws"])
@@ -185,7 +185,7 @@ def _draw_statistics(
     return chance, others, float(both.logsumexp(0)) - math.log(2)
 
 
-def _sample_more(setup: ProbeSetup, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
     """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones.
 
     Half of what is looked at may be written after random texts: there a policy is sure of nothing, and ways to draw

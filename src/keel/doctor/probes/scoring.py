@@ -14,7 +14,7 @@ from keel.base.errors import first_line
 from keel.base.types import Completion, Group
 from keel.doctor.advice import changes, either, setting
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.gap import (
+from keel.doctor.gap import (
     Gap,
     average,
     beside_alike,
@@ -35,20 +35,20 @@ from keel.doctor.probes.gap import (
     shortened,
     unbatched_scores,
 )
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gradient import gradient_findings
 from keel.doctor.probes.masks import is_blind
 from keel.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
-from keel.doctor.probes.result import ProbeResult, no_memory_for
 from keel.doctor.probes.strange import ordinary_tokens
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome, no_memory_for
 from keel.trainer.memory import is_out_of_memory
 
 _MISSED = 0.5  # of a change that scores miss which do not follow the weights, at least
 _ROUNDINGS = 2.0  # times one rounding that two of them differ by at most, on average
 
 
-def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_scoring(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Two passes against each other, then one pass against the model's own unpadded forward."""
     completion_mask = _completion_mask(setup)
     passes: list[Tensor] = []
@@ -60,16 +60,16 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         passes.append(score())
         broken = int((~torch.isfinite(passes[-1][completion_mask])).sum())
         if broken:
-            return ProbeResult("scoring", (_not_finite(setup, broken, int(completion_mask.sum())),))
+            return Outcome("scoring", (_not_finite(setup, broken, int(completion_mask.sum())),))
     forward_logp, first, second = passes
     apart = largest((first - second)[completion_mask])
     figures = {"passes_apart": apart}
     if not apart <= thresholds["scoring_difference"]:
-        return ProbeResult("scoring", (_unsteady(setup, apart, thresholds),), figures)
+        return Outcome("scoring", (_unsteady(setup, apart, thresholds),), figures)
     unsteady = largest((forward_logp - setup.forward_logp())[completion_mask])
     figures["forward_apart"] = unsteady
     if not unsteady <= thresholds["scoring_difference"]:
-        return ProbeResult("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
+        return Outcome("scoring", (_unsteady(setup, unsteady, thresholds),), figures)
     gap = Gap(setup, setup.logp, first, forward_logp, completion_mask, thresholds)
     if not gap.broken(first):
         gap = replace(gap, rescore=lambda: padded_scores(setup), scored=padded_scores(setup))
@@ -79,7 +79,7 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         gap = _on_other_text(setup, thresholds)
         figures["gap_other_text"] = gap.worst(gap.scored)
     if not gap.broken(gap.scored) and (found := _without_gradient(setup, thresholds)):
-        return ProbeResult("scoring", found, figures, lines)
+        return Outcome("scoring", found, figures, lines)
     exact, untried = not in_half_precision(setup), tuple[str, ...]()
     if not gap.broken(gap.scored) and not exact:
         try:
@@ -87,15 +87,15 @@ def probe_scoring(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         except Exception as error:  # no room for it, or kernels and buffers of 16 bits alone: training does without
             untried = (f"scoring in fp32: it cannot be tried with these weights of 16 bits: {first_line(error)}",)
         if found:
-            return ProbeResult("scoring", found, figures, lines)
+            return Outcome("scoring", found, figures, lines)
     if not gap.broken(gap.scored):
         found, unchecked = _of_gradient(setup, figures, exact, thresholds)
         found = found or tuple(_of_changed_weights(setup, forward_logp, thresholds))
-        return ProbeResult("scoring", found, figures, lines, (*untried, *unchecked))
-    return ProbeResult("scoring", tuple(_explained(gap)), figures, lines)
+        return Outcome("scoring", found, figures, lines, (*untried, *unchecked))
+    return Outcome("scoring", tuple(_explained(gap)), figures, lines)
 
 
-def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Finding, ...]:
+def _without_gradient(setup: KeelSubject, thresholds: Thresholds) -> tuple[Finding, ...]:
     """Passes that need no gradient, as of `old_logp` and of the reference, score as those that train do."""
     with torch.no_grad():
         gap = _on_other_text(setup, thresholds)
@@ -105,7 +105,7 @@ def _without_gradient(setup: ProbeSetup, thresholds: Thresholds) -> tuple[Findin
 
 
 def _of_gradient(
-    setup: ProbeSetup, figures: dict[str, float], exact: bool, thresholds: Thresholds
+    setup: KeelSubject, figures: dict[str, float], exact: bool, thresholds: Thresholds
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """What is wrong with the gradient, and that it is unchecked where two more of it have no room.
 
@@ -123,7 +123,7 @@ def _of_gradient(
     return found, ()
 
 
-def _of_changed_weights(setup: ProbeSetup, forward_logp: Tensor, thresholds: Thresholds) -> Iterator[Finding]:
+def _of_changed_weights(setup: KeelSubject, forward_logp: Tensor, thresholds: Thresholds) -> Iterator[Finding]:
     """Scores follow the weights: right ones of the first weights may be remembered, and every update leaves them.
 
     Such scores miss what the weights have changed, of which 16 bits round away a part.
@@ -145,7 +145,7 @@ def _of_changed_weights(setup: ProbeSetup, forward_logp: Tensor, thresholds: Thr
     )
 
 
-def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> tuple[bool, tuple[Finding, ...]]:
+def _in_full_precision(setup: KeelSubject, thresholds: Thresholds) -> tuple[bool, tuple[Finding, ...]]:
     """Without autocast and with the weights in fp32: whether scores are right to fp32's rounding, and what is wrong.
 
     A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
@@ -161,7 +161,7 @@ def _in_full_precision(setup: ProbeSetup, thresholds: Thresholds) -> tuple[bool,
         return False, tuple(_explained(gap, narrow=False)) if off else ()
 
 
-def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:
+def _on_other_text(setup: KeelSubject, thresholds: Thresholds) -> Gap:
     """The gap on completions of other tokens, each drawn evenly from the vocabulary.
 
     A policy that is certain of what it writes has log-probabilities near 0 and hardly looks at its positions: there
@@ -172,7 +172,7 @@ def _on_other_text(setup: ProbeSetup, thresholds: Thresholds) -> Gap:
     return Gap(other, other.logp, other.logp(), other.forward_logp(), completion_mask, thresholds)
 
 
-def _other_text(setup: ProbeSetup) -> list[Group]:
+def _other_text(setup: KeelSubject) -> list[Group]:
     ordinary = ordinary_tokens(setup)
     draw = Random(setup.config.run.seed).choices
 
@@ -182,12 +182,12 @@ def _other_text(setup: ProbeSetup) -> list[Group]:
     return [replace(group, completions=tuple(map(written, group.completions))) for group in setup.groups]
 
 
-def _completion_mask(setup: ProbeSetup) -> Tensor:
+def _completion_mask(setup: KeelSubject) -> Tensor:
     counts = torch.tensor([len(c.tokens) for c in setup.batch.completions], device=setup.mask.device)
     return torch.arange(setup.batch.width, device=setup.mask.device) < counts[:, None]
 
 
-def _not_finite(setup: ProbeSetup, broken: int, total: int) -> Finding:
+def _not_finite(setup: KeelSubject, broken: int, total: int) -> Finding:
     weights = [name for name, p in setup.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
     cause = f"the weights themselves are not finite: {', '.join(weights[:3])}" if weights else "a pass overflows"
     return finding(
@@ -202,7 +202,7 @@ def _not_finite(setup: ProbeSetup, broken: int, total: int) -> Finding:
     )
 
 
-def _unsteady(setup: ProbeSetup, apart: float, thresholds: Thresholds) -> Finding:
+def _unsteady(setup: KeelSubject, apart: float, thresholds: Thresholds) -> Finding:
     """Which switch makes two passes agree: evaluation mode, or dropout taken out of torch itself."""
     completion_mask, limit = _completion_mask(setup), thresholds["scoring_difference"]
     active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.update import loss_gradients
-from keel.doctor.setup import ProbeSetup
 from keel.trainer.batch import StepBatch, score_policy, score_reference
 from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
 
@@ -45,7 +45,7 @@ class GradientNorms:
         )
 
 
-def gradient_norms(setup: ProbeSetup) -> GradientNorms:
+def gradient_norms(setup: KeelSubject) -> GradientNorms:
     """Norms over the trained weights as they are now (perturbed: at step 0 the KL has no gradient)."""
     batch = score_policy(score_reference(setup.batch, setup.run), setup.run)
     warm = setup.run.reward.warmup_steps
@@ -56,7 +56,7 @@ def gradient_norms(setup: ProbeSetup) -> GradientNorms:
     return GradientNorms(_norm(setup, with_policy, 0.0), _norm(setup, still, 1.0))
 
 
-def _in_reward(setup: ProbeSetup, batch: StepBatch) -> Tensor:
+def _in_reward(setup: KeelSubject, batch: StepBatch) -> Tensor:
     """What KL in the reward adds to the advantages, divided as the step divides it, for each unit of β."""
     beta = setup.full_beta or 1.0
     shaped = with_advantages(penalize_rewards(batch, setup.run, beta), setup.run, setup.run.reward.warmup_steps)
@@ -64,7 +64,7 @@ def _in_reward(setup: ProbeSetup, batch: StepBatch) -> Tensor:
     return shaped.rows.kl_advantages / beta
 
 
-def _norm(setup: ProbeSetup, batch: StepBatch, beta: float) -> float:
+def _norm(setup: KeelSubject, batch: StepBatch, beta: float) -> float:
     own = batch.with_rows(old_logp=None, sample_logp=None, filtered_logp=None, stale=False)  # not what sampled
     gradients, _ = loss_gradients(setup, own, beta=beta, entropy_coef=0.0)
     squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]

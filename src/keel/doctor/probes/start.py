@@ -12,9 +12,9 @@ from keel.config import Config
 from keel.doctor.advice import changes, either, setting
 from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.modes import eval_mode, no_dropout
 from keel.doctor.probes.states import policy_states, reference_states
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.kl import k3
 from keel.models.fingerprint import effective_weights
@@ -99,13 +99,13 @@ def sums_against_means(first: Tensor, second: Tensor, mask: Tensor) -> bool:
     return bool(where.any()) and (torch.allclose(a * n, b, rtol=1e-3) or torch.allclose(b * n, a, rtol=1e-3))
 
 
-def reference_logp(setup: ProbeSetup) -> Tensor:
+def reference_logp(setup: KeelSubject) -> Tensor:
     ref = setup.ref_logp()
     assert ref is not None
     return ref
 
 
-def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+def at_start(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
     assert setup.run.reference is not None
     mine = dict(effective_weights(setup.policy.model))
     fresh = setup.policy.lora is None or adapter_is_zero(setup.policy.model)
@@ -138,7 +138,7 @@ def at_start(setup: ProbeSetup, thresholds: Thresholds, figures: dict[str, float
     return [finding("kl/at-start", evidence, cause, advice)]
 
 
-def _wrong(setup: ProbeSetup, difference: WeightDifference, figures: Mapping[str, float]) -> Finding:
+def _wrong(setup: KeelSubject, difference: WeightDifference, figures: Mapping[str, float]) -> Finding:
     sizes = f"policy {difference.policy_size:,} parameters, reference {difference.reference_size:,}"
     names = ", ".join(difference.differing[:2]) or "no tensor has the same name"
     return finding(
@@ -198,7 +198,7 @@ def explain_start(
     )
 
 
-def _scale(setup: ProbeSetup) -> float:
+def _scale(setup: KeelSubject) -> float:
     """The factor from the policy's centred logits to the reference's, by least squares; 1 if it explains nothing."""
     mine, theirs = policy_states(setup), reference_states(setup)
     mine, theirs = mine - mine.mean(-1, keepdim=True), theirs - theirs.mean(-1, keepdim=True)

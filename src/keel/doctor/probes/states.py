@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.kl import exact_kl
 from keel.models.head import evaluating, head_of
 from keel.models.logprobs import hidden_states
@@ -14,7 +14,7 @@ MAX_STATES = 128
 MAX_ELEMENTS = 1 << 24  # states × vocabulary held at once
 
 
-def chosen_states(setup: ProbeSetup) -> Tensor:
+def chosen_states(setup: KeelSubject) -> Tensor:
     """Numbers of the states to look at, among all action tokens of the batch, evenly spread over it."""
     total = int(setup.mask.sum())
     count = max(1, min(total, MAX_STATES, MAX_ELEMENTS // setup.vocabulary))
@@ -22,7 +22,7 @@ def chosen_states(setup: ProbeSetup) -> Tensor:
 
 
 @torch.no_grad()
-def state_logits(setup: ProbeSetup, model: nn.Module, *, temperature: float | None = None) -> Tensor:
+def state_logits(setup: KeelSubject, model: nn.Module, *, temperature: float | None = None) -> Tensor:
     """`[N, V]` logits, fp32, in evaluation mode, by default at the sampling temperature.
 
     N states, the same for every model.
@@ -40,12 +40,12 @@ def state_logits(setup: ProbeSetup, model: nn.Module, *, temperature: float | No
         )
 
 
-def policy_states(setup: ProbeSetup) -> Tensor:
+def policy_states(setup: KeelSubject) -> Tensor:
     """The policy's logits at the visited states, with the weights that it has now."""
     return state_logits(setup, setup.policy.model)
 
 
-def reference_states(setup: ProbeSetup) -> Tensor:
+def reference_states(setup: KeelSubject) -> Tensor:
     """The reference's logits at the same states."""
     assert setup.run.reference is not None
     with setup.run.reference.model() as model:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from statistics import fmean
 
 from keel.base.types import Group
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.rollout import SamplingParams
 
 SAMPLES, MOST_TOKENS = 16, 1 << 16  # that are tried with the whole context
 
 
-def parsed_without_stop(setup: ProbeSetup, thresholds: Thresholds) -> float | None:
+def parsed_without_stop(setup: KeelSubject, thresholds: Thresholds) -> float | None:
     """The share of the batch that can be read where it is sampled without `rollout.stop`, if that mends it.
 
     None where few completions end at a stop text without being read, or where as few can be read without it.
@@ -29,13 +29,13 @@ def parsed_without_stop(setup: ProbeSetup, thresholds: Thresholds) -> float | No
     return parsed if parsed is not None and parsed >= thresholds["parse_rate_warning"] else None
 
 
-def _parsed(setup: ProbeSetup) -> float | None:
+def _parsed(setup: KeelSubject) -> float | None:
     if setup.built.judge.remote and setup.judgements_left < sum(len(group.completions) for group in setup.groups):
         return None
     return _read(_judged(setup, setup.groups, replace(setup.sampling, stop=())))
 
 
-def in_whole_context(setup: ProbeSetup) -> tuple[float, float] | None:
+def in_whole_context(setup: KeelSubject) -> tuple[float, float] | None:
     """Shares of completions that can be read, and that end, with all the room that the context has.
 
     Where none can be read it is not the limit that makes them unreadable. None where nothing can be told: turns have
@@ -56,7 +56,7 @@ def in_whole_context(setup: ProbeSetup) -> tuple[float, float] | None:
     return _read(tried), fmean(c.stop_reason != "length" for group in tried for c in group.completions)
 
 
-def _judged(setup: ProbeSetup, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
+def _judged(setup: KeelSubject, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
     again = setup.collect([group.problem for group in groups], sampling=sampling, judged=True)
     setup.built.judge.drain()
     return again

@@ -13,7 +13,7 @@ from random import Random
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.rollout.request import Request
 
 Tokens = tuple[int, ...]
@@ -24,14 +24,14 @@ _TEXTS, _SAMPLES, _LENGTH = 2, 8, 8  # texts of a length, completions of each, t
 _TRIES = 8
 
 
-def ordinary_tokens(setup: ProbeSetup) -> list[int]:
+def ordinary_tokens(setup: KeelSubject) -> list[int]:
     """The tokens that text is made of."""
     tokenizer = setup.policy.tokenizer
     special = {*tokenizer.all_special_ids, *setup.policy.eos_ids}
     return [token for token in range(min(setup.vocabulary, len(tokenizer))) if token not in special]
 
 
-def strange_turns(setup: ProbeSetup, step: int, texts: int = 0, samples: int = _SAMPLES) -> list[Group]:
+def strange_turns(setup: KeelSubject, step: int, texts: int = 0, samples: int = _SAMPLES) -> list[Group]:
     """What the engine writes after the strange texts of a number with the noise of a step; each is asked for once.
 
     Nothing where it can write nothing after them.
@@ -56,7 +56,7 @@ def strange_turns(setup: ProbeSetup, step: int, texts: int = 0, samples: int = _
     return known[key]
 
 
-def strange_prompts(setup: ProbeSetup, texts: int = 0) -> list[Tokens]:
+def strange_prompts(setup: KeelSubject, texts: int = 0) -> list[Tokens]:
     """Random texts of a few tokens and as long as the run's prompts, behind the BOS that those begin with."""
     prompts = [group.prompt_tokens for group in setup.groups]
     bos = setup.policy.tokenizer.bos_token_id
@@ -64,7 +64,7 @@ def strange_prompts(setup: ProbeSetup, texts: int = 0) -> list[Tokens]:
     return [(*head, *text) for length in (*_SHORT, max(map(len, prompts))) for text in _texts(setup, length, texts)]
 
 
-def _texts(setup: ProbeSetup, length: int, number: int) -> Iterator[Tokens]:
+def _texts(setup: KeelSubject, length: int, number: int) -> Iterator[Tokens]:
     """Texts of about `length` tokens, white space and capitals among them, that come back when encoded again.
 
     An engine that takes text gets the same tokens then: only one that changes it does not.

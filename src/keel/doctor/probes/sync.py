@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import ROUNDING, average
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.draws import Draws, batch_draws, draws, unfiltered
-from keel.doctor.probes.gap import ROUNDING, average
 from keel.doctor.probes.reported import Reports
-from keel.doctor.probes.result import ProbeResult
 from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
-from keel.doctor.setup import STRONG_NOISE, ProbeSetup
+from keel.doctor.subject import STRONG_NOISE
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 
 _SMALL = 0.01  # of a weight's RMS: what an update changes
 _MISSED = 0.3  # of such a change that an engine which has the new weights does not miss
@@ -22,7 +23,7 @@ _ROUNDED = 0.1  # of a change that a narrow type may round away
 _SEEN = 10.0  # times what the engine is off by before: a change that its type rounds away tells nothing
 
 
-def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_sync(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Perturb the policy, sync, sample: log-probabilities and tokens must be the new policy's; then back again."""
     engine, model = setup.run.engine, setup.policy.model
     try:
@@ -38,7 +39,7 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         finding = _left_out(setup)
     findings = [] if finding is None else [finding]
     if setup.shared.get("repeated steps"):  # what was asked before is answered as before, by whatever weights
-        return ProbeResult("weight sync", unchecked=("sampler/stale: the engine repeats itself (see sampler/noise)",))
+        return Outcome("weight sync", unchecked=("sampler/stale: the engine repeats itself (see sampler/noise)",))
     back = draws(setup, setup.collect())
     returned = _gap(setup, back)
     grown = thresholds["sync_gap_growth"] * _gap(setup, batch_draws(setup))
@@ -51,10 +52,10 @@ def probe_sync(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         "the old ones"
     )
     proof = (f"weight sync: tried and found sound: {engine.proven}",) if engine.proven and not findings else ()
-    return ProbeResult("weight sync", tuple(findings), figures, (line, *proof))
+    return Outcome("weight sync", tuple(findings), figures, (line, *proof))
 
 
-def _left_out(setup: ProbeSetup) -> Finding | None:
+def _left_out(setup: KeelSubject) -> Finding | None:
     """The same with a change as small as an update's, after random texts: what is near what it was must travel, too."""
     engine, model, step = setup.run.engine, setup.policy.model, STRANGE_STEPS[1]
     before = draws(setup, strange_turns(setup, step))
@@ -78,7 +79,7 @@ def _left_out(setup: ProbeSetup) -> Finding | None:
     )
 
 
-def _unmoved(setup: ProbeSetup, new: Draws, old: Draws) -> Finding | None:
+def _unmoved(setup: KeelSubject, new: Draws, old: Draws) -> Finding | None:
     """Draws and reports that are to the last digit what they were before the change, whatever they are worth."""
     before, plain = batch_draws(setup), unfiltered(setup.sampling)
     if len(before) != len(new) or not len(new) or average(new.logp(plain) - old.logp(plain)) < 1e-3:
@@ -92,7 +93,7 @@ def _unmoved(setup: ProbeSetup, new: Draws, old: Draws) -> Finding | None:
     )
 
 
-def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:
+def _finding(setup: KeelSubject, new: Draws, old: Draws, thresholds: Thresholds) -> Finding | None:
     apart = float((new.logp(unfiltered(setup.sampling)) - old.logp(unfiltered(setup.sampling))).abs().mean())
     if apart < 1e-3:  # rounding: no alarm hangs on it
         return None  # the noise moved nothing: nothing can be told
@@ -128,12 +129,12 @@ def _finding(setup: ProbeSetup, new: Draws, old: Draws, thresholds: Thresholds) 
     return None
 
 
-def _gap(setup: ProbeSetup, drawn: Draws) -> float:
+def _gap(setup: KeelSubject, drawn: Draws) -> float:
     """Mean distance of what was reported from these weights' log-probabilities; 0 where nothing was reported."""
     return average(_differences(setup, drawn))
 
 
-def _differences(setup: ProbeSetup, drawn: Draws) -> Tensor:
+def _differences(setup: KeelSubject, drawn: Draws) -> Tensor:
     """The same token by token `[N]`.
 
     At the temperature, filtered or not, that fits best: a wrong temperature is another probe's finding.
@@ -144,7 +145,7 @@ def _differences(setup: ProbeSetup, drawn: Draws) -> Tensor:
     return min((scored.sample_logp - scored.logp(params) for params in variants), key=average)
 
 
-def _ratio(setup: ProbeSetup, new: Draws, old: Draws) -> float:
+def _ratio(setup: KeelSubject, new: Draws, old: Draws) -> float:
     """Mean log-ratio of the drawn tokens, new weights over old: KL(new‖old) if the new ones drew, negative if not."""
     plain = unfiltered(setup.sampling)
     return float((new.logp(plain) - old.logp(plain)).mean())

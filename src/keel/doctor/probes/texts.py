@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from keel.doctor.evidence import SAME
 from keel.doctor.findings import Finding, Severity, finding
-from keel.doctor.probes.evidence import SAME
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.rollout.request import Turn
 from keel.rollout.stops import StopStrings
 
@@ -21,7 +21,7 @@ class OtherText:
     convention: bool
 
 
-def text_findings(setup: ProbeSetup) -> Iterator[Finding]:
+def text_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Every turn of the batch: its text must be its tokens decoded as Keel's own engines decode them.
 
     Where only special tokens or spaces at the ends differ, what both texts earn decides.
@@ -50,7 +50,7 @@ def text_findings(setup: ProbeSetup) -> Iterator[Finding]:
     )
 
 
-def _others(setup: ProbeSetup) -> list[OtherText]:
+def _others(setup: KeelSubject) -> list[OtherText]:
     stops = StopStrings(setup.policy.tokenizer)
     others = []
     for turn in setup.turns:
@@ -65,7 +65,7 @@ def _others(setup: ProbeSetup) -> list[OtherText]:
     return others
 
 
-def _worth(setup: ProbeSetup, others: Sequence[OtherText]) -> tuple[Severity, str]:
+def _worth(setup: KeelSubject, others: Sequence[OtherText]) -> tuple[Severity, str]:
     """What the difference costs: an error where the right texts earn another reward, a note where they do not."""
     if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
         return "warning", ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keel.doctor.findings import Finding, finding
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 
 FEW_TRAINED = 0.01  # of the weights
 
 
-def frozen_findings(setup: ProbeSetup) -> Iterator[Finding]:
+def frozen_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Next to nothing is trained: a few vectors, fewer than the model has layers, and no adapter.
 
     Methods that train vectors, biases or norms, train them in every layer.

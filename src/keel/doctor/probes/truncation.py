@@ -7,12 +7,12 @@ from statistics import fmean
 
 from keel.doctor.advice import either, times
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.result import ProbeResult
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 
 
-def probe_truncation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
     limit, near = setup.config.rollout.max_completion_length, thresholds["near_limit_from"]
     completions = [c for group in setup.groups for c in group.completions]
@@ -32,10 +32,10 @@ def probe_truncation(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return ProbeResult("truncation", tuple(_cut_prompts(figures, setup, thresholds)), figures, lines)
+    return Outcome("truncation", tuple(_cut_prompts(figures, setup, thresholds)), figures, lines)
 
 
-def _prompt_limit(setup: ProbeSetup) -> int | None:
+def _prompt_limit(setup: KeelSubject) -> int | None:
     """What a prompt may have: the option, or what the model's context leaves beside a completion."""
     if setup.config.data.max_prompt_length is not None:
         return setup.config.data.max_prompt_length
@@ -43,7 +43,7 @@ def _prompt_limit(setup: ProbeSetup) -> int | None:
     return None if context is None else context - setup.config.rollout.max_completion_length
 
 
-def _cut_prompts(figures: dict[str, float], setup: ProbeSetup, thresholds: Thresholds) -> Iterator[Finding]:
+def _cut_prompts(figures: dict[str, float], setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     share = figures["prompts_cut"]
     if share <= thresholds["truncated_prompts"]:
         return

@@ -9,10 +9,10 @@ from statistics import fmean
 
 from keel.base.errors import KeelError
 from keel.base.types import Group
+from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.evidence import level, more_groups
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.judged_golds import JudgedGold
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_tag, plain_number
 from keel.eval.statistics import estimate
@@ -51,7 +51,7 @@ class _Count:
     chance: float  # that so many more have their own's
 
 
-def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def unpaid_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Completions with the value of their own gold answer, far more than have another problem's, that are not paid."""
     if setup.run.task.multi_turn or not judged or setup.config.reward.aggregate != "sum":
         return
@@ -80,7 +80,7 @@ def unpaid_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds:
     )
 
 
-def _count(setup: ProbeSetup, groups: Sequence[Group], half: float, thresholds: Thresholds) -> _Count | None:
+def _count(setup: KeelSubject, groups: Sequence[Group], half: float, thresholds: Thresholds) -> _Count | None:
     """What the groups show; None where few right answers lack their pay, or most are paid."""
     values = [value(gold) for gold in _golds(setup, groups)]
     rows = _parsed(setup, groups)
@@ -95,14 +95,14 @@ def _count(setup: ProbeSetup, groups: Sequence[Group], half: float, thresholds: 
     return _Count(len(right), len(rows), unpaid, fmean(others), chance if fmean(own) > fmean(others) else 1.0)
 
 
-def _golds(setup: ProbeSetup, groups: Sequence[Group]) -> list[str]:
+def _golds(setup: KeelSubject, groups: Sequence[Group]) -> list[str]:
     try:
         return [setup.run.task.gold_turns(group.problem)[-1] for group in groups]
     except (KeelError, NotImplementedError):
         return []
 
 
-def _parsed(setup: ProbeSetup, groups: Sequence[Group]) -> list[tuple[str, str, float]]:
+def _parsed(setup: KeelSubject, groups: Sequence[Group]) -> list[tuple[str, str, float]]:
     """Gold answer, text and reward of every completion that could be parsed."""
     return [
         (gold, completion.text, reward.total)

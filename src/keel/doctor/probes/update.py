@@ -16,11 +16,11 @@ from keel.base.metrics import Sum
 from keel.config import Config
 from keel.doctor.advice import warmed_up
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.result import ProbeResult
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.start import token_kl
 from keel.doctor.probes.states import mean_kl, policy_states
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.doctor.weights import backup
 from keel.losses import global_denominators, objective
 from keel.trainer.batch import StepBatch, score_micro, score_policy, score_reference
@@ -55,7 +55,7 @@ class FirstUpdate:
     real_rewards: bool
 
 
-def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
+def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
 
     A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
@@ -94,10 +94,10 @@ def probe_update(setup: ProbeSetup, thresholds: Thresholds) -> ProbeResult:
         f"({results[0.5].kl:.2g} at half the rate, {results[2.0].kl:.2g} at double)"
         + ("" if real_rewards else "; signs drawn at random stood in for advantages")
     )
-    return ProbeResult("update", findings, figures, (line,))
+    return Outcome("update", findings, figures, (line,))
 
 
-def scored(setup: ProbeSetup) -> StepBatch:
+def scored(setup: KeelSubject) -> StepBatch:
     """The batch as the loop has it before its first update, after the reward's warm-up."""
     run, beta = setup.run, setup.beta
     batch = score_policy(setup.batch if run.reference is None else score_reference(setup.batch, run), run)
@@ -107,7 +107,7 @@ def scored(setup: ProbeSetup) -> StepBatch:
     return with_advantages(batch, run, run.reward.warmup_steps)
 
 
-def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
+def with_signal(batch: StepBatch, setup: KeelSubject) -> tuple[StepBatch, bool]:
     """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place.
 
     So do completions that all leave the policy term.
@@ -121,7 +121,7 @@ def with_signal(batch: StepBatch, setup: ProbeSetup) -> tuple[StepBatch, bool]:
     return batch.with_rows(advantages=signs, policy_mask=None), False
 
 
-def loss_gradients(setup: ProbeSetup, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
+def loss_gradients(setup: KeelSubject, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
     """The gradient of the whole batch as one update, and its loss; none of it is left on the weights.
 
     `changes` are options of the loss that are set otherwise, and `beta`.
@@ -157,7 +157,7 @@ def _loss_scales(optimizer: Optimizer) -> tuple[float, ...]:
 
 
 def step_kl(
-    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float, **settings: Any
+    setup: KeelSubject, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float, **settings: Any
 ) -> UpdateResult:
     """What the run's own optimizer does with these gradients at `factor` times its rate; `settings` as AdamW's."""
     with moved(setup, gradients, loss, factor, **settings) as norm:
@@ -166,7 +166,7 @@ def step_kl(
 
 @contextmanager
 def moved(
-    setup: ProbeSetup, gradients: list[Tensor | None], loss: float, factor: float, **settings: Any
+    setup: KeelSubject, gradients: list[Tensor | None], loss: float, factor: float, **settings: Any
 ) -> Iterator[float]:
     """The policy after one such update; the gradient's norm before clipping comes with it."""
     optimizer = setup.run.optimizer
@@ -195,7 +195,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
                 parameter.copy_(before)
 
 
-def _room(setup: ProbeSetup) -> float:
+def _room(setup: KeelSubject) -> float:
     """How far an update may take the policy towards a teacher: half of the way, in nats per token."""
     ref = setup.ref_logp() if setup.config.reference.params.get("model") is not None else None
     return 0.0 if ref is None else token_kl(setup.logp(), ref, setup.mask) / 2

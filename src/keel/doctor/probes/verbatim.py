@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from keel.doctor.asking import MARK
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.marks import MARK
-from keel.doctor.probes.rendering import in_template, survives
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.replies import squeezed
-from keel.doctor.probes.templates import messages_in
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.rendering import in_template, messages_in, survives
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 
@@ -30,7 +29,7 @@ TALKS: tuple[Talk, ...] = (
 )
 
 
-def verbatim_findings(setup: ProbeSetup) -> Iterator[Finding]:
+def verbatim_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Only where prompts of the run are put into a template; what one refuses to write it is not asked for."""
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     if not any(in_template(renderer, group.problem) for group in setup.groups):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keel.doctor.advice import either
+from keel.doctor.evidence import SAME, chance_above, level
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.probes.evidence import SAME, chance_above, level
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.judged_golds import JudgedGold, totals_of
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 
 LEAST = 4  # gold answers below which nothing is said
@@ -26,7 +26,7 @@ class Cut:
     at_stop: bool  # else at a limit of tokens
 
 
-def unwritable_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def unwritable_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
     """Gold answers that earn, are cut by stop texts or limits of tokens, and earn less then: beyond the odd row.
 
     Nothing is said where a completion earns as much on one of their problems: answers can be said in fewer words. It is
@@ -62,11 +62,11 @@ def unwritable_findings(setup: ProbeSetup, judged: Sequence[JudgedGold], thresho
     )
 
 
-def _tokens(setup: ProbeSetup, turns: Sequence[str]) -> int:
+def _tokens(setup: KeelSubject, turns: Sequence[str]) -> int:
     return sum(len(setup.policy.tokenizer.encode(text, add_special_tokens=False)) for text in turns)
 
 
-def _cut(setup: ProbeSetup, row: JudgedGold) -> Cut | None:
+def _cut(setup: KeelSubject, row: JudgedGold) -> Cut | None:
     """None where nothing is cut, where it earns as much, or where that cannot be asked."""
     left, at_stop = kept(setup, row.turns)
     if left == row.turns:
@@ -75,7 +75,7 @@ def _cut(setup: ProbeSetup, row: JudgedGold) -> Cut | None:
     return Cut(row, left, reward, at_stop) if math.isfinite(reward) and reward < row.gold - SAME else None
 
 
-def kept(setup: ProbeSetup, turns: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+def kept(setup: KeelSubject, turns: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """These turns as the rollout would end them, and whether a stop text did; an episode ends where its tokens do.
 
     Where a limit ends the last of them it is the limit that is named, whatever a stop text left of earlier ones.
@@ -96,7 +96,7 @@ def kept(setup: ProbeSetup, turns: tuple[str, ...]) -> tuple[tuple[str, ...], bo
     return tuple(left), stopped
 
 
-def _earned_otherwise(setup: ProbeSetup, cut: Cut) -> bool | None:
+def _earned_otherwise(setup: KeelSubject, cut: Cut) -> bool | None:
     """Whether a completion of the batch earns as much on that problem; None where that is not known."""
     rewards = [r.total for group in setup.groups if group.problem.key == cut.row.problem.key for r in group.rewards]
     if not rewards or setup.config.reward.aggregate != "sum":

@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
-from keel.doctor.probes.rendering import messages_of
+from keel.doctor.rendering import messages_of
 
 FEWEST, MOST = 8, 0.9  # questions, and the share of them that has a form; a text about code has it here and there
 

@@ -9,9 +9,9 @@ from typing import Any
 from keel.doctor.causes import explain
 from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.doctor.findings import finding
-from keel.doctor.probes.result import ProbeResult, failed_probe
 from keel.doctor.suspects import UNTESTED, judge_suspects, preflight_figures
 from keel.doctor.thresholds import Thresholds, load_thresholds
+from keel.doctor.verdict import Outcome, failed_measure
 from keel.integrations.trl.preflight.accumulation import probe_accumulation
 from keel.integrations.trl.preflight.batch import Subject, first_batch
 from keel.integrations.trl.preflight.kl_term import probe_kl
@@ -27,7 +27,7 @@ from keel.integrations.trl.preflight.update import probe_update
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 
-Probe = Callable[[Subject, Thresholds], ProbeResult]
+Probe = Callable[[Subject, Thresholds], Outcome]
 PROBES: tuple[tuple[str, Probe], ...] = (
     ("travel", probe_texts),
     ("collection", probe_rewards),
@@ -46,7 +46,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
 def preflight(
     trainer: Any,
     thresholds: Thresholds | None = None,
-    on_probe: Callable[[ProbeResult, float], None] | None = None,
+    on_probe: Callable[[Outcome, float], None] | None = None,
 ) -> Diagnosis:
     """Findings on a `GRPOTrainer` or `KeelGRPOTrainer`, worst first; the trainer is restored.
 
@@ -55,7 +55,7 @@ def preflight(
     """
     check_trainer(trainer)
     limits = load_thresholds() if thresholds is None else thresholds
-    outcomes: list[ProbeResult] = []
+    outcomes: list[Outcome] = []
     before = fingerprint(unwrap(trainer.model))
     with untouched(trainer):
         subject = first_batch(trainer)
@@ -64,7 +64,7 @@ def preflight(
             try:
                 outcome = probe(subject, limits)
             except Exception as error:  # a user's part may raise anything
-                outcome = failed_probe(name, error)
+                outcome = failed_measure(name, error)
             outcomes.append(outcome)
             if on_probe is not None:
                 on_probe(outcome, time.monotonic() - began)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from keel.base.types import Group
+from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.draws import best_temperature
-from keel.doctor.setup import ProbeSetup
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import backup
 from keel.models.head import evaluating
@@ -28,7 +28,7 @@ class Gap:
     `rescore` makes the scores once more, in the same batch.
     """
 
-    setup: ProbeSetup
+    setup: KeelSubject
     rescore: Callable[[], Tensor]
     scored: Tensor
     forward_logp: Tensor
@@ -50,24 +50,24 @@ class Gap:
         return close(self.setup, difference[self.completion_mask if where is None else where], self.thresholds)
 
 
-def closed(setup: ProbeSetup, gap: float) -> float:
+def closed(setup: KeelSubject, gap: float) -> float:
     """The mean difference in nats at which a mean gap of this size counts as closed by an explanation."""
     return max((_LEFT_HALF if _of_16_bits(setup) else _LEFT) * gap, ROUNDING)
 
 
-def close(setup: ProbeSetup, differences: Tensor, thresholds: Thresholds) -> bool:
+def close(setup: KeelSubject, differences: Tensor, thresholds: Thresholds) -> bool:
     """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
     if in_half_precision(setup):
         return average(differences) <= thresholds["scoring_gap_half"]
     return largest(differences) <= thresholds["scoring_gap"]
 
 
-def in_half_precision(setup: ProbeSetup) -> bool:
+def in_half_precision(setup: KeelSubject) -> bool:
     """Whether training's passes run in 16 bits, as the weights are now."""
     return setup.run.amp_dtype is not None or _of_16_bits(setup)
 
 
-def _of_16_bits(setup: ProbeSetup) -> bool:
+def _of_16_bits(setup: KeelSubject) -> bool:
     """Whether some weight is of another type than fp32, as they are now; also a base of integers, whose passes are."""
     return any(p.dtype != torch.float32 for p in setup.policy.model.parameters())
 
@@ -80,7 +80,7 @@ def average(differences: Tensor) -> float:
     return float(differences.abs().nan_to_num(torch.inf).mean()) if len(differences) else 0.0
 
 
-def padded_scores(setup: ProbeSetup) -> Tensor:
+def padded_scores(setup: KeelSubject) -> Tensor:
     """The batch's completions scored beside a longer row, so that all of them are padded."""
     group = setup.groups[0]
     context = setup.policy.context_length or 1 << 30
@@ -89,7 +89,7 @@ def padded_scores(setup: ProbeSetup) -> Tensor:
     return setup.logp(setup.pack([*setup.groups, longer]))[:-1, : setup.batch.width]
 
 
-def unbatched_scores(setup: ProbeSetup) -> Tensor:
+def unbatched_scores(setup: KeelSubject) -> Tensor:
     """Each completion scored in a batch of its own."""
     rows = []
     for group in setup.groups:
@@ -114,7 +114,7 @@ def other_rows(gap: Gap) -> tuple[int, int]:
     return taken, broken
 
 
-def beside_alike(setup: ProbeSetup) -> Tensor:
+def beside_alike(setup: KeelSubject) -> Tensor:
     """`[N]`: how far each group's longest completion is off after others of its own length, where nothing is padded."""
     differences = []
     for group in setup.groups:
@@ -127,7 +127,7 @@ def beside_alike(setup: ProbeSetup) -> Tensor:
     return torch.cat(differences)
 
 
-def shifted_scores(setup: ProbeSetup, shift: int) -> Tensor:
+def shifted_scores(setup: KeelSubject, shift: int) -> Tensor:
     """Log-probabilities of the tokens from the logits one position off; 0 where there is none."""
     logp = (setup.logits() / setup.temperature).log_softmax(-1)
     picked = logp.roll(-shift, dims=1).gather(-1, setup.tokens().unsqueeze(-1)).squeeze(-1)
@@ -165,7 +165,7 @@ def other_positions() -> dict[str, Callable[[int, int], Tensor]]:
     }
 
 
-def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) -> Tensor:
+def forward_logp_at(setup: KeelSubject, positions: Callable[[int, int], Tensor]) -> Tensor:
     """The model's own forward under other position ids."""
     rows = []
     model = setup.policy.model
@@ -183,14 +183,14 @@ def forward_logp_at(setup: ProbeSetup, positions: Callable[[int, int], Tensor]) 
     return torch.stack(rows)
 
 
-def bf16_scores(setup: ProbeSetup) -> Tensor:
+def bf16_scores(setup: KeelSubject) -> Tensor:
     """The model's own forward in bfloat16 `[B, T]`."""
     with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
         return setup.forward_logp()
 
 
 @contextmanager
-def in_float32(setup: ProbeSetup) -> Iterator[None]:
+def in_float32(setup: KeelSubject) -> Iterator[None]:
     """The policy's own weights in fp32, without autocast: its passes round no more; afterwards all is what it was."""
     narrow = [(p, p.data) for p in setup.policy.model.parameters() if p.is_floating_point() and p.itemsize < 4]
     amp, setup.run.amp_dtype = setup.run.amp_dtype, None
@@ -223,7 +223,7 @@ def _integers(weights: Tensor, largest: int, scale: Tensor) -> Tensor:
 
 
 @contextmanager
-def quantized(setup: ProbeSetup, rounded: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def quantized(setup: KeelSubject, rounded: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """The policy with matrices that a narrower type holds; afterwards they are what they were."""
     matrices = [p for p in setup.policy.model.parameters() if p.dim() == 2 and p.is_floating_point()]
     originals = backup(matrices)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.types import Problem
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 
@@ -52,7 +53,7 @@ class TurnMarks:
         return self.fault is not None and self.fault.endswith("twice")
 
 
-def rendered(setup: ProbeSetup, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+def rendered(setup: KeelSubject, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
     """The tokens of prompts as training renders them, before any limit cuts them."""
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     return [renderer.prompt(problem) for problem in problems]
@@ -156,3 +157,20 @@ def word_by_word(tokenizer: Any, text: str) -> str:
         str(tokenizer.decode(tokenizer.encode(word, add_special_tokens=False), skip_special_tokens=False))
         for word in text.split()
     )
+
+
+def messages_in(renderer: Renderer, problem: Problem) -> list[Mapping[str, str]]:
+    """A problem's messages, after the configured system prompt."""
+    messages = messages_of(problem)
+    if renderer.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": renderer.system_prompt}, *messages]
+
+
+TOKENIZER_CAUSE = "the tokenizer is not the one that the model was trained with, or was changed since"
+TOKENIZER_ADVICE = "load model and tokenizer of one checkpoint (model.name), and change no ids or texts of tokens"
+
+
+def tokenizer_finding(evidence: str) -> Finding:
+    """The tokenizer is not the model's, by this evidence."""
+    return finding("model/tokenizer", evidence, TOKENIZER_CAUSE, TOKENIZER_ADVICE)

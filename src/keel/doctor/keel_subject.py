@@ -1,31 +1,37 @@
-"""What the probes work on: the real parts of a configuration and one small batch."""
+"""A configuration as a subject: the real parts of it and one small batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Problem, Reward, RewardFailure, Scores
+from keel.base.types import Completion, Group, Problem, Reward, RewardFailure, Scores
 from keel.config import Config
+from keel.doctor.findings import Options
 from keel.doctor.recording import RecordingEngine
-from keel.doctor.weights import each_logits, perturbed_weights, vocabulary_size
+from keel.doctor.subject import Budget, Power, Subject
+from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import RewardPart
 from keel.models.loaded import LoadedModel
-from keel.models.pack import right_pad
-from keel.rollout.request import Turn
+from keel.rollout import Engine
+from keel.rollout.render import Renderer
+from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
-from keel.run.build import Built, build_policy, build_run, build_warmstart
+from keel.run.build import Built, build_policy, build_renderer, build_run, build_warmstart
 from keel.run.warmstart import is_complete, warmstart_folder
 from keel.run.warmstart_cache import cached_sft
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
@@ -33,18 +39,19 @@ from keel.trainer.integrity import check_model
 from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
-RELATIVE_NOISE = 0.05
-STRONG_NOISE = 1.0  # another policy altogether: a few draws tell, and it minds whatever it reads
+_VERSIONS = count(1)  # of syncs after the first
 _NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True)
 
 
 @dataclass(frozen=True)
-class ProbeSetup:
+class KeelSubject(Subject):
     """Policy, task, engine and reference as training would build them, and one judged batch.
 
     `failures` are calls of rewards that gave no reward; `notes` say what was cut so that the preflight stays quick.
     `turns` are what the engine was asked for the batch and what it answered.
     """
+
+    powers: ClassVar[frozenset[Power]] = frozenset(get_args(Power))
 
     config: Config
     built: Built
@@ -55,9 +62,21 @@ class ProbeSetup:
     turns: tuple[Turn, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
     of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
-    doubt_s: float = 120.0  # for samples beyond the batch, which tests that are in doubt ask for
-    judgements: int = 150  # that a preflight asks for; where a test is in doubt, more of a judge that is not elsewhere
-    cut_from: ProbeSetup | None = None  # the setup of all that was sampled, where the batch holds less of it
+    thresholds: Thresholds = field(default_factory=load_thresholds)
+    budget: Budget = field(default_factory=Budget)
+    cut_from: KeelSubject | None = None  # the setup of all that was sampled, where the batch holds less of it
+
+    def lacks(self, power: Power) -> str:
+        if power == "reference" and self.run.reference is None:
+            return "this run has no reference"
+        if power == "golds" and self.run.task.prompts_only:
+            return "the task has no gold answers"
+        if power == "rewards" and (self.failures or self.built.judge.remote):
+            return "a reward failed" if self.failures else "the judge is elsewhere, and asked as little as can be"
+        return super().lacks(power)
+
+    def spelled(self, options: Options) -> Options:
+        return options
 
     @property
     def run(self) -> TrainingRun:
@@ -72,7 +91,7 @@ class ProbeSetup:
         return self.batch.groups
 
     @property
-    def whole(self) -> ProbeSetup:
+    def whole(self) -> KeelSubject:
         """The setup of all that was sampled: what is typical of rewards and lengths is read there."""
         return self if self.cut_from is None else self.cut_from
 
@@ -143,13 +162,92 @@ class ProbeSetup:
         """
         chosen = [group.problem for group in self.groups] if problems is None else problems
         judge = self.built.judge if judged else Judge([_NO_REWARD], self.built.judge.options)
-        collector = replace(self.built.collector, sampling=self.sampling if sampling is None else sampling, judge=judge)
-        return collector.collect(chosen, step=step)
+        renderer = copy(self.built.collector.renderer)
+        if "prompt" in vars(self):  # swapped for another way to ask
+            vars(renderer)["prompt"] = self.prompt
+        sampling = self.sampling if sampling is None else sampling
+        own = replace(self.built.collector, engine=self.engine, renderer=renderer, sampling=sampling, judge=judge)
+        return own.collect(chosen, step=step)
+
+    def score(self, groups: Sequence[Group] | None = None) -> Tensor:
+        return self.logp(None if groups is None else self.pack(groups))
+
+    def sample(self, *, step: int = 0) -> list[Group]:
+        return self.collect(step=step)
+
+    def complete(self, prompts: Sequence[tuple[int, ...]], *, samples: int, length: int, step: int) -> list[Group]:
+        sampling = replace(self.sampling, num_generations=samples, stop=())
+        requests = [Request(f"text {i}", prompt, max_new=length) for i, prompt in enumerate(prompts)]
+        answers: list[list[Completion]] = []
+        with suppress(KeelError):  # an engine may refuse what it made of a text of three tokens
+            answers = self.engine.generate(requests, sampling, seed=self.config.run.seed, attempt=0, step=step)
+            self.engine.release()
+        decode = self.policy.tokenizer.decode
+        return [
+            Group(Problem(request.key, str(decode(list(request.tokens)))), request.tokens, tuple(group))
+            for request, group in zip(requests, answers, strict=False)
+        ]
+
+    def judged(self, problems: Sequence[Problem], *, generations: int, step: int = 0) -> list[Group]:
+        limit = self.config.rollout.max_completion_length
+        drawn = replace(self.built.sampling, max_completion_length=limit, num_generations=generations)
+        groups = self.collect(problems, step=step, sampling=drawn, judged=True)
+        self.built.judge.drain()
+        return groups
+
+    def sync(self) -> None:
+        self.run.engine.sync(self.policy.model, next(_VERSIONS))
+
+    @property
+    def in_half_precision(self) -> bool:
+        types = {parameter.dtype for parameter in self.policy.model.parameters()}
+        return self.run.amp_dtype is not None or types != {torch.float32}
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.run.engine
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """The run's own, as training renders prompts."""
+        return build_renderer(self.config, self.policy.tokenizer)
+
+    def prompt(self, problem: Problem) -> tuple[int, ...]:
+        key = "prompt", str(problem.prompt), str(problem.tools)
+        if key not in self._rendered:
+            self._rendered[key] = self.renderer.prompt(problem)
+        return self._rendered[key]
+
+    def answer(self, problem: Problem) -> tuple[int, ...]:
+        key = "answer", problem.key, str(problem.prompt)
+        if key not in self._rendered:
+            self._rendered[key] = self._answer(problem)
+        return self._rendered[key]
+
+    def _answer(self, problem: Problem) -> tuple[int, ...]:
+        try:
+            turns = self.run.task.gold_turns(problem)
+        except (KeelError, NotImplementedError):  # as part of a mixture, or of a task that writes none
+            turns = []
+        return tuple(self.policy.tokenizer.encode(turns[-1], add_special_tokens=False)) if turns else ()
+
+    @cached_property
+    def _rendered(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        return {}
+
+    def problems(self, count: int, *, step: int = 0) -> list[Problem]:
+        if (count, step) not in self._drawn:
+            self._drawn[count, step] = list(self.run.task.sample(count, seed=self.config.run.seed, step=step))
+        return self._drawn[count, step]
+
+    @cached_property
+    def _drawn(self) -> dict[tuple[int, int], list[Problem]]:
+        return {}
 
     @property
     def judgements_left(self) -> int:
         """How many more completions the rewards may be asked about."""
-        return max(0, self.judgements - max(self.built.judge.asked.values(), default=0))
+        return max(0, self.budget.judgements - max(self.built.judge.asked.values(), default=0))
 
     @property
     def sampling(self) -> SamplingParams:
@@ -182,54 +280,8 @@ class ProbeSetup:
             return None
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
 
-    def each_logits(self, groups: Sequence[Group] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1.
 
-        In evaluation mode, without padding, packing or a scorer, by the model's own forward; rows of equal length go
-        together as long as their logits are small, and equal rows are one. One at a time, since a batch of them need
-        not fit into memory.
-        """
-        chosen = self.groups if groups is None else groups
-        texts = [(group.prompt_tokens, c.tokens) for group in chosen for c in group.completions]
-        return each_logits(self.policy.model, texts, self.policy.device)
-
-    def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
-        """The same of all completions, `[B, T, V]`, 0 where there is no token."""
-        rows = dict(self.each_logits(groups))
-        width = max(len(row) for row in rows.values())
-        padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in rows.items()}
-        return torch.stack([padded[i] for i in range(len(padded))])
-
-    def tokens(self, groups: Sequence[Group] | None = None) -> Tensor:
-        """The completions' tokens `[B, T]`, 0 where there are none."""
-        chosen = self.groups if groups is None else groups
-        return right_pad((c.tokens for g in chosen for c in g.completions), 0).to(self.policy.device)
-
-    def forward_logp(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
-        """The log-probabilities `[B, T]` of the model's own forward, by default at the sampling temperature."""
-        tokens = self.tokens(groups)
-        scored = torch.zeros(tokens.shape, device=tokens.device)
-        for i, row in self.each_logits(groups):
-            logp = (row / (self.temperature if temperature is None else temperature)).log_softmax(-1)
-            scored[i, : len(row)] = logp.gather(-1, tokens[i, : len(row), None]).squeeze(-1)
-        return scored
-
-    @contextmanager
-    def perturbed(self, relative: float = RELATIVE_NOISE, seed: int = 0) -> Iterator[None]:
-        """Seeded noise on every trainable weight, of `relative` its RMS (zeros, as LoRA's B: of `relative` itself).
-
-        Afterwards every weight has the very bits it had.
-        """
-        with perturbed_weights([p for p in self.policy.model.parameters() if p.requires_grad], relative, seed):
-            yield
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the model can choose from."""
-        return vocabulary_size(self.policy.model)
-
-
-def build_setup(
+def build_subject(
     config: Config,
     *,
     task: Task | None = None,
@@ -237,20 +289,20 @@ def build_setup(
     problems: int = 4,
     generations: int = 4,
     warmstart_s: float = WARMSTART_S,
-) -> ProbeSetup:
+) -> KeelSubject:
     """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
 
     A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
-    Close `ProbeSetup.run` after use.
+    Close `KeelSubject.run` after use.
     """
     lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
     loaded, notes, cut = _policy(lenient, task, warmstart_s)
-    count = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
+    most = min(generations, config.rollout.num_generations) if config.rollout.num_generations > 1 else generations
     built = build_run(lenient, loaded, task=task, reward=reward)
     with ExitStack() as on_error:
         on_error.callback(built.run.close)
         built.run.engine.sync(loaded.model, 0)
-        sampling = replace(built.sampling, num_generations=max(count, 2))
+        sampling = replace(built.sampling, num_generations=max(most, 2))
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
         recorder = RecordingEngine(built.run.engine)
         groups = replace(built.collector, engine=recorder, sampling=sampling).collect(drawn)
@@ -259,7 +311,7 @@ def build_setup(
         batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0 and finite)
         on_error.pop_all()
     failures = tuple(built.judge.drain())
-    return ProbeSetup(config, built, batch, failures, (*notes, *built.notes), cut, tuple(recorder.turns))
+    return KeelSubject(config, built, batch, failures, (*notes, *built.notes), cut, tuple(recorder.turns))
 
 
 class _OutOfTime(Exception):
@@ -310,4 +362,4 @@ def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tup
         return loaded, (f"training would refuse this model: {refusal}",)
 
 
-__all__ = ["ProbeSetup", "build_setup"]
+__all__ = ["KeelSubject", "build_subject"]

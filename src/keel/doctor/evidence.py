@@ -6,15 +6,14 @@ Completions of one problem are alike, so that problems are what is counted: a fi
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 from keel.base.types import Group
-from keel.doctor.setup import ProbeSetup
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.subject import LOOKS
 from keel.doctor.thresholds import Thresholds
 
 # Every alarm that a sample can raise by chance, each with an equal part of `false_alarms` (Bonferroni). The draws of
@@ -38,8 +37,6 @@ TESTS = (
     "tool/failing",
 )
 SAME = 1e-9  # within which rewards are equal
-LOOKS = 4  # how often a test may look at its sample while that grows
-MOST_COMPLETIONS = 768  # that are sampled for doubts
 _SURELY_SEEN = 1e-3  # the least chance of something new that is counted with: sums of probabilities are rounded
 
 
@@ -185,7 +182,7 @@ def log_mean_exp(values: Sequence[float]) -> float:
 
 
 def more_groups(
-    setup: ProbeSetup, code: str, undecided: Callable[[Sequence[Group]], bool], *, single: bool = False
+    setup: KeelSubject, code: str, undecided: Callable[[Sequence[Group]], bool], *, single: bool = False
 ) -> list[Group]:
     """The groups of the batch, and further ones of the run's own size as long as the test of `code` is undecided.
 
@@ -193,12 +190,12 @@ def more_groups(
     is undecided then is remembered (see `undecided_tests`). Where large groups have left it few problems and one
     completion says as much of a problem as all, a `single` one of others is its last look.
     """
-    further: list[Group] = setup.shared.setdefault("further groups", [])
+    further = setup.budget.further
     most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
     doubt = undecided([*setup.groups, *further])
     for look in range(1, LOOKS):
         count = min(4 ** (look + 1) - len(setup.groups), most) - len(further)
-        if not doubt or doubt_seconds(setup) > setup.doubt_s:
+        if not doubt or setup.budget.is_spent:
             break
         if count > 0:
             _sample(setup, further, count)
@@ -209,20 +206,20 @@ def more_groups(
         doubt = undecided(groups)
     if doubt:
         completions = sum(len(group.completions) for group in groups)
-        why = f"{setup.doubt_s:g} s are up" if doubt_seconds(setup) > setup.doubt_s else "as many as are sampled"
-        leave_undecided(setup, code, f"undecided after {completions} completions of {len(groups)} problems ({why})")
+        why = f"{setup.budget.doubt_s:g} s are up" if setup.budget.is_spent else "as many as are sampled"
+        setup.budget.undecided[code] = f"undecided after {completions} completions of {len(groups)} problems ({why})"
     return groups
 
 
-def with_single_ones(setup: ProbeSetup, groups: Sequence[Group], most: int = 4**LOOKS) -> list[Group]:
+def with_single_ones(setup: KeelSubject, groups: Sequence[Group], most: int = 4**LOOKS) -> list[Group]:
     """These groups and one completion each of further problems, as many as a last look has."""
     sampled = list(groups)
-    if len(sampled) < most and doubt_seconds(setup) <= setup.doubt_s:
+    if len(sampled) < most and not setup.budget.is_spent:
         _sample(setup, sampled, most - len(sampled), generations=1)
     return sampled
 
 
-def single_ones(setup: ProbeSetup, most: int = 128) -> list[Group]:
+def single_ones(setup: KeelSubject, most: int = 128) -> list[Group]:
     """The batch's groups and one completion each of further problems, sampled once."""
     if "single ones" not in setup.shared:
         setup.shared["single ones"] = with_single_ones(setup, setup.groups, most)
@@ -230,37 +227,14 @@ def single_ones(setup: ProbeSetup, most: int = 128) -> list[Group]:
     return groups
 
 
-def most_completions(setup: ProbeSetup) -> int:
+def most_completions(setup: KeelSubject) -> int:
     """Completions that may still be sampled for doubts; with a judge elsewhere no more than it may be asked about."""
-    spent = sum(len(group.completions) for group in setup.shared.get("further groups", ()))
-    left = max(0, MOST_COMPLETIONS - spent)
+    spent = sum(len(group.completions) for group in setup.budget.further)
+    left = max(0, setup.budget.completions - spent)
     return min(left, setup.judgements_left) if setup.built.judge.remote else left
 
 
-def leave_undecided(setup: ProbeSetup, code: str, why: str) -> None:
-    """Remember a test that was begun and has no answer."""
-    setup.shared.setdefault("undecided", {})[code] = why
-
-
-def undecided_tests(setup: ProbeSetup) -> tuple[str, ...]:
-    """The tests that ended undecided since this was asked last, as lines `code: why`."""
-    return tuple(f"{code}: {why}" for code, why in setup.shared.pop("undecided", {}).items())
-
-
-def doubt_seconds(setup: ProbeSetup) -> float:
-    spent: float = setup.shared.get("seconds for doubts", 0.0)
-    return spent
-
-
-@contextmanager
-def spending(setup: ProbeSetup) -> Iterator[None]:
-    """What is done within counts as time for doubts."""
-    began = time.monotonic()
-    yield
-    setup.shared["seconds for doubts"] = doubt_seconds(setup) + time.monotonic() - began
-
-
-def _sample(setup: ProbeSetup, further: list[Group], count: int, generations: int | None = None) -> None:
+def _sample(setup: KeelSubject, further: list[Group], count: int, generations: int | None = None) -> None:
     """`count` further groups, as many as the time allows; whole ones, even where the batch holds shorter ones."""
     step, seed = len(setup.groups) + len(further), setup.config.run.seed
     problems = setup.run.task.sample(count, seed=seed, step=step)
@@ -271,9 +245,9 @@ def _sample(setup: ProbeSetup, further: list[Group], count: int, generations: in
     )
     at_once = max(4, count // 4)
     for start in range(0, len(problems), at_once):
-        with spending(setup):
+        with setup.budget.spending():
             part = problems[start : start + at_once]
             further += setup.collect(part, step=step, sampling=sampling, judged=generations is None)
-        if doubt_seconds(setup) > setup.doubt_s:
+        if setup.budget.is_spent:
             break
     setup.built.judge.drain()

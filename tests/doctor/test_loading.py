@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, MistralConfig, Qwen2Config
 
 from doctor.schooled import fresh_model, schooled_config
-from keel.doctor.probes.gold_likelihood import Gold, answer_logp, golds
-from keel.doctor.probes.misplaced import _tells_apart, changes, misplaced_weights
-from keel.doctor.setup import build_setup
-from keel.doctor.thresholds import load_thresholds
+from keel.base.types import Problem
+from keel.doctor.decide import Likelier, _tells_apart
+from keel.doctor.hypothesis import Hypothesis, swap
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.loading import adapters, changes, measure_loading, set_for_a_while
 from keel.models.head import causal_lm
 
 
@@ -59,7 +61,9 @@ def another_activation(model: Any) -> None:
 
 
 def wider_heads(model: Any) -> None:
-    next(change for change in changes(model) if change.what == "heads of 12 in place of 6 dimensions").apply()
+    settings = next(settings for what, _, settings in changes(model) if what == "heads of 12 in place of 6 dimensions")
+    for owner, name, value in settings():
+        setattr(owner, name, value)
 
 
 FAULTS: dict[Callable[[Any], None], str] = {
@@ -79,18 +83,19 @@ SETTINGS: dict[Callable[[Any], None], str] = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_change_that_mends_it_is_named(fault: Callable[[Any], None]) -> None:
-    setup = build_setup(schooled_config())
-    with closing(setup.run):
-        fault(setup.policy.model)
-        evidence, _ = misplaced_weights(setup, load_thresholds()) or ("", "")
-        assert FAULTS[fault] in evidence
+    subject = build_subject(schooled_config())
+    with closing(subject.run):
+        fault(subject.policy.model)
+        (finding,) = measure_loading(subject).findings
+        assert (finding.code, finding.severity) == ("model/missing-weights", "error")
+        assert FAULTS[fault] in finding.evidence
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 4, alpha: 8}"])
 def test_weights_in_their_place_are_left_there(lora: str) -> None:
-    setup = build_setup(schooled_config(f"model.lora={lora}"))
-    with closing(setup.run):
-        assert misplaced_weights(setup, load_thresholds()) is None
+    subject = build_subject(schooled_config(f"model.lora={lora}"))
+    with closing(subject.run):
+        assert measure_loading(subject).findings == ()
 
 
 def granite() -> nn.Module:
@@ -111,12 +116,11 @@ def test_every_change_changes_something_and_is_undone(build: Callable[[], Any]) 
 
     before, names = logits(), set()
     with torch.no_grad():
-        for change in changes(model):
-            change.apply()
-            assert not torch.equal(logits(), before) or "base 10000" in change.what or "layernorm" in change.what
-            change.undo()
-            assert torch.equal(logits(), before), change.what
-            names.add(change.what)
+        for what, _, settings in changes(model):
+            with set_for_a_while(settings):
+                assert not torch.equal(logits(), before) or "base 10000" in what or "layernorm" in what
+            assert torch.equal(logits(), before), what
+            names.add(what)
     assert len(names) > 8
 
 
@@ -135,11 +139,10 @@ def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any
     right = logits()
     fault(model)
     assert not torch.allclose(logits(), right)
-    change = next(change for change in changes(model) if change.what == SETTINGS[fault])
-    with torch.no_grad():
-        change.apply()
-    assert torch.allclose(logits(), right, atol=1e-5)
-    assert "settings" in change.cause
+    cause, settings = next((cause, settings) for what, cause, settings in changes(model) if what == SETTINGS[fault])
+    with torch.no_grad(), set_for_a_while(settings):
+        assert torch.allclose(logits(), right, atol=1e-5)
+    assert "settings" in cause
 
 
 @pytest.mark.parametrize("build", [MistralConfig, Qwen2Config], ids=["mistral", "qwen2"])
@@ -152,62 +155,62 @@ def test_a_window_is_left_out(build: Any) -> None:
     whole = AutoModelForCausalLM.from_config(build(vocab_size=40, num_key_value_heads=2, **sizes)).eval()
     whole.load_state_dict(narrow.state_dict())
     tokens = torch.arange(3, 15)[None]
-    (change,) = (change for change in changes(narrow) if "window of 3" in change.what)
+    (settings,) = (settings for what, _, settings in changes(narrow) if "window of 3" in what)
     with torch.no_grad():
         before = narrow(input_ids=tokens).logits
-        change.apply()
-        assert torch.allclose(narrow(input_ids=tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
-        change.undo()
+        with set_for_a_while(settings):
+            assert torch.allclose(narrow(input_ids=tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
         assert torch.equal(narrow(input_ids=tokens).logits, before)
 
 
-def test_an_adapter_is_switched_off_once_it_does_something_and_has_to_earn() -> None:
-    setup = build_setup(schooled_config("model.lora={r: 4, alpha: 8}"))
-    with closing(setup.run):
-        model = causal_lm(setup.policy.model)
-        assert not any("adapter" in change.what for change in changes(model))
-        before = answer_logp(setup, golds(setup))
-        for name, parameter in model.named_parameters():
+def test_an_adapter_is_switched_off_once_it_does_something() -> None:
+    subject = build_subject(schooled_config("model.lora={r: 4, alpha: 8}"))
+    with closing(subject.run):
+        problems = subject.problems(4)
+
+        def likely() -> list[float]:
+            return [float(logp.sum()) for logp in subject.answer_logp(problems)]
+
+        assert not list(adapters(subject))
+        before = likely()
+        for name, parameter in causal_lm(subject.policy.model).named_parameters():
             if ".lora_B." in name:
                 parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-        spoilt = answer_logp(setup, golds(setup))
-        (change,) = (change for change in changes(model) if "adapter" in change.what)
-        assert change.has_to_earn
-        change.apply()
-        assert answer_logp(setup, golds(setup)) == before != spoilt
-        change.undo()
-        assert answer_logp(setup, golds(setup)) == spoilt
+        spoilt = likely()
+        (hypothesis,) = adapters(subject)
+        with hypothesis.apply(subject):
+            assert likely() == before != spoilt
+        assert likely() == spoilt
 
 
 def test_answers_that_nothing_stands_before_have_a_likelihood() -> None:
-    setup = build_setup(schooled_config())
-    with closing(setup.run):
-        gold = golds(setup)[0]
-        padded = Gold((setup.policy.pad_id,), gold.answer)
-        assert answer_logp(setup, [Gold((), gold.answer), gold]) == answer_logp(setup, [padded, gold])
+    subject = build_subject(schooled_config())
+    with closing(subject.run):
+        problems, pad = subject.problems(2), (subject.policy.pad_id,)
+        ways = (subject.swapped(prompt=lambda problem, prompt=prompt: prompt) for prompt in ((), pad))
+        bare, padded = ([float(logp.sum()) for logp in way.answer_logp(problems)] for way in ways)
+        assert bare == padded
 
 
 def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
     """A model that writes the commonest answer whatever it is asked finds these likelier than one that reads."""
-    same, others = [Gold((1,), (5,))] * 9, [Gold((1,), (n,)) for n in range(9)]
-    assert not _tells_apart([*same, *others[:1]], [-0.4] * 10)
-    assert _tells_apart([*same, *others[:1]], [-0.1] * 10)
-    assert _tells_apart(others, [-5.0] * 9)
+
+    def tells(answers: list[int], logp: float) -> bool:
+        problems = [Problem(str(i), "", answer) for i, answer in enumerate(answers)]
+        subject = SimpleNamespace(answer=lambda problem: (problem.answer,))
+        by = Hypothesis("", "", "", "", swap())
+        return _tells_apart(subject, Likelier(by, problems, [logp] * len(answers), [logp] * len(answers)))
+
+    assert not tells([5] * 9 + [0], -0.4)
+    assert tells([5] * 9 + [0], -0.1)
+    assert tells([*range(9)], -5.0)
 
 
-def test_what_was_split_is_put_back_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_set_is_put_back_where_memory_ends() -> None:
     model, _ = fresh_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    (change,) = (change for change in changes(model) if "group by group" in change.what)
-    joined, cat = iter(range(9)), torch.cat
-
-    def at_the_second(*rows: Any, **options: Any) -> torch.Tensor:
-        if next(joined):
-            raise torch.OutOfMemoryError("no memory")
-        return cat(*rows, **options)
-
-    monkeypatch.setattr(torch, "cat", at_the_second)
-    with pytest.raises(torch.OutOfMemoryError):
-        change.apply()
-    monkeypatch.undo()
+    settings = next(settings for what, _, settings in changes(model) if "one matrix" in what)
+    *chosen, (owner, name, _) = settings()
+    with pytest.raises(TypeError), set_for_a_while(lambda: [*chosen, (owner, name, "no tensor")]):
+        pass
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
