@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 
-from keel.lab.doctor.causes import CAUSES
-from keel.lab.doctor.findings import CODES, Code
-from keel.lab.doctor.probes import PROBES
-from keel.lab.doctor.suspects import SUSPECTS, Suspect
-from keel.lab.thresholds import shipped_thresholds
+from keel.doctor.causes import CAUSES
+from keel.doctor.findings import CODES, Code
+from keel.doctor.measures import MEASURES
+from keel.doctor.suspects import SUSPECTS, Suspect
+from keel.doctor.thresholds import shipped_thresholds
 from pages.tables import anchored, prose, table
 
 HEAD = """# Findings
@@ -43,7 +42,7 @@ def findings_page() -> str:
     thresholds = table(("threshold", "alarm", "unit", "reason"), rows)
     experiments = table(
         ("experiment", "what it does"),
-        ((name, prose((inspect.getdoc(probe) or "").splitlines()[0])) for name, probe in PROBES),
+        ((measure.name, prose(measure.about)) for measure in MEASURES),
     )
     hypotheses = table(
         ("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"),

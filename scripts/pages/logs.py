@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keel.lab.doctor.names import SHORT, TRAINERS, PeerTrainer
+from keel.doctor.names import SHORT, TRAINERS, PeerTrainer
 from pages.tables import table
 
 HEAD = """# Names in logs of other trainers

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import yaml
 
-from keel.lab.doctor.names import TRAINERS
+from keel.doctor.names import TRAINERS
 from pages.tables import table
 
 HEAD = """# Metrics

@@ -112,7 +112,7 @@ def test_the_wheel_is_held_against_every_file_of_the_package():
     assert files >= {
         "keel/py.typed",
         "keel/configs/default.yaml",
-        "keel/lab/thresholds.yaml",
+        "keel/doctor/thresholds.yaml",
         "keel/lab/report/page.css",
     }
     assert not any("__pycache__" in name for name in files)
