@@ -12,7 +12,7 @@ from keel.doctor.findings import finding
 from keel.doctor.subject import Power, Subject
 from keel.doctor.verdict import Outcome, failed_measure
 from keel.envs.calls import TooManyHungCalls
-from keel.reference.base import NoSingleModel
+from keel.reference.weights import NoSingleModel
 from keel.rollout.engine import ModelMismatch, StaleWeights
 
 OnOutcome = Callable[[Outcome, float], None]

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from keel.reference.weights import ReferenceWeights, Sharder
 
 
-class NoSingleModel(KeelError):
-    """The reference is no one model: teachers by task, or a server."""
-
-
 @runtime_checkable
 class Reference(Protocol):
     """The policy that the KL is measured against.

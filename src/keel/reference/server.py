@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.base.json_http import RequestFailed, ask, below, check_reachable, shown
 from keel.models.loaded import LoadedModel
-from keel.reference.base import NoSingleModel
-from keel.reference.weights import Sharder
+from keel.reference.weights import NoSingleModel, Sharder
 
 TRIES = 6
 BACKOFF_S = 1.0

@@ -15,9 +15,9 @@ from keel.models.fingerprint import fingerprint
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
-from keel.reference.base import NoSingleModel, RuleReference
+from keel.reference.base import RuleReference
 from keel.reference.full import movable
-from keel.reference.weights import OffloadedTensors, Sharder
+from keel.reference.weights import NoSingleModel, OffloadedTensors, Sharder
 
 
 class _Frozen:

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from keel.doctor import runs as reading
 from keel.doctor.judge import Accuracy, describe_state, state
 from keel.doctor.runs import RunRecord, read_run
 from keel.doctor.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.kl import KLState
-from keel.lab import runs as reading
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
