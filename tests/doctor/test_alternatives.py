@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from keel.doctor.draws import Draws, tail_masses, tightest, uniform_p_value
 from keel.doctor.probes.alternatives import Context, alternatives, applied, filter_odds, fitted
-from keel.doctor.probes.draws import Draws, tail_masses, tightest, uniform_p_value
 from keel.rollout.sampling import SamplingParams
 
 PLAIN, END = SamplingParams(), 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.doctor.probes.derivative import wrong_derivatives
+from keel.doctor.derivative import wrong_derivatives
 
 
 class Bowl(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.doctor.probes.draws import (
+from keel.doctor.draws import (
     Draws,
     best_temperature,
     chance_of,

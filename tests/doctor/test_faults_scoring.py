@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from doctor import faults
 from doctor.followed import check_named_first, repeated
 from doctor.schooled import schooled_config
+from keel.doctor import gradient, scoring
 from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
-from keel.doctor.probes import gradient, scoring
 from keel.doctor.probes.masks import are_rounded_away
 from keel.doctor.probes.noise import noise_findings
-from keel.doctor.probes.scoring import probe_scoring
+from keel.doctor.scoring import measure_scoring
 from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
@@ -172,13 +171,13 @@ def test_the_fault_is_named_first(fault: str) -> None:
 def test_rows_that_mix_are_not_called_padding() -> None:
     with closing((setup := build_subject(schooled_config(scorer("right")))).run):
         for score, code, phrase in (
-            (faults.rolled, "scoring/mismatch", "have the log-probabilities of another row"),
-            (faults.by_length, "scoring/mismatch", "have the log-probabilities of another row"),
-            (faults.shared_between_rows, "scoring/mismatch", "beside a row of its own length"),
+            (faults.rolled, "scoring/mismatch", "has the scores of another one"),
+            (faults.by_length, "scoring/mismatch", "has the scores of another one"),
+            (faults.shared_between_rows, "scoring/mismatch", "scored alone"),
             (faults.left_padding_that_is_seen, "scoring/positions", "without padding"),
         ):
             broken = replace(setup, built=replace(setup.built, run=replace(setup.run, scorer=score)), of_batch={})
-            (finding,) = probe_scoring(broken, load_thresholds()).findings
+            (finding,) = measure_scoring(broken).findings
             assert finding.code == code, score
             assert phrase in finding.evidence
 
@@ -208,7 +207,7 @@ def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPa
     for name, codes in ((scorer("detached"), ["scoring/gradient"]), (None, [])):
         setup = build_subject(schooled_config("model.dtype=bfloat16", *([name] if name else [])))
         with closing(setup.run):
-            result = probe_scoring(setup, load_thresholds())
+            result = measure_scoring(setup)
         assert [finding.code for finding in result.findings] == codes
         assert "gradient_error" in result.figures
         assert [line for line in result.unchecked if "expected BFloat16" in line]
@@ -227,32 +226,10 @@ def test_a_gradient_without_room_is_all_that_is_not_checked(monkeypatch: pytest.
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         monkeypatch.setattr(gradient, "_gradient_error", full)
-        outcome = probe_scoring(setup, load_thresholds())
+        outcome = measure_scoring(setup)
     assert [finding.code for finding in outcome.findings] == ["scoring/mismatch"]
     assert [line.partition(":")[0] for line in outcome.unchecked] == ["scoring/gradient"]
     assert "gap_max" in outcome.figures
-
-
-@pytest.mark.parametrize(
-    ("scored", "named"),
-    [(0.2, False), (0.26, False), (0.0, True), (0.05, True)],
-    ids=["right", "rounded", "kept", "behind"],
-)
-def test_rounding_of_changed_weights_is_no_score_of_others(scored: float, named: bool) -> None:
-    """A change of the weights moves each log-probability by 0.2 nats; in bfloat16 scores are off by 0.06."""
-    start = torch.full((1, 3), -1.0)
-    scores, forwards = iter((start, start + scored)), iter((start + 0.2,))
-    setup: Any = SimpleNamespace(
-        batch=SimpleNamespace(completions=[SimpleNamespace(tokens=(1, 2, 3))], width=3),
-        mask=torch.ones(1, 3, dtype=torch.bool),
-        policy=SimpleNamespace(dtype=torch.bfloat16, model=torch.nn.Linear(1, 1, dtype=torch.bfloat16)),
-        run=SimpleNamespace(amp_dtype=None),
-        perturbed=lambda seed: nullcontext(),
-        logp=lambda: next(scores),
-        forward_logp=lambda: next(forwards),
-    )
-    found = [*scoring._of_changed_weights(setup, start, load_thresholds())]
-    assert [finding.code for finding in found] == ["scoring/mismatch"] * named
 
 
 SURE = "rollout.temperature=0.05"  # at which the policy is certain of what it writes
@@ -261,7 +238,7 @@ SURE = "rollout.temperature=0.05"  # at which the policy is certain of what it w
 def test_scores_are_tried_on_text_that_is_not_certain() -> None:
     setup = build_subject(schooled_config(SURE, scorer("last_token_zero")))
     with closing(setup.run):
-        outcome = probe_scoring(setup, load_thresholds())
+        outcome = measure_scoring(setup)
     assert outcome.figures["gap_max"] < 1e-3  # the end's own log-probability is as near to 0
     assert [finding.code for finding in outcome.findings] == ["scoring/shifted"]
 

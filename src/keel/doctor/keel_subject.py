@@ -64,6 +64,7 @@ class KeelSubject(Subject):
     of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
     thresholds: Thresholds = field(default_factory=load_thresholds)
     budget: Budget = field(default_factory=Budget)
+    found: set[str] = field(default_factory=set)
     cut_from: KeelSubject | None = None  # the setup of all that was sampled, where the batch holds less of it
 
     def lacks(self, power: Power) -> str:
@@ -197,6 +198,12 @@ class KeelSubject(Subject):
 
     def sync(self) -> None:
         self.run.engine.sync(self.policy.model, next(_VERSIONS))
+
+    @property
+    def written(self) -> Tensor:
+        """`[B, T]`: the tokens of the batch's completions, trained or not."""
+        counts = torch.tensor([len(c.tokens) for c in self.batch.completions], device=self.mask.device)
+        return torch.arange(self.batch.width, device=self.mask.device) < counts[:, None]
 
     @property
     def in_half_precision(self) -> bool:

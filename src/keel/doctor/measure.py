@@ -67,6 +67,7 @@ def examine(
         )
         outcome = replace(outcome, undecided=(*outcome.undecided, *subject.budget.take_undecided()))
         outcomes[measure.name] = outcome
+        subject.found.update(finding.code for finding in outcome.findings if finding.severity == "error")
         if on_outcome is not None:
             on_outcome(outcome, time.monotonic() - began)
     return list(outcomes.values())

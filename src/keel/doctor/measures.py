@@ -22,11 +22,11 @@ from keel.doctor.probes.prompts import probe_prompts
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.reference import probe_reference
 from keel.doctor.probes.sampler import probe_sampler
-from keel.doctor.probes.scoring import probe_scoring
-from keel.doctor.probes.sync import probe_sync
 from keel.doctor.probes.travel import probe_travel
 from keel.doctor.probes.truncation import probe_truncation
 from keel.doctor.probes.update import probe_update
+from keel.doctor.scoring import measure_scoring
+from keel.doctor.sync import measure_sync
 
 
 def _probe(name: str, probe: Any, *codes: str, **how: Any) -> Measure:
@@ -51,9 +51,17 @@ MEASURES: tuple[Measure, ...] = (
     _probe("travel", probe_travel, passes=True),
     _probe("exploration", probe_exploration, passes=True),
     _probe("masks", probe_masks, passes=True),
-    _probe("scoring", probe_scoring, passes=True),
+    Measure("scoring", measure_scoring, measure_scoring.__doc__ or "", ("scoring/*",), ("score",), passes=True),
     _probe("sampler", probe_sampler, passes=True),
-    _probe("weight sync", probe_sync, "sampler/stale", passes=True, quick=False),
+    Measure(
+        "weight sync",
+        measure_sync,
+        measure_sync.__doc__ or "",
+        ("sampler/stale",),
+        needs=("sample", "sync"),
+        passes=True,
+        quick=False,
+    ),
     _probe("reference", probe_reference, passes=True),
     _probe("advantage", probe_advantage, skill=True),
     _probe("objective", probe_objective),

@@ -71,6 +71,7 @@ class Subject(ABC):
     powers: ClassVar[frozenset[Power]] = frozenset()
     thresholds: Thresholds
     budget: Budget
+    found: set[str]  # codes of the errors that earlier measures have found
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keel.doctor.probes.draws import Draws, filters
+from keel.doctor.draws import Draws, filters
 from keel.rollout.sampling import SamplingParams
 
 _REPETITION = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)

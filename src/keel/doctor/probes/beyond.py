@@ -18,7 +18,7 @@ from keel.doctor.probes.continued import (
     other_prompt_finding,
     rounded,
 )
-from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
+from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 
 _LATER = 32  # turns that are looked at

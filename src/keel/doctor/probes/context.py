@@ -16,9 +16,9 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion
+from keel.doctor.draws import Draws, chance_of, draws, unfiltered
 from keel.doctor.gap import in_half_precision
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.draws import Draws, chance_of, draws, unfiltered
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.request import Request
 

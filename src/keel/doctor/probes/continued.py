@@ -17,6 +17,15 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Completion, Group
+from keel.doctor.draws import (
+    Draws,
+    batch_draws,
+    best_temperature,
+    filters,
+    tail_masses,
+    unfiltered,
+    uniform_p_value,
+)
 from keel.doctor.evidence import log_mean_exp
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import (
@@ -31,15 +40,6 @@ from keel.doctor.gap import (
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import alternatives
 from keel.doctor.probes.context import added_text
-from keel.doctor.probes.draws import (
-    Draws,
-    batch_draws,
-    best_temperature,
-    filters,
-    tail_masses,
-    unfiltered,
-    uniform_p_value,
-)
 from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import row_logits

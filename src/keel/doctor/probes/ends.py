@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from keel.base.types import Completion, Group
+from keel.doctor.draws import draws, tail_masses, uniform_p_value
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.draws import draws, tail_masses, uniform_p_value
 from keel.doctor.thresholds import Thresholds
 
 

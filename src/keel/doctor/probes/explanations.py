@@ -11,11 +11,7 @@ import torch
 
 from keel.doctor.advice import setting
 from keel.doctor.advice import unfiltered as whole_distribution
-from keel.doctor.findings import Finding, Severity, finding
-from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.alternatives import Alternative, alternatives, applied
-from keel.doctor.probes.alternatives import fitted as fitted_alternative
-from keel.doctor.probes.draws import (
+from keel.doctor.draws import (
     FEW,
     Draws,
     best_temperature,
@@ -26,6 +22,10 @@ from keel.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
+from keel.doctor.findings import Finding, Severity, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alternatives import Alternative, alternatives, applied
+from keel.doctor.probes.alternatives import fitted as fitted_alternative
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
-from keel.doctor.findings import Finding, finding
-from keel.doctor.gap import average, in_half_precision, largest
-from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.alternatives import alternatives, applied, fitted
-from keel.doctor.probes.draws import (
+from keel.doctor.draws import (
     Draws,
     batch_draws,
     chance_of,
@@ -25,6 +21,10 @@ from keel.doctor.probes.draws import (
     unfiltered,
     uniform_p_value,
 )
+from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import average, in_half_precision, largest
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alternatives import alternatives, applied, fitted
 from keel.doctor.probes.ends import end_findings
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.subject import STRONG_NOISE

@@ -11,6 +11,7 @@ from random import Random
 import torch
 
 from keel.base.types import Group
+from keel.doctor.draws import Draws, batch_draws, draws, most_tokens
 from keel.doctor.evidence import (
     level,
     log_mean_exp,
@@ -21,8 +22,7 @@ from keel.doctor.evidence import (
 )
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.draws import Draws, batch_draws, draws, most_tokens
-from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
+from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from keel.base.types import Group
 from keel.doctor.advice import either, setting
 from keel.doctor.advice import unfiltered as whole_distribution
+from keel.doctor.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import (
     average,
@@ -27,7 +28,6 @@ from keel.doctor.gap import (
 )
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.continued import other_prompt_finding
-from keel.doctor.probes.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 

@@ -9,11 +9,7 @@ from dataclasses import replace
 import torch
 
 from keel.base.types import Group
-from keel.doctor.findings import Finding
-from keel.doctor.gap import in_half_precision, largest
-from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.alternatives import Alternative, alternatives, filter_odds
-from keel.doctor.probes.draws import (
+from keel.doctor.draws import (
     Draws,
     batch_draws,
     best_temperature,
@@ -22,6 +18,10 @@ from keel.doctor.probes.draws import (
     first_tokens,
     most_tokens,
 )
+from keel.doctor.findings import Finding
+from keel.doctor.gap import in_half_precision, largest
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alternatives import Alternative, alternatives, filter_odds
 from keel.doctor.probes.explanations import configured_finding, drawn_finding
 from keel.doctor.probes.masks import foreign
 from keel.doctor.probes.noise import (
@@ -33,7 +33,7 @@ from keel.doctor.probes.noise import (
     noise_findings,
 )
 from keel.doctor.probes.reported import Reports, filtered_findings, later_turns_findings, reported_finding
-from keel.doctor.probes.strange import STRANGE_STEPS, strange_turns
+from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trl.trainer.utils import split_tensor_dict
 
 from keel.base.errors import KeelError, first_line
+from keel.doctor.draws import Draws
 from keel.doctor.gap import average, largest
-from keel.doctor.probes.draws import Draws
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import Text, each_logits, perturbed_weights
 from keel.integrations.trl.preflight.subject import patched, trainable

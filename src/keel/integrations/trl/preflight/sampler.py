@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from keel.doctor.draws import tail_masses, unfiltered, uniform_p_value
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import largest
-from keel.doctor.probes.draws import tail_masses, unfiltered, uniform_p_value
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.doctor.weights import Text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keel.doctor.draws import best_temperature
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import average, largest
-from keel.doctor.probes.draws import best_temperature
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject

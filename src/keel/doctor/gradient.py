@@ -9,11 +9,11 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
+from keel.doctor.derivative import wrong_derivatives
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import in_half_precision
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.derivative import wrong_derivatives
-from keel.doctor.probes.modes import eval_mode, is_active_dropout, no_dropout
+from keel.doctor.modes import eval_mode, is_active_dropout, no_dropout
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import Text, most_logits, perturbed_weights
 from keel.trainer.batch import score_micro
