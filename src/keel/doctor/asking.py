@@ -323,7 +323,7 @@ def _worded(subject: KeelSubject, ways: dict[str, Callable[[str], str]], **how: 
     for name, way in ways.items():
         yield asked(
             f"where questions are asked {name}",
-            lambda problem, way=way: subject.prompt(reworded(problem, way)),
+            partial(lambda way, problem: subject.prompt(reworded(problem, way)), way),
             "the data ask in another wording than the model was taught: normalised, marked up, or several at once",
             "ask as the model was taught; nothing, if it is to learn this wording",
             **how,

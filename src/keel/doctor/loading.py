@@ -191,17 +191,17 @@ def _family(model: nn.Module) -> Iterator[tuple[str, str, Settings]]:
     for other in ACTIVATIONS if found else ():
         function = ACT2FN[other]
         if not any(type(own) is type(function) for _, _, own in found):
-            yield f"{other} for the activation", _OTHER, lambda f=function: [(m, n, f) for m, n, _ in found]
+            yield f"{other} for the activation", _OTHER, partial(lambda f: [(m, n, f) for m, n, _ in found], function)
     attentions: list[Any] = [m for m in model.modules() if hasattr(m, "head_dim") and hasattr(m, "k_proj")]
     rotary: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
     widths = {m.head_dim for m in attentions} | {2 * len(m.inv_freq) for m in rotary}
     odd = any(hasattr(m, "q_norm") or not hasattr(m, "scaling") for m in attentions)
     for width in widths if len(widths) == 1 and rotary and not odd else ():
         base = float(rotary[0].inv_freq[1]) ** (-width / 2) if width > 2 else 1e4
-        for other in (width // 2, 2 * width):
-            if other % 2 == 0 and not any(m.k_proj.weight.shape[0] % other for m in attentions):
-                settings = partial(_heads, attentions, rotary, width, other, base)
-                yield f"heads of {other} in place of {width} dimensions", _OTHER, settings
+        for size in (width // 2, 2 * width):
+            if size % 2 == 0 and not any(m.k_proj.weight.shape[0] % size for m in attentions):
+                settings = partial(_heads, attentions, rotary, width, size, base)
+                yield f"heads of {size} in place of {width} dimensions", _OTHER, settings
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     windows = [config for config in configs.values() if getattr(config, "sliding_window", None)]
     if windows and all(hasattr(config, "max_position_embeddings") for config in windows):
@@ -224,7 +224,7 @@ def _frequencies(count: int, base: float, like: torch.Tensor) -> torch.Tensor:
 def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[str, str, Settings]]:
     """Other bases of the positions, and queries and keys with their halves in the place of every other row."""
     owners: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor) and m.inv_freq.dim() == 1
+        m for m in model.modules() if isinstance(f := getattr(m, "inv_freq", None), torch.Tensor) and f.dim() == 1
     ]
     if len({len(m.inv_freq) for m in owners}) != 1:  # none, or heads of several sizes
         return
@@ -233,7 +233,7 @@ def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[str, str,
         yield (
             f"rotary positions of base {base:g}",
             _CONVERTED,
-            lambda base=base: [(m, "inv_freq", _frequencies(half, base, m.inv_freq)) for m in owners],
+            partial(lambda base: [(m, "inv_freq", _frequencies(half, base, m.inv_freq)) for m in owners], base),
         )
     rotated = [
         p
@@ -248,7 +248,11 @@ def _rotary(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[str, str,
         ("every other row in the place of rotary halves", order.argsort()),
     ):
         if rotated:
-            yield what, _CONVERTED, lambda chosen=chosen: [(p, "data", _reordered(p, chosen)) for p in rotated]
+            yield (
+                what,
+                _CONVERTED,
+                partial(lambda chosen: [(p, "data", _reordered(p, chosen)) for p in rotated], chosen),
+            )
 
 
 def _reordered(weight: nn.Parameter, order: torch.Tensor) -> torch.Tensor:
@@ -276,18 +280,18 @@ def _places(layers: nn.ModuleList) -> Iterator[tuple[str, str, Settings]]:
         if named[one].shape == named[other].shape:
             pairs = [*zip(of_all(one, other), of_all(other, one), strict=True)]
             what = f"{one} and {other} of all layers exchanged"
-            yield what, _CONVERTED, lambda pairs=pairs: [(a, "data", b.data) for a, b in pairs]
+            yield what, _CONVERTED, partial(lambda pairs: [(a, "data", b.data) for a, b in pairs], pairs)
     squares = [name for name, weight in named.items() if weight.dim() == 2 and weight.shape[0] == weight.shape[1]]
     for names in [(name,) for name in squares] + ([tuple(squares)] if len(squares) > 1 else []):
         turned, what = of_all(*names), f"{' and '.join(names)} of all layers transposed"
-        yield what, _CONVERTED, lambda turned=turned: [(p, "data", p.data.t().contiguous()) for p in turned]
+        yield what, _CONVERTED, partial(lambda turned: [(p, "data", p.data.t().contiguous()) for p in turned], turned)
     modules, count = layers._modules, len(layers)
     near = [(i, i + 1) for i in range(count - 1)]
     for i, j in combinations(range(count), 2) if count <= ALL_PAIRS else near:
         yield (
             f"layers {i} and {j} exchanged",
             _CONVERTED,
-            lambda i=i, j=j: [(modules, str(i), layers[j]), (modules, str(j), layers[i])],
+            partial(lambda i, j: [(modules, str(i), layers[j]), (modules, str(j), layers[i])], i, j),
         )
     if count > 2:
         turn: Settings = lambda: [(modules, str(i), layers[count - 1 - i]) for i in range(count)]  # noqa: E731

@@ -139,8 +139,9 @@ def is_server(model: str | Mapping[str, str]) -> bool:
 
 def knows_top_only(reference: Reference | None) -> bool:
     """Whether a teacher is behind a server, which tells the log-probabilities of its top tokens."""
-    rules = isinstance(reference, RuleReference)
-    return rules and any(each.server is not None for each in (reference, *reference.by_task.values()))
+    if not isinstance(reference, RuleReference):
+        return False
+    return any(each.server is not None for each in (reference, *reference.by_task.values()))
 
 
 def shortest_context(policy: int | None, *references: Reference | None) -> int | None:

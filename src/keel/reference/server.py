@@ -28,7 +28,8 @@ PROBED = 64  # tokens whose log-probabilities tell one model from another
 OTHER_MODEL = 0.2  # nats per token: far above rounding, far below the difference of two models
 LARGEST_EXCESS = 1e-3  # over 1 of a sum of probabilities
 Entry = Mapping[str, Mapping[str, Any]]  # of one token: log-probabilities and texts by token id
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompt and completion
 
 
@@ -96,7 +97,7 @@ class ServerTeacher:
     def score(self, sequences: Sequences, k: int) -> list[Tensor]:
         """The states of `KnownTokens` `[T, 2(k + 1)]` of each sequence's T completion tokens."""
         unique = list(dict.fromkeys((tuple(prompt), tuple(completion)) for prompt, completion in sequences))
-        states = dict(zip(unique, self._each(lambda pair: self._states(*pair, k), unique), strict=True))
+        states = dict(zip(unique, self._each(lambda pair: self._states(pair[0], pair[1], k), unique), strict=True))
         return [states[tuple(prompt), tuple(completion)] for prompt, completion in sequences]
 
     # -- as the weights of a reference ------------------------------------------------------------------------------
