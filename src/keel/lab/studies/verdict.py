@@ -109,7 +109,7 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
     known = {figure: changes for figure in names if (changes := _changes(summaries, figure))}
     adjusted: dict[str, float | None] = {}
     for family in (known.keys() & {"accuracy_change"}, known.keys() - {"accuracy_change"}):
-        adjusted |= holm({f"{name} {label}": p_value_of(known[name][label]) for name in family for label in known[name]})
+        adjusted |= holm({f"{name} {label}": p_value_of(x) for name in family for label, x in known[name].items()})
     sentences: list[Sentence] = []
     for figure, changes in known.items():
         least, most = (end(changes, key=lambda label: changes[label].mean) for end in (min, max))
@@ -119,7 +119,8 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
         significant = _significant(figure, changes, p_values) if tested else {}
         better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
         said = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
-        result = "; ".join(said) or f"{'none beyond chance' if tested else 'too few seeds to test'}: {' to '.join(ends)}"
+        nothing = "none beyond chance" if tested else "too few seeds to test"
+        result = "; ".join(said) or f"{nothing}: {' to '.join(ends)}"
         harmed = len(worse) == len(changes) or changes[most].mean < 0
         tone = "bad" if harmed else "warn" if worse else "good" if better and figure == "accuracy_change" else "plain"
         how = " (paired over seeds, Holm)" if tested else ""
