@@ -1,9 +1,10 @@
-"""What docs/simplex.js draws: gradients, optima and descents of three-token policies, by the functions of `keel verify`."""
+"""What docs/simplex.js draws for three-token policies, by `keel verify`: gradients, optima and descents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,9 +74,7 @@ def simplex_data() -> dict[str, Any]:
 
 def lattice() -> list[tuple[float, float, float]]:
     """The policies of the lattice, row by row; all inside the simplex."""
-    return [
-        (i / SIDE, j / SIDE, (SIDE - i - j) / SIDE) for i in range(1, SIDE - 1) for j in range(1, SIDE - i)
-    ]
+    return [(i / SIDE, j / SIDE, (SIDE - i - j) / SIDE) for i in range(1, SIDE - 1) for j in range(1, SIDE - i)]
 
 
 def _pairing(estimator: str, placement: str, form: str, sampling: str) -> dict[str, Any]:
@@ -95,7 +94,9 @@ def _pairing(estimator: str, placement: str, form: str, sampling: str) -> dict[s
 
 def _bandit(policies: Tensor) -> Bandit:
     """Policies `[3, N]` with the same reference and sampler."""
-    columns = (torch.tensor(p, dtype=torch.float64).log().unsqueeze(-1).expand_as(policies) for p in (REFERENCE, SAMPLER))
+    columns = (
+        torch.tensor(p, dtype=torch.float64).log().unsqueeze(-1).expand_as(policies) for p in (REFERENCE, SAMPLER)
+    )
     return Bandit(policies.log(), *columns)
 
 
@@ -125,7 +126,7 @@ def _descents(fact: Any) -> list[Flat]:
 def _spread(path: Sequence[Tensor]) -> list[Tensor]:
     """Some points of a path, about as far apart, and its end."""
     lengths = [0.0]
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         lengths.append(lengths[-1] + (after - before).norm().item())
     wanted = [lengths[-1] * k / (SHOWN - 1) for k in range(SHOWN - 1)]
     chosen = [next(n for n, length in enumerate(lengths) if length >= at) for at in wanted]

@@ -71,7 +71,9 @@ def measured_gradient(fact: Fact, bandit: Bandit) -> Tensor:
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
     """The error of a bandit's enumerated gradient against the row's claim, and whether the claim is proven."""
-    return judge(fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit))
+    return judge(
+        fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit)
+    )
 
 
 def judge(
