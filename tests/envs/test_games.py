@@ -62,6 +62,18 @@ def test_its_reward_is_the_sum_and_correct_from_success_on() -> None:
         assert episode.game.closed == 1
 
 
+def test_notes_tell_what_each_turn_earned_and_what_the_model_did_not_read() -> None:
+    """The last answer is read by nobody; the others are where a view shortens them."""
+    for view, unread in ((None, (2,)), (lambda text: "short", (0, 1, 2))):
+        coins = task(view=view)
+        with play_turns(coins, coins.sample(1, seed=0, step=0)[0], "hth") as (episode, _):
+            notes = [note.splitlines() for note in episode.turn_notes()]
+            coin = episode.game.coin
+        assert [note[0] for note in notes] == ["reward 0.333333", "reward 0", "reward 0.333333"]
+        assert [index for index, note in enumerate(notes) if len(note) == 2] == list(unread)
+        assert notes[2][1] == coin
+
+
 def test_each_episode_has_a_randomness_of_its_own() -> None:
     coins = task()
     problems = coins.sample(2, seed=0, step=0)

@@ -26,6 +26,7 @@ from keel.envs.problems import held_out_problems, seeded_rng, training_problems
 SEEDS = 2**31
 LONGEST_GAME = 1000  # turns of a player after which its game counts as endless
 LOCK_PATIENCE_S = 10.0
+NOTED_CHARACTERS = 2000  # of an environment's answer in the notes of a turn
 
 Messages = Sequence[Message]
 Player = Callable[[Any, str], str]  # the package's environment and the last observation, to the next turn
@@ -121,6 +122,7 @@ class GameEpisode(Episode):
 
     def __init__(self, task: GameTask, problem: Problem) -> None:
         self.task, self.problem, self.total = task, problem, 0.0
+        self._notes = list[str]()
         self.opening, self.observation = list[Message](), ""
         self.random = RandomStream(task.name, task.identity(problem))
         with self.random:
@@ -144,6 +146,8 @@ class GameEpisode(Episode):
     def seen(self, outcome: Outcome) -> Messages | str | None:
         """Count what a turn earned; what the model reads next, or None."""
         self.total += float(outcome.reward)
+        unread = _text(outcome.messages) if outcome.over or self.task.view else ""
+        self._notes.append(f"reward {outcome.reward:g}\n{unread[:NOTED_CHARACTERS]}".strip())
         if outcome.over:
             return None
         messages = self.task.viewed(outcome.messages)
@@ -155,6 +159,10 @@ class GameEpisode(Episode):
 
     def counts(self) -> Mapping[str, float]:
         return self.game.counts()
+
+    def turn_notes(self) -> list[str]:
+        """What each turn earned, and the environment's answer where the model does not read it as it is."""
+        return self._notes
 
     def close(self) -> Any:
         self.game.close()

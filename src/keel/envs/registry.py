@@ -30,6 +30,7 @@ from keel.envs.textarena import textarena
 from keel.envs.tool_list import tools_of
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S
 from keel.envs.trl import trl
+from keel.envs.verifiers import verifiers
 from keel.envs.with_tools import WithTools, with_tools
 
 
@@ -140,6 +141,7 @@ PACKAGES: dict[str, Callable[..., Task]] = {
     "skyrl_gym": skyrl_gym_around,
     "textarena": textarena,
     "trl": trl_around,
+    "verifiers": verifiers,
 }
 # Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}

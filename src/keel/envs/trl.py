@@ -152,7 +152,9 @@ def trl(
         row = columns(problem, problem.prompt if task is not None else "")
         name = row.pop("environment", None) if isinstance(made, Mapping) else None
         if name not in factories:
-            raise KeelError(f"{problem.key}: environment is {name!r}, and trl:{factory} has {', '.join(factories)}")
+            raise KeelError(
+                f"{problem.key}: environment is {name!r}, and trl:{factory} has {', '.join(map(str, factories))}"
+            )
         return TrlGame(factories[name](), row, toolbox, limits, judge)
 
     options = {"player": imported("player", player), "success": success, "kind": TrlEpisode}
