@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.metadata
 import itertools
 import json
 import logging
 import queue
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, first_line
@@ -83,11 +86,17 @@ class VerifiersTask(Dataset):
         """Play episodes with a model: the function that is given plays one of a problem."""
         from keel.envs.verifiers_chat import KeelRendering
 
-        async with self._serving(model, KeelRendering(model.renderer, model.sampling["stop"])) as play:
+        async with self.served(model, KeelRendering(model.renderer, model.sampling["stop"])) as play:
             yield play
 
+    @cached_property
+    def stage(self) -> Stage:
+        """Where its scripted episodes are played."""
+        return Stage(self)
+
     @asynccontextmanager
-    async def _serving(self, model: ModelAccess, rendering: Rendering) -> AsyncIterator[Play]:
+    async def served(self, model: ModelAccess, rendering: Rendering) -> AsyncIterator[Play]:
+        """As `playing`, with a renderer of the caller's."""
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment
 
@@ -139,6 +148,38 @@ class VerifiersTask(Dataset):
         )
 
 
+class Stage:
+    """Where the scripted episodes of a task are played: one endpoint and one environment, until the process ends."""
+
+    def __init__(self, task: VerifiersTask) -> None:
+        self.scripts: dict[str, Scripted] = {}
+        self.over, self.play = asyncio.Event(), Future[Any]()
+        self.running = LOOP.submit(self._run(task))
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.over.set()
+
+        LOOP.submit(end())
+        LOOP.wait([self.running], 5.0, HungCalls())
+
+    async def _run(self, task: VerifiersTask) -> None:
+        from keel.envs.verifiers_chat import TextRendering
+
+        async def answer(body: GenerateBody) -> Completion:
+            return await self.scripts[body.sampling_params.noise.problem].answer(body)
+
+        try:
+            async with Endpoint(answer, secret := secrets.token_urlsafe(24)).serving() as url:
+                model = ModelAccess(url, secret, None, {}, {}, LONGEST_GAME)
+                async with task.served(model, TextRendering()) as play:
+                    self.play.set_result(play)
+                    await self.over.wait()
+        except Exception as error:
+            self.play.set_exception(error)
+
+
 class Scripted(Episode):
     """An episode of verifiers whose model turns are the texts given to `step`.
 
@@ -153,14 +194,13 @@ class Scripted(Episode):
         self.asked: tuple[list[Message], Future[Completion]] | None = None
         self.running = LOOP.submit(self._play())
         self.running.future.add_done_callback(lambda _: self.calls.put(None))
-        self.begun = False
 
     def step(self, text: str) -> list[Message] | None:
         before, done = self._next() or self._over()
         tokens = tuple(text.encode())
         zeros = (0.0,) * len(tokens)
         done.set_result(Completion(tokens, (True,) * len(tokens), zeros, zeros, text, "eos"))
-        self.begun, self.asked = True, None
+        self.asked = None
         if (asked := self._next()) is None:
             self._result()  # raises if the episode failed
             return None
@@ -198,18 +238,20 @@ class Scripted(Episode):
             raise CallFailed("raised", played.failure)
         return played
 
+    async def answer(self, body: GenerateBody) -> Completion:
+        """The text of the next step, as the completion of a request."""
+        done: Future[Completion] = Future()
+        self.calls.put((json.loads(bytes(body.token_ids)), done))
+        return await asyncio.wrap_future(done)
+
     async def _play(self) -> PlayedEpisode:
-        from keel.envs.verifiers_chat import TextRendering
-
-        async def answer(body: GenerateBody) -> Completion:
-            done: Future[Completion] = Future()
-            self.calls.put((json.loads(bytes(body.token_ids)), done))
-            return await asyncio.wrap_future(done)
-
-        async with Endpoint(answer, secret := "scripted").serving() as url:
-            model = ModelAccess(url, secret, None, {}, {}, LONGEST_GAME)
-            async with self.task._serving(model, TextRendering()) as play:
-                return await play(self.problem, 0)
+        name, stage = f"script {next(_numbers)}", self.task.stage
+        stage.scripts[name] = self
+        try:
+            play = await asyncio.wrap_future(stage.play)
+            return await play(replace(self.problem, key=name), 0)  # type: ignore[no-any-return]
+        finally:
+            del stage.scripts[name]
 
 
 def verifiers(

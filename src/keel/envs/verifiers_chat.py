@@ -55,16 +55,15 @@ class KeelChat(vf.Harness[vf.HarnessConfig]):
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
-            headers, begun = {"Authorization": f"Bearer {secret}"}, False
+            headers = {"Authorization": f"Bearer {secret}"}
             while True:
                 async with client.post(f"{endpoint}/chat/completions", headers=headers, json=body) as answer:
                     text = await answer.text()
                 if answer.status != 200:
-                    full = begun and OVERFLOW in text  # the episode ends here, and is graded
+                    full = trace.num_turns > 0 and OVERFLOW in text  # the episode ends here, and is graded
                     return vf.ProgramResult(0 if full else 1, "", text)
                 message = json.loads(text)["choices"][0]["message"]
                 messages.append(message)
-                begun = True
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
                 for call in message["tool_calls"]:

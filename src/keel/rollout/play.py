@@ -7,6 +7,7 @@ drew, each is trained once, and all share the episode's reward.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,10 +185,9 @@ class PlayCollector(Collector):
         played: dict[Key, PlayedEpisode] = {}
         drawing = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         stops = {"stop": list(sampling.stop)}
-        async with Endpoint(answer, "in this process", context=self.engine.context).serving() as url:
-            access = ModelAccess(
-                url, "in this process", self.renderer, {**drawing, **stops}, noise, max_turns=self.max_turns
-            )
+        secret = secrets.token_urlsafe(24)
+        async with Endpoint(answer, secret, context=self.engine.context).serving() as url:
+            access = ModelAccess(url, secret, self.renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
             async with self.task.playing(access) as play:
 
                 async def player() -> None:
