@@ -102,7 +102,7 @@ class EpisodeCalls(CallQueue):
             end = time.monotonic() + self.timeout_s
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
     """An episode as `judged` reads it, with the prompt of its group left out of its branches."""
 
@@ -111,9 +111,12 @@ class _Result:
     failed: bool
     turns: Sequence[str]
     whole: Completion
+    counts: Mapping[str, float] = field(default_factory=dict)
+    described: list[dict[str, Any]] = field(default_factory=list)  # nothing: its program does not tell turns apart
 
-    def completion(self, counts: Mapping[str, float], policy_version: int | None) -> Completion:
+    def completion(self, policy_version: int | None, *, several_turns: bool) -> Completion:
         branches = tuple(replace(branch, policy_version=policy_version) for branch in self.whole.branches)
+        counts = {"turn/count": float(len(self.turns)), **self.counts} if several_turns else {}
         return replace(self.whole, counts=counts, policy_version=policy_version, branches=branches)
 
 
