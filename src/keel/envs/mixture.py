@@ -160,6 +160,10 @@ def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mi
     shares = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(tasks)
     if not tasks:
         raise KeelError("a mixture needs at least one task")
+    if playing := [task.name for task in tasks if task.plays]:
+        raise KeelError(
+            f"a mixture cannot contain {playing[0]}, whose episodes call the model themselves: train it alone"
+        )
     if len(shares) != len(tasks):
         raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one per task")
     if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:
