@@ -55,7 +55,9 @@ def main() -> None:
         earned = [float(row["reward"]) for row in rows if row["environment"] == name]
         means = [sum(earned[i : i + WINDOW]) / len(earned[i : i + WINDOW]) for i in range(0, len(earned), WINDOW)]
         axes.plot(range(1, len(earned) + 1), earned, color="#0b6e6e", alpha=0.35, linewidth=1)
-        axes.plot([i * WINDOW + (WINDOW + 1) / 2 for i in range(len(means))], means, "o-", color="#0b6e6e", markersize=4)
+        axes.plot(
+            [i * WINDOW + (WINDOW + 1) / 2 for i in range(len(means))], means, "o-", color="#0b6e6e", markersize=4
+        )
         axes.set_title(name, fontsize=9)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -309,7 +309,7 @@ def test_a_server_that_is_down_is_found_before_the_policy_loads(section: str) ->
         "model.name=no/such:loader",
     ]
     with pytest.raises(KeelError, match=rf"the teacher at http://127.0.0.1:1/v1 is down: .*{section}\.model"):
-        build_policy(small_config(*options))
+        build_policy(small_config(*options, "model.name=no/such:loader"))
 
 
 def test_the_served_model_is_named(server: LogprobServer) -> None:
