@@ -403,14 +403,3 @@ def test_check_task_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_users_own_task() -> None:
     made = build_task("keel.envs.arithmetic:arithmetic", skill="max")
     assert made == replace(arithmetic("max"))
-
-
-def test_names_tell_sizes_apart() -> None:
-    tasks = [arithmetic(), arithmetic(high=49), arithmetic("sort"), arithmetic("sort", digits=5), arithmetic(digits=2)]
-    names = ["add", "add-0..49", "sort", "sort-5", "add-10..99"]
-    assert [task.name for task in tasks] == [f"arithmetic/{name}" for name in names]
-
-
-def test_an_impossible_target_says_so() -> None:
-    with pytest.raises(KeelError, match="countdown found no problem"):
-        countdown(numbers=2, high=9, target_low=5000, target_high=9000).sample(1, seed=0, step=0)

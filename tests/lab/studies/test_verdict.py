@@ -8,9 +8,8 @@ import pytest
 
 from keel.eval.statistics import estimate, holm
 from keel.lab.studies.grid import Axis, Value
-from keel.lab.studies.report import study_page
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
-from keel.lab.studies.table import format_figure, points_csv, summarise, table_csv, table_md
+from keel.lab.studies.table import points_csv, summarise, table_csv
 from keel.lab.studies.verdict import verdict
 
 
@@ -138,15 +137,6 @@ def test_failed_runs_are_no_seeds():
     assert any(text.startswith("2 seeds a point: ") for text in texts_of(rows, "a=1"))
 
 
-def test_one_point_with_figures_is_compared_with_nothing():
-    rows = [row("a=1", seed, 0.5 + 0.1 * seed, axis="a") for seed in range(3)]
-    rows += [row("a=2", seed, 0.9, axis="a", state="failed") for seed in range(3)]
-    texts = texts_of(rows, "a=2")
-    assert "Without a value for accuracy: a=2." in texts
-    assert any(text.startswith("a=1: accuracy 60.0 % ± ") and "the only point" in text for text in texts)
-    assert "The baseline a=2 has no value for accuracy, so there is no comparison." in texts
-
-
 def test_equal_means_are_no_lead():
     same = {"a=1": (0.4, 0.5, 0.6), "a=2": (0.6, 0.5, 0.4), "a=3": (0.5, 0.4, 0.6)}
     rows = [row(point, seed, value, axis="a") for point, right in same.items() for seed, value in enumerate(right)]
@@ -212,33 +202,6 @@ def test_tables_hold_what_was_measured():
     for part in ("mean", "low", "high", "p"):
         assert float(table["beta=0"][f"copy:change_{part}"]) == pytest.approx(getattr(change, part))
     assert float(table["beta=0"]["accuracy_before_mean"]) == 0.3
-
-
-def test_the_table_to_paste():
-    lines = table_md(summarise(beta_study(), "beta=0"), "beta=0").splitlines()
-    assert lines[0] == (
-        "| point | accuracy before | accuracy | accuracy change | reward | KL(policy‖start) | KL(start‖policy) "
-        "| old skills before | old skills | old skills change | runs |"
-    )
-    assert lines[2].startswith("| beta=0 (baseline) | 30.0 % | 91.0 % ± 2.5 | +61.0 ± 2.5 points | 0.91 ± 0.025 |")
-    assert lines[2].endswith("| 80.0 % | 48.7 % ± 3.8 | -31.3 ± 3.8 points | 3 |")
-    assert len({line.count("|") for line in lines}) == 1
-    assert format_figure("reward", estimate([0.5])) == "0.5"
-    assert format_figure("accuracy_after", estimate([0.5])) == "50.0 %"
-    assert format_figure("accuracy_after", estimate([0.5]), difference=True) == "+50.0 points"
-    assert format_figure("forgetting", estimate([-0.05])) == "-5.0 points"
-    assert format_figure("reward", None) == "–"
-
-
-def test_the_page_stands_alone():
-    rows = beta_study()
-    summaries = summarise(rows, "beta=0")
-    text = study_page("a <b> study", "keel ablate x", summaries, "beta=0", verdict(summaries, "beta=0", "reward"))
-    assert "a &lt;b&gt; study" in text
-    assert "<svg" in text
-    assert "src=" not in text
-    assert "https:" not in text
-    assert ">beta=0.01</text>" in text  # the points' names under a chart
 
 
 # ---------------------------------------------------------------------------------------------- against the start
@@ -307,27 +270,3 @@ def test_with_few_seeds_nothing_is_tested_against_the_start(seeds):
         assert "Holm" not in text
     assert " -10.0" in said["accuracy"][1]
     assert "-30.0" in said["copy"][1]
-
-
-def test_skills_have_a_table_of_their_own():
-    tables = table_md(summarise(harmed(("a=1", -0.05, -0.1, 0.2)), "a=1"), "a=1").split("\n\n")
-    assert len(tables) == 2
-    assert tables[1].splitlines()[0] == (
-        "| point | copy before | copy | copy change | max before | max | max change | runs |"
-    )
-    assert (
-        "| 80.0 % | 70.0 % ± 0.2 | -10.0 ± 0.2 points | 80.0 % | 100.0 % ± 0.2 | +20.0 ± 0.2 points | 3 |" in tables[1]
-    )
-    summaries = summarise(harmed(("a=1", -0.05, -0.1, 0.2)), "a=1")
-    page = study_page("t", "c", summaries, "a=1", [])
-    assert "Old skills</h2>" in page
-    for cell in ("accuracy before", "accuracy change", "copy before", "-10.0 ± 0.2 points"):
-        assert cell in page
-
-
-def test_a_study_without_a_start_shows_dashes():
-    rows = [replace(r, figures={**r.figures, "accuracy_before": None}) for r in beta_study()]
-    lines = table_md(summarise(rows, "beta=0"), "beta=0").splitlines()
-    assert lines[0].startswith("| point | accuracy before | accuracy | accuracy change |")
-    assert lines[2].startswith("| beta=0 (baseline) | – | 91.0 % ± 2.5 | – |")
-    assert not any("against the start" in text for text in texts_of(rows, "beta=0"))

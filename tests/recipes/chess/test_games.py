@@ -139,28 +139,3 @@ def test_the_command_plays_counts_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert data["ci95"][1] > 0.4
     assert pgn.read_text().count("[Event") == 2
     assert sorted(path.name for path in boards.iterdir()) == ["game-001.svg", "game-002.svg"]
-
-
-def test_the_table_fits_a_terminal_of_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["play", "tiny", "--games", "2", "--max-tokens", "4"]) == 0
-    shown = capsys.readouterr().out
-    for word in ("games", "wins", "draws", "losses", "forfeits", "unfinished", "score [95 %]", "plies"):
-        assert f"{word} " in shown
-    assert "…" not in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--opponent", "stockfisch"], "did you mean 'stockfish'"),
-        (["--nodes", "5"], "--nodes needs --opponent stockfish"),
-        (["--padding", "wide"], "unknown chess padding"),
-        (["--pgn", "nowhere/games.pgn"], "the folder nowhere does not exist"),
-    ],
-)
-def test_options_that_mean_nothing_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["play", "tiny", *words]) == 2
-    assert said in capsys.readouterr().err
