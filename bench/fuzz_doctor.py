@@ -44,8 +44,8 @@ from keel.base.errors import KeelError
 from keel.base.files import encode
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.lab.doctor import preflight
-from keel.lab.doctor.examine import examine
+from keel.doctor import preflight
+from keel.doctor.examine import examine
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").rglob("*.yaml"))
 FAULTS = Path(faults.__path__[0])

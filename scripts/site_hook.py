@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 from pages import reference_pages
+from pages.simplex import simplex_script
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
@@ -27,6 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
     made = {**reference_pages(), **{page: (ROOT / source).read_text() for page, source in PAGES.items()}}
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "simplex-data.js", content=simplex_script()))
     written = [*made.values(), *(page.content_string for page in files.documentation_pages())]
     for target in sorted({_in_site(link[1]) for text in written for link in LINK.findall(text)}):
         if files.get_file_from_path(target) is None and (ROOT / target).is_file():

@@ -147,13 +147,11 @@ def test_zieglers_pace_is_the_tutorials():
 
 # (page, what the page says of an option's default, the option): the figure is read from the page.
 DEFAULTS = [
-    ("migrate.md", r"`rollout\.max_completion_length` is (\d+)", "rollout.max_completion_length"),
-    ("migrate.md", r"TRL's default is 512, Keel's is (\d+)", "rollout.max_completion_length"),
-    ("migrate.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
-    ("migrate.md", r"TRL's default is dapo, Keel's is (\w+);", "loss.loss_type"),
+    ("other-trainers.md", r"`rollout\.max_completion_length` is (\d+)", "rollout.max_completion_length"),
+    ("other-trainers.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
     ("tools.md", r"up to `rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
     ("rewards.md", r"`reward\.on_error`: `(\w+)` \(default\)", "reward.on_error"),
-    ("case-musique.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
+    ("cases.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
 ]
 
 

@@ -55,6 +55,9 @@ class Full(Task):
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         return Reward(float(len(turns)))
 
+    def stratum(self, problem: Problem) -> str:
+        return "hard"
+
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         return {"groups": float(len(groups))}
 

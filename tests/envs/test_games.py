@@ -42,7 +42,7 @@ class Coin(Game):
 
 
 def task(**options: Any) -> SeededTask:
-    return SeededTask("coins", Coin, player=lambda env, observation: "h", **options)
+    return SeededTask("coins", lambda problem: Coin(), player=lambda env, observation: "h", **options)
 
 
 def test_it_is_a_sound_task() -> None:
@@ -60,6 +60,18 @@ def test_its_reward_is_the_sum_and_correct_from_success_on() -> None:
             assert episode.reward().parts == {"correct": correct}
             assert replies[-1] is None
         assert episode.game.closed == 1
+
+
+def test_notes_tell_what_each_turn_earned_and_what_the_model_did_not_read() -> None:
+    """The last answer is read by nobody; the others are where a view shortens them."""
+    for view, unread in ((None, (2,)), (lambda text: "short", (0, 1, 2))):
+        coins = task(view=view)
+        with play_turns(coins, coins.sample(1, seed=0, step=0)[0], "hth") as (episode, _):
+            notes = [note.splitlines() for note in episode.turn_notes()]
+            coin = episode.game.coin
+        assert [note[0] for note in notes] == ["reward 0.333333", "reward 0", "reward 0.333333"]
+        assert [index for index, note in enumerate(notes) if len(note) == 2] == list(unread)
+        assert notes[2][1] == coin
 
 
 def test_each_episode_has_a_randomness_of_its_own() -> None:
@@ -119,7 +131,7 @@ def test_a_view_is_what_the_model_and_the_player_read() -> None:
         seen.append(observation)
         return "h"
 
-    coins = SeededTask("coins", Coin, player, view=lambda text: text.upper()[:1])
+    coins = SeededTask("coins", lambda problem: Coin(), player, view=lambda text: text.upper()[:1])
     problem = coins.sample(1, seed=0, step=0)[0]
     assert problem.prompt == [{"role": "user", "content": "T"}]
     with play_turns(coins, problem, "h") as (_, replies):
@@ -132,7 +144,7 @@ def test_a_view_is_what_the_model_and_the_player_read() -> None:
 def test_an_environment_that_does_not_repeat_is_refused() -> None:
     ticks = iter(range(100))
     with pytest.raises(KeelError, match=r"^coins .*same seed"):
-        SeededTask("coins", lambda: Coin(lambda: str(next(ticks)))).check()
+        SeededTask("coins", lambda problem: Coin(lambda: str(next(ticks)))).check()
 
 
 def test_an_environment_that_does_not_start_is_one_line() -> None:
@@ -140,7 +152,7 @@ def test_an_environment_that_does_not_start_is_one_line() -> None:
         raise AssertionError("no server\nat all")
 
     with pytest.raises(KeelError, match=r"^coins does not start: AssertionError: no server$"):
-        SeededTask("coins", lambda: Coin(broken)).check()
+        SeededTask("coins", lambda problem: Coin(broken)).check()
 
 
 def test_a_game_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

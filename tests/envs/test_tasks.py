@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,11 +309,30 @@ def test_generated_countdowns_are_solved_by_their_gold(seed: int, numbers: int) 
 def test_mixture_shares_and_judges_where_it_belongs() -> None:
     mixed = mixture([arithmetic("max"), countdown(), arithmetic("copy")], [3, 1, 0])
     problems = mixed.sample(400, seed=0, step=0)
-    share = Counter(p.info["mixture"] for p in problems)
-    assert share[2] == 0
-    assert 0.65 < share[0] / 400 < 0.85
+    assert Counter(p.info["mixture"] for p in problems) == {0: 300, 1: 100}
+    assert [p.info["mixture"] for p in problems] != sorted(p.info["mixture"] for p in problems)
     assert Counter(p.info["mixture"] for p in mixed.held_out(40)) == {0: 30, 1: 10}
     assert not mixed.multi_turn
+
+
+def test_a_share_that_is_no_whole_number_is_rounded_and_right_on_average() -> None:
+    mixed = mixture([arithmetic("max"), arithmetic("min"), arithmetic("copy")], [0.1, 0.55, 0.35])
+    counts = [Counter(p.info["mixture"] for p in mixed.sample(5, seed=1, step=step)) for step in range(1000)]
+    assert {tuple(sorted(c.values())) for c in counts} <= {(1, 1, 3), (1, 2, 2), (2, 3)}
+    assert {c[0] for c in counts} == {0, 1}
+    for index, weight in enumerate([0.1, 0.55, 0.35]):
+        assert sum(c[index] for c in counts) / 5000 == pytest.approx(weight, abs=0.01)
+
+
+def test_data_in_a_mixture_are_seen_once_an_epoch(tmp_path: Path) -> None:
+    def rows(name: str, number: int) -> dict[str, Any]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"question": f"{name} {i}", "answer": i}) + "\n" for i in range(number)))
+        return {"name": "dataset", "data": {"path": str(path)}, "held_out": 2}
+
+    mixed = build_task("mixture", tasks=[rows("a", 32), rows("b", 12)], weights=[3, 1])
+    seen = [p.prompt for step in range(10) for p in mixed.sample(4, seed=0, step=step)]
+    assert len(set(seen)) == len(seen) == 40
 
 
 def test_no_total_of_a_mixture_hides_another() -> None:

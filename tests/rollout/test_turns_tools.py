@@ -322,6 +322,39 @@ def test_a_turns_budget_cuts_the_turn_and_the_episode_goes_on() -> None:
     assert completion.stop_reason == "length"  # no call in it: the episode is over, cut off
 
 
+def test_a_completion_describes_its_turns() -> None:
+    """Their lengths are those of what was sampled and replied, in order; notes are the calls as they were read."""
+    tokenizer = CHATS["chatml"].tokenizer
+    written = [["<tool_call>{oops</tool_call>", calling("Rye"), "done"], [calling("x" * 200), "done"], ["done"]]
+    engine = Scripted(tokenizer, written)
+    group = play(engine, tokenizer, 3, max_turn_length=60)
+    for sample, completion in enumerate(group.completions):
+        assert [turn["tokens"] for turn in completion.turns] == [len(turn) for turn in engine.said[sample]]
+        lengths = [
+            (n, flag) for turn in completion.turns for n, flag in ((turn["tokens"], True), (turn["reply"], False))
+        ]
+        assert completion.action == tuple(flag for n, flag in lengths for _ in range(n))
+        assert [bool(turn["reply"]) for turn in completion.turns] == [True] * (len(written[sample]) - 1) + [False]
+    first, second, third = ([(turn["stop_reason"], turn["note"]) for turn in c.turns] for c in group.completions)
+    assert [stop for stop, _ in first] == ["eos"] * 3
+    assert "malformed" in first[0][1]
+    assert first[1][1] == "→ weather(city='Rye')"
+    assert [stop for stop, _ in second] == ["length", "eos"]
+    assert third == [("eos", "")]
+
+
+def test_notes_that_fail_are_shown_and_fail_nothing_else() -> None:
+    def raising(episode: Any) -> Any:
+        raise OSError("no board")
+
+    tokenizer = CHATS["chatml"].tokenizer
+    for notes, shown in ((raising, ["turn_notes raised OSError: no board", ""]), (lambda episode: [3], ["3", ""])):
+        task = Weather(episode=type("Odd", (Counted,), {"turn_notes": notes}))
+        group = play(Scripted(tokenizer, [[calling(), "done"]]), tokenizer, 1, task=task)
+        assert [turn["note"] for turn in group.completions[0].turns] == shown
+        assert group.rewards[0].parsed
+
+
 def test_the_episodes_budget_counts_everything_after_the_prompt() -> None:
     tokenizer = CHATS["chatml"].tokenizer
     whole = play(Scripted(tokenizer, [[calling(), "done"]]), tokenizer, 1).completions[0]

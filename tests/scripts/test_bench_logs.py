@@ -12,7 +12,7 @@ import pytest
 
 import doctor
 from faults import logs
-from keel.lab.doctor.findings import CODES
+from keel.doctor.findings import CODES
 
 OPERATORS = doctor.register()
 
@@ -69,7 +69,7 @@ def test_kl_and_groups_are_those_of_a_run_that_begins_at_its_reference(healthy: 
 
 
 def test_the_names_of_trl_are_those_of_its_own_log(tmp_path: Path) -> None:
-    own = json.loads((ROOT / "tests/lab/doctor/trl_runs/good-two-rewards/trainer_state.json").read_text())
+    own = json.loads((ROOT / "tests/doctor/trl_runs/good-two-rewards/trainer_state.json").read_text())
     written = set()
     for seed in range(8):  # a log may have lost a metric
         folder = logs.write_log(logs.healthy_log(seed, "trl", "state"), tmp_path / str(seed))

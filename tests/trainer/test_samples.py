@@ -13,6 +13,7 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
+from keel.envs.curriculum import Curriculum
 from keel.kl.measure import controlled_kl
 from keel.losses import MismatchOptions
 from keel.run.build import build_policy, build_run
@@ -150,7 +151,9 @@ def test_the_final_policy_is_measured_on_fresh_samples() -> None:
         state = train_step(run, train_step(run, state).state).state
         wait_for_sampler(run, state)
         measured = measure_final(run, state)
-        batch = score_policy(score_reference(pack_step(sample_groups(run, run.collect, 0, 2)[0], run), run), run)
+        batch = score_policy(
+            score_reference(pack_step(sample_groups(run, run.collect, 0, 2, Curriculum()).groups, run), run), run
+        )
     rows = batch.rows
     u = (rows.old_logp - rows.ref_logp)[rows.action_mask].double()  # type: ignore[operator]
     assert measured["kl/policy_ref/k1/mean"] == pytest.approx(u.mean().item(), rel=1e-9)

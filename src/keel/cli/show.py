@@ -13,7 +13,8 @@ from keel.cli.app import app, print_json
 SHOW_HELP = """Print the recorded rollouts of a step: prompts, completions, log-ratios, rewards, advantages.
 
 Sampled tokens are coloured by their log-ratio to the reference, a k1 sample of the KL (orange: more likely than under
-the reference, blue: less likely). Tool and user messages between turns are marked as context; they are not trained on.
+the reference, blue: less likely). An episode is shown turn by turn: what the policy sampled, the calls or the reward of
+the turn, and the replies of tools or the environment, which are not trained on.
 
 Examples:
 
@@ -34,6 +35,7 @@ def show(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of completions.")] = 16,
+    full: Annotated[bool, typer.Option("--full", help="Print long episodes and replies whole.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
 ) -> int:
@@ -52,5 +54,5 @@ def show(
     from keel.lab.report.terminal import show_rollouts
 
     console = Console(no_color=True if no_color else None, highlight=False)
-    show_rollouts(str(run), shown_step, selected, console, recorded=len(records))
+    show_rollouts(str(run), shown_step, selected, console, recorded=len(records), full=full)
     return 0

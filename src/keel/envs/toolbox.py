@@ -24,6 +24,7 @@ KINDS = (*ERRORS, "too_long")
 MAX_CALLS = 16  # per turn
 TURN_S = 20.0  # time limit for all calls of a turn; raised to the largest limit of a tool
 MAX_HUNG = 8  # hanging calls of a tool per concurrent call
+NOTED_CHARACTERS = 80  # of an argument in the notes of a turn
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class ToolEpisode(Episode):
         totals = {"tool/calls": float(len(results)), "tool/errors": float(wrong)}
         return {**totals, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
 
+    def turn_notes(self) -> list[str]:
+        """The calls of each turn as they were parsed, and what went wrong."""
+        return ["\n".join(map(_written, results)) for results in self.results]
+
     def close(self) -> None:
         """Close the sessions of this episode."""
         for session in self.sessions.values():
@@ -201,6 +206,19 @@ def _turn_limit(turn_s: float | None, offered: Iterable[Tool]) -> float | None:
     """The time limit for the calls of one turn, at least that of each tool."""
     limits = [turn_s, *(tool.timeout_s for tool in offered)]
     return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def _written(result: ToolResult) -> str:
+    """A call in one line, such as `→ search(query='x'): unknown tool`."""
+    call, wrong = result.call, (result.kind or "").replace("_", " ")
+    arguments = ", ".join(f"{name}={_shortened(repr(value))}" for name, value in (call.arguments or {}).items())
+    return (
+        f"→ {call.name}({arguments}){': ' * bool(wrong)}{wrong}" if call.fault is None else f"→ {wrong}: {call.fault}"
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= NOTED_CHARACTERS else f"{text[:NOTED_CHARACTERS]}…"
 
 
 def _error(call: ToolCall, kind: str, reason: str) -> ToolResult:

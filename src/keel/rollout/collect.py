@@ -35,7 +35,9 @@ class _Trajectory:
     filtered_logp: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     transcript: list[str] = field(default_factory=list)  # turns and replies, in order
+    described: list[dict[str, Any]] = field(default_factory=list)  # the turns as `Completion.turns` has them
     stop_reason: str = ""
+    counts: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False  # its environment raised or hung
 
     def append_turn(self, turn: Completion, *, only_filtered: bool = False) -> None:
@@ -47,6 +49,7 @@ class _Trajectory:
         self.filtered_logp += turn.filtered_logp if unknown is None else turn.sample_logp
         self.turns.append(turn.text)
         self.transcript.append(turn.text)
+        self.described.append({"tokens": len(turn.tokens), "reply": 0, "stop_reason": turn.stop_reason, "note": ""})
         self.stop_reason = turn.stop_reason
 
     def append_reply(self, reply: Reply, tokens: Sequence[int]) -> None:
@@ -55,8 +58,9 @@ class _Trajectory:
         self.sample_logp += [0.0] * len(tokens)
         self.filtered_logp += [0.0] * len(tokens)
         self.transcript += [reply] if isinstance(reply, str) else [message["content"] for message in reply]
+        self.described[-1]["reply"] = len(tokens)
 
-    def completion(self, counts: Mapping[str, float], policy_version: int | None) -> Completion:
+    def completion(self, policy_version: int | None, *, several_turns: bool) -> Completion:
         return Completion(
             tokens=tuple(self.tokens),
             action=tuple(self.action),
@@ -64,8 +68,9 @@ class _Trajectory:
             filtered_logp=tuple(self.filtered_logp),
             text="\n".join(self.transcript),
             stop_reason=self.stop_reason,
-            counts=counts,
+            counts={"turn/count": float(len(self.turns)), **self.counts} if several_turns else {},
             policy_version=policy_version,
+            turns=tuple(self.described) if several_turns else (),
         )
 
 
@@ -109,7 +114,7 @@ class Collector:
             raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
         if self.max_turns > 1 and not task.multi_turn:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
-        _check_keys(problems)
+        check_keys(problems)
         all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
         full_prompts = [self.renderer.prompt(problem) for problem in problems]
         longest, cut_by = self.max_prompt_length, self.truncation
@@ -117,7 +122,7 @@ class Collector:
         noise = {"seed": self.seed, "attempt": attempt, "step": step}
         budget = sampling.max_completion_length
         limit = None if self.max_turn_length is None else min(self.max_turn_length, budget)
-        _check_context(engine, problems, prompts, sampling)
+        check_context(engine, problems, prompts, sampling)
         requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
         group_of = {problem.key: group for group, problem in enumerate(problems)}
         trajectories: dict[tuple[int, int], _Trajectory] = {}
@@ -159,12 +164,12 @@ class Collector:
             cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
             noted = [with_prompt_tokens_cut(problem, count) for problem, count in zip(problems, cut, strict=True)]
             finished = [trajectories[key] for key in sorted(trajectories)]
-            groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
+            groups = judged(task, noted, prompts, finished, runner.episodes, judge, version)
         finally:
             failures = runner.close()
         for key, failure in failures:
             judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
-        groups = _of_all(self.world, groups, judge, recorded, all_problems)
+        groups = of_all(self.world, groups, judge, recorded, all_problems)
         if all_problems and not groups:
             raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
         if self.release:
@@ -172,7 +177,7 @@ class Collector:
         return groups
 
 
-def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
+def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
     """Gather the groups of all processes in the order of the problems, and their failures after `recorded`."""
     if world.size == 1:
         return groups
@@ -238,7 +243,7 @@ def _request(
     )
 
 
-def _judged(
+def judged(
     task: Task,
     problems: Sequence[Problem],
     prompts: Sequence[tuple[int, ...]],
@@ -253,33 +258,47 @@ def _judged(
         by_group[trajectory.group].append(trajectory)
     for problem, prompt, members in zip(problems, prompts, by_group, strict=True):
         transcripts = [Transcript.of(t.turns, episodes.get((t.group, t.sample))) for t in members]
-        counts = [{"turn/count": float(len(t.turns))} if task.multi_turn else {} for t in members]
-        read_counts = partial(_read_counts, task, problem, transcripts, judge, counts)
-        rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read_counts)
+        read = partial(_read_episode, task, problem, transcripts, judge, members)
+        rewards = judge.judge(problem, transcripts, {t.sample for t in members if t.failed}, read)
         if rewards is not None:
-            completions = tuple(t.completion(c, version) for t, c in zip(members, counts, strict=True))
+            completions = tuple(t.completion(version, several_turns=task.multi_turn) for t in members)
             groups.append(Group(problem, prompt, completions, rewards))
     return groups
 
 
-def _read_counts(
+def _read_episode(
     task: Task,
     problem: Problem,
     transcripts: Sequence[Transcript],
     judge: Judge,
-    counts: Sequence[dict[str, float]],
+    members: Sequence[_Trajectory],
     sample: int,
 ) -> bool:
-    """Add an episode's counters; on failure record it and return False."""
+    """Read an episode's counters and notes; on failure record it and return False."""
     episode = transcripts[sample].episode
     if episode is None or not task.multi_turn:
         return True
     try:
-        counts[sample].update(call_sync(_counts, episode, timeout_s=judge.options.timeout_s, hung=judge.hung))
+        counts, notes = call_sync(_counts_and_notes, episode, timeout_s=judge.options.timeout_s, hung=judge.hung)
     except CallFailed as failure:
         judge.record(f"{task.name}.counts", problem, sample, failure)
         return False
+    members[sample].counts = counts
+    for turn, note in zip(members[sample].described, notes, strict=False):
+        turn["note"] = note
     return True
+
+
+def _counts_and_notes(episode: Episode) -> tuple[dict[str, float], list[str]]:
+    return _counts(episode), _notes(episode)
+
+
+def _notes(episode: Episode) -> list[str]:
+    """The notes of an episode; they are only shown, so an error becomes the first of them."""
+    try:
+        return [str(note) for note in episode.turn_notes()]
+    except Exception as error:
+        return [f"turn_notes raised {type(error).__name__}: {error}"]
 
 
 def _counts(episode: Episode) -> dict[str, float]:
@@ -298,7 +317,7 @@ def with_prompt_tokens_cut(problem: Problem, cut: int) -> Problem:
     return replace(problem, info=info)
 
 
-def _check_context(
+def check_context(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
     """Refuse an episode that could exceed the model's context, before sampling."""
@@ -312,7 +331,7 @@ def _check_context(
             )
 
 
-def _check_keys(problems: Sequence[Problem]) -> None:
+def check_keys(problems: Sequence[Problem]) -> None:
     seen: set[str] = set()
     for problem in problems:
         if problem.key in seen:

@@ -27,10 +27,13 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
     tokens removed by left truncation; `messages` are the task's.
 
     `tokens`, `action` and `kl` are parallel: a token's text, whether the policy sampled it (tool output and later user
-    turns are false), and log π − log p; `kl` is null if not measured.
+    turns are false), and log π − log p; `kl` is null if not measured. `policy_term` is false if only the KL penalty
+    trains the completion. `turns` describe the turns of an episode in order, see `Completion`.
     """
     shown, kl, shaped = batch.groups[:groups], token_kl(batch), shaped_advantages(batch.rows)
     rows = sum(len(group.completions) for group in shown)
+    mask = batch.rows.action_mask if batch.rows.policy_mask is None else batch.rows.policy_mask
+    trained = mask[:rows].any(-1).tolist()
     kl, shaped = (None if x is None else x[:rows].cpu() for x in (kl, shaped))
     records, row = [], 0
     for number, group in enumerate(shown):
@@ -54,7 +57,9 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
                     **({"details": reward.details} if reward.details else {}),
                     "advantage": None if shaped is None else float(shaped[row]),
                     "stop_reason": completion.stop_reason,
+                    **({} if trained[row] else {"policy_term": False}),
                     **({"counts": dict(completion.counts)} if completion.counts else {}),
+                    **({"turns": list(completion.turns)} if completion.turns else {}),
                     **({} if (version := completion.policy_version) is None else {"policy_version": version}),
                 }
             )

@@ -55,14 +55,15 @@ def _term(fact: Fact) -> Formula:
 
     def by_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
         if divergence is None:
-            return kl.exact_kl(logp.T, ref.T, direction).unsqueeze(-1)
+            return kl.exact_kl(logp.transpose(0, -1), ref.transpose(0, -1), direction).unsqueeze(-1)
         values = divergence(logp.T, ref.T, torch.arange(len(logp)).unsqueeze(0))
         return values.reshape(-1, 1)
 
     return formula_of(fact, by_vocabulary)
 
 
-def _measured(fact: Fact, bandit: Bandit) -> Tensor:
+def measured_gradient(fact: Fact, bandit: Bandit) -> Tensor:
+    """The expected gradient of a token-level row's term on a bandit, by enumeration."""
     if fact.placement == "loss":
         return gradient_in_loss(_term(fact), bandit, fact.sampling)
     return gradient_in_reward(_term(fact), bandit, fact.sampling, placement=fact.placement)
@@ -70,7 +71,9 @@ def _measured(fact: Fact, bandit: Bandit) -> Tensor:
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
     """The error of a bandit's enumerated gradient against the row's claim, and whether the claim is proven."""
-    return judge(fact.expected_gradient, _measured(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit))
+    return judge(
+        fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit)
+    )
 
 
 def judge(
@@ -98,7 +101,7 @@ def judge(
 
 def _near(fact: Fact, bandit: Bandit) -> tuple[Tensor, dict[str, Tensor]]:
     close_by = bandit.with_sampler_near()
-    return _measured(fact, close_by), close_by.kl_gradients
+    return measured_gradient(fact, close_by), close_by.kl_gradients
 
 
 def value_holds(fact: Fact, bandit: Bandit) -> bool:

@@ -23,12 +23,17 @@ OPTIMUM: dict[float, tuple[float, float]] = {
 }
 
 
+def optimal_policy(reference: Tensor, reward: Tensor, beta: float) -> Tensor:
+    """log π* with π* ∝ p·e^{R/β}, which maximises E[R] − β·KL(π‖p)."""
+    return (reference + reward / beta).log_softmax(0)
+
+
 def closed_form(beta: float) -> tuple[float, float]:
-    """Accuracy and KL of π* ∝ p·e^{R/β}."""
+    """Accuracy and KL of the optimal policy."""
     reference = torch.full((OUTCOMES,), 1 / OUTCOMES, dtype=torch.float64).log()
     reward = torch.zeros(OUTCOMES, dtype=torch.float64)
     reward[0] = 1.0
-    best = (reference + reward / beta).log_softmax(0)
+    best = optimal_policy(reference, reward, beta)
     return best[0].exp().item(), kl.exact_kl(best, reference).item()
 
 

@@ -21,7 +21,10 @@ ON, OFF, STALE = "on", "off", "stale"
 
 @dataclass(frozen=True)
 class Bandit:
-    """A one-step problem: three categorical distributions over the same outcomes, by their logits, float64 `[V]`."""
+    """A one-step problem: three categorical distributions over the same outcomes, by their logits, float64 `[V]`.
+
+    Gradients of one token take N problems at once, `[V, N]`.
+    """
 
     policy: Tensor
     reference: Tensor

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from keel.doctor import runs as reading
+from keel.doctor.judge import Accuracy, describe_state, state
+from keel.doctor.runs import RunRecord, read_run
+from keel.doctor.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.kl import KLState
-from keel.lab import runs as reading
-from keel.lab.judge import Accuracy, describe_state, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -30,14 +32,13 @@ from keel.lab.plots.charts import (
     wants_log,
 )
 from keel.lab.report import html
+from keel.lab.report.episode import completion, span
 from keel.lab.report.html import charts
 from keel.lab.report.panels import PANELS, panels
 from keel.lab.report.rollouts import colour_scale, facts, readable
-from keel.lab.report.samples import all_completions, pick, section, span, tokens
+from keel.lab.report.samples import all_completions, pick, section
 from keel.lab.report.sections import flatten, retention_table, seconds, since
 from keel.lab.report.verdict import accuracy, kl_figures, labels, sentences
-from keel.lab.runs import RunRecord, read_run
-from keel.lab.thresholds import load_thresholds
 from keel.loggers import RunDirectory
 from keel.loggers.rundir import JsonlLogger
 from keel.run.result import EndHooks
@@ -415,14 +416,14 @@ def episode(step: int = 1, kl: list[float] | None = None, **changes: object) -> 
 
 
 def test_turns_and_untrained_tokens_are_marked_without_any_kl():
-    shown = tokens(episode(), 1.0)
-    assert shown == (
-        "<span class='turn'><b>policy</b><span class='t'>&lt;find&gt; x</span></span>"
-        "<span class='turn heard'><b>tools</b><span class='t x'> found x</span></span>"
-        "<span class='turn'><b>policy</b><span class='t'> x it is</span></span>"
-    )
+    shown = completion(episode(), 1.0)
+    assert [part.split("</p><pre>")[1].split("</pre>")[0] for part in shown.split("<div class='turn")[1:]] == [
+        "<span class='t'>&lt;find&gt; x</span>",
+        "<span class='t x'> found x</span>",
+        "<span class='t'> x it is</span>",
+    ]
     assert "KL was not measured" in section(replace(RUN, rollouts=(episode(),)))
-    coloured = tokens(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
+    coloured = completion(episode(kl=[0.5, 0.1, 0.0, 0.0, 0.2, 0.2, 0.2]), 1.0)
     assert coloured.count("title=") == 5
     assert coloured.count("<b>") == 3
 

@@ -231,8 +231,16 @@ def test_everything_untrusted_is_escaped(tmp_path):
         for step in (1, 2):
             record = {"problem": ATTACK, "prompt": ATTACK, "completion": ATTACK, "tokens": [ATTACK, ATTACK, "\ud83d"],
                       "kl": [0.5, None, -0.1], "parts": {ATTACK: 1.0}, "stop_reason": ATTACK}  # fmt: skip
+            turns = [{"tokens": 1, "reply": 1, "stop_reason": ATTACK, "note": ATTACK}] * 8
+            episode = {
+                **record,
+                "tokens": [ATTACK] * 16,
+                "kl": [0.5, None] * 8,
+                "action": [True, False] * 8,
+                "turns": turns,
+            }
             log.rollouts(
-                step, [record, {**record, "tokens": None}, {"messages": [{"role": ATTACK, "content": ATTACK}]}]
+                step, [record, episode, {**record, "tokens": None}, {"messages": [{"role": ATTACK, "content": ATTACK}]}]
             )
     for runs in ([tmp_path / "run"], [tmp_path / "run", tmp_path / "run"]):
         text, page = read(write_report(runs, tmp_path / "out.html"))

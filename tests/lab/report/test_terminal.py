@@ -14,12 +14,13 @@ from rich.console import Console
 from keel.api import train
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.doctor.runs import RunRecord
 from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
+from keel.lab.report.episode import completion
 from keel.lab.report.rollouts import choose, message_text, messages_of, read_step, tokens_of, turns_of
-from keel.lab.report.samples import completion, section, tokens
+from keel.lab.report.samples import section
 from keel.lab.report.terminal import show_rollouts
-from keel.lab.runs import RunRecord
 from keel.models.tiny import word_tokenizer
 from keel.trainer.records import token_texts
 from lab.report.synthetic import make_run
@@ -67,8 +68,7 @@ def test_what_is_read_of_a_record() -> None:
     tokens = tokens_of(record())
     assert [token.sampled for token in tokens] == [True, True, False, False, True]
     assert [token.kl for token in tokens] == [1.0, 0.0, None, None, -1.0]
-    turns = turns_of(tokens)
-    assert [(sampled, "".join(t.text for t in turn)) for sampled, turn in turns] == [
+    assert [(turn.sampled, turn.text) for turn in turns_of(record())] == [
         (True, "call<end>"),
         (False, "found 1921"),
         (True, "answer"),
@@ -115,9 +115,89 @@ def test_tools_speak_under_their_name_and_are_counted() -> None:
     assert "2 turns · 2 tool calls (1 malformed)" in text
     speakers = [line.split()[0] for line in text.splitlines() if line.strip().startswith(("policy", "tools"))]
     assert speakers == ["policy", "tools", "policy"]
-    page = tokens(record(counts=counts), 1.0)
-    assert page.count("<span class='turn'><b>policy</b>") == 2
-    assert page.count("<span class='turn heard'><b>tools</b>") == 1
+    page = completion(record(counts=counts), 1.0)
+    assert page.count("<div class='turn'><p><b>policy</b>") == 2
+    assert page.count("<div class='turn heard'><p><b>tools</b>") == 1
+
+
+def described(*turns: tuple[int, int, str]) -> list[dict[str, Any]]:
+    """Turns as they are recorded: sampled tokens, tokens of the reply, note."""
+    return [{"tokens": t, "reply": r, "stop_reason": "eos", "note": note} for t, r, note in turns]
+
+
+def test_turns_are_cut_as_they_were_taken() -> None:
+    """A turn without a reply ends where the next begins; lengths that are not the tokens' own are not used."""
+    taken = record(turns=described((1, 0, "first"), (1, 2, "second"), (1, 0, "")), kl=[1.0, 0.5, None, None, -1.0])
+    assert [(t.speaker, t.text, t.note) for t in turns_of(taken)] == [
+        ("policy", "call", "first"),
+        ("policy", "<end>", "second"),
+        ("environment", "found 1921", ""),
+        ("policy", "answer", ""),
+    ]
+    assert [turn.caption.partition(" · stopped")[0] for turn in turns_of(taken)[:2]] == [
+        "turn 1 · 1 token · log-ratio +1 nats",
+        "turn 2 · 1 token · log-ratio +0.5 nats",
+    ]
+    for wrong in ([(2, 1, ""), (1, 0, "")], [(2, 2, "")], [(1, 3, ""), (1, 0, "")], [(5, 0, "")], [("x", 2, "")]):
+        texts = [turn.text for turn in turns_of(record(turns=described(*wrong)))]
+        assert texts == ["call<end>", "found 1921", "answer"]
+    assert turns_of(record(turns="x"))[0].text == "call<end>"
+
+
+def test_one_turn_of_one_is_shown_as_before() -> None:
+    alone = record(tokens=["an", "swer"], action=[True, True], kl=[0.1, -0.1])
+    assert turns_of(alone)[0].caption == ""
+    assert "class='turn" not in completion(alone, 1.0)
+    assert "turn 1" not in shown([alone], no_color=True)
+    assert "class='turn" in completion({**alone, "turns": described((2, 0, "→ end()"))}, 1.0)
+
+
+def long_episode(turns: int = 20, lines: int = 30) -> dict[str, Any]:
+    """Each turn says its number and is answered by many lines."""
+    tokens = [
+        part for number in range(turns) for part in (f"say{number}.", "\n".join(f"{number}:{i}" for i in range(lines)))
+    ]
+    notes = described(*((1, 1, f"note{number}.") for number in range(turns)))
+    kl = [0.5, None] * turns
+    return record(tokens=tokens, action=[True, False] * turns, kl=kl, turns=notes, completion="")
+
+
+def test_long_episodes_are_folded_and_can_be_had_whole() -> None:
+    episode = long_episode()
+    short = " ".join(shown([episode], no_color=True).split())
+    assert [number for number in range(20) if f"note{number}." in short] == [0, 1, 18, 19]
+    assert "16 turns more, 32 tokens, log-ratio +8 nats: keel show --full" in short
+    assert "0:11" in short
+    assert "0:12" not in short
+    assert "18 lines more" in short
+    out = io.StringIO()
+    show_rollouts("r", 1, [episode], Console(file=out, no_color=True, width=120), recorded=1, full=True)
+    whole = out.getvalue()
+    assert all(f"say{n}." in whole and f"note{n}." in whole and f" {n}:29" in whole for n in range(20))
+    page = completion(episode, 1.0)
+    before, fold = page.split("<details>")
+    fold, after = fold.split("</details>")
+    assert [n for n in range(20) if f"say{n}." in before + after] == [0, 1, 18, 19]
+    assert [n for n in range(20) if f"say{n}." in fold] == list(range(2, 18))
+    assert "16 turns more" in fold
+    assert "<details>" not in completion(long_episode(turns=6), 1.0)
+
+
+def test_what_a_policy_writes_does_not_steer_the_terminal() -> None:
+    """Escapes of colours, titles and cursors, reversed text and halves of characters are printed as text."""
+    attack = "\x1b]0;title\x07\x1b[2J\x9b1A\u202etxt.exe\ud83d\r"
+    texts = {"tokens": [attack] * 5, "completion": attack, "parts": {attack: 1.0}, "stop_reason": attack}
+    hostile = record(**texts, details=attack, problem=attack, turns=described((2, 2, attack), (1, 0, attack)))
+    unsplit = record(**{**texts, "tokens": None})
+    text = shown([hostile, unsplit, record(messages=[{"role": attack, "content": attack}])], no_color=True)
+    assert text.encode("utf-8").decode() == text
+    assert not set(text) & set("\x1b\x07\x9b\u202e\r")
+    assert text.count(r"\x1b[2J") > 8
+
+
+def test_a_completion_outside_the_policy_term_is_marked() -> None:
+    assert "not in the policy term" in " ".join(shown([record(policy_term=False)], no_color=True).split())
+    assert "not in the policy term" not in shown([record()], no_color=True)
 
 
 def test_tokens_of_words_keep_the_spaces_between_them() -> None:
@@ -197,19 +277,23 @@ def test_what_a_task_replies_is_recorded_as_context(tmp_path: Path, capsys: Any)
     both = [r for r in read_step(run, 1)[1] if not all(r["action"])]
     assert both
     for each in both:
-        turns = turns_of(tokens_of(each))
-        assert [sampled for sampled, _ in turns] == [True, False, True]
-        assert "".join(token.text for token in turns[1][1]) == "go on"
-        assert all(token.kl is None for token in turns[1][1])
-        assert all(token.kl is not None for token in turns[2][1])
+        turns = turns_of(each)
+        assert [turn.sampled for turn in turns] == [True, False, True]
+        assert [turn["tokens"] for turn in each["turns"]] == [len(turn.tokens) for turn in turns[::2]]
+        assert turns[1].text == "go on"
+        assert all(token.kl is None for token in turns[1].tokens)
+        assert all(token.kl is not None for token in turns[2].tokens)
     capsys.readouterr()
     assert main(["show", str(run), "--problem", both[0]["problem"], "--no-color"]) == 0
-    assert "context go on" in capsys.readouterr().out
+    assert "environment go on" in capsys.readouterr().out
 
 
 def test_the_command_on_a_real_run(tmp_path: Path, capsys: Any) -> None:
     """Training writes what showing reads: as many flags as tokens, and the page is made of the same."""
-    run = train(small_config("run.max_steps=1", f"run.dir={tmp_path}")).directory
+    rollout = ["rollout.max_completion_length=24", "rollout.stop=[a,e,i]", "loss.mask_truncated_completions=true"]
+    run = train(small_config("run.max_steps=1", *rollout, f"run.dir={tmp_path}")).directory
+    trained = {(r["stop_reason"], r.get("policy_term", True)) for r in read_step(run, 1)[1] if not r["tracked"]}
+    assert trained == {("length", False), ("stop", True), ("eos", True)}
     capsys.readouterr()
     assert main(["show", str(run), "--best", "--limit", "2", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)

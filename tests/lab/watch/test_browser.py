@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
+import pytest
+
+from chromium import browse, needs_chromium, tab
 from keel.lab.watch.follow import Watcher
 from keel.lab.watch.serve import served
 from keel.lab.watch.server import Handler, listen
 from keel.loggers import JsonlLogger, RunDirectory
 from lab.report.synthetic import make_run
 from lab.report.test_report import VOID, Page
-from lab.watch.chromium import browse, needs_chromium
 from lab.watch.test_watch import Clock
 
 EVIL = "</pre><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -40,8 +43,20 @@ class Growing(Watcher):
             self.step += 1
             kl = {"kl/policy_ref/k3/mean": 0.01 * self.step, "kl/policy_ref/k3/se": 0.001}
             self.log.step(self.step, {"reward/mean": self.step / 10, "kl/beta": 0.01, "time/total_s": 3.0} | kl)
-            self.log.rollouts(self.step, [{"problem": "p", "prompt": EVIL, "completion": f"{EVIL} {self.step}"}])
+            self.log.rollouts(self.step, [{"problem": "p", "prompt": EVIL, **record} for record in self.records()])
         super()._refresh()
+
+    def records(self) -> list[dict[str, Any]]:
+        return [{"completion": f"{EVIL} {self.step}"}]
+
+
+class Playing(Growing):
+    """Two long episodes a step, whose folds have the same title."""
+
+    def records(self) -> list[dict[str, Any]]:
+        turns = [{"tokens": 1, "reply": 1, "stop_reason": "eos", "note": EVIL}] * 9
+        tokens = [EVIL, f"{self.step}"] * 9
+        return [{"tokens": tokens, "action": [True, False] * 9, "kl": [0.5, None] * 9, "turns": turns}] * 2
 
 
 @needs_chromium
@@ -99,3 +114,24 @@ def test_a_picture_of_two_runs_beside_each_other(tmp_path):
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (1200, 900)
     assert len(data) > 20_000  # an empty page is some 5 kB
+
+
+@needs_chromium
+@pytest.mark.processes
+def test_folds_stay_as_the_reader_left_them_and_a_tap_tells_the_log_ratio(tmp_path):
+    with RunDirectory.create(tmp_path / "run") as run:
+        run.write_text("config.yaml", "run: {name: run, max_steps: 40}\n")
+        watcher, listener = Playing([run.path], JsonlLogger(run), last=40), listen(0)
+        with served(watcher, listener), tab(tmp_path / "profile") as page:
+            page.open(f"http://localhost:{listener.getsockname()[1]}/")
+            page.run("document.querySelectorAll('#rollouts details')[1].open = true")
+            before = page.run("document.querySelector('#rollouts h4').textContent")
+            page.until(f"document.querySelector('#rollouts h4').textContent !== {before!r}")
+            folds = "[...document.querySelectorAll('#rollouts details')].map((fold) => fold.open)"
+            assert page.run(folds) == [False, True]
+            page.run("document.querySelector('#rollouts .turn .t').click()")
+            assert page.run("document.querySelector('#rollouts .turn output').textContent").endswith(
+                "log-ratio +0.5000 nats"
+            )
+            assert page.run("document.title") == "Keel · run"
+            assert page.run("document.querySelectorAll('#rollouts img').length") == 0

@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs.registry import build_task
 from keel.envs.registry import build_task as registered
-from keel.lab.report.samples import completion
+from keel.lab.report.episode import completion
 from keel.recipes.chess.format import PADDINGS, Analysis, policy_completion, policy_prompt
 from keel.recipes.chess.picture import answer_picture
 from keel.recipes.chess.puzzles import chess_puzzles

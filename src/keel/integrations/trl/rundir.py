@@ -16,12 +16,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
+from keel.doctor.names import TRAINERS
 from keel.integrations.trl.checkpoint import saved_checkpoints
 from keel.integrations.trl.records import messages_of
 from keel.integrations.trl.settings import TrlSettings, config_of
 from keel.integrations.versions import TRL
 from keel.kl import KLState
-from keel.lab.doctor.names import TRAINERS
 from keel.lab.hooks import AT_END
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger, RunExists

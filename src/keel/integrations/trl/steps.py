@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from keel.doctor.names import TRAINERS
 from keel.integrations.trl.checkpoint import good_checkpoints
 from keel.integrations.trl.records import rollout_records, skipped_record
 from keel.integrations.trl.window import Update, Window, gather, measure
 from keel.kl.measure import REFERENCE, controlled_kl
-from keel.lab.doctor.names import TRAINERS
 from keel.trainer.guards import (
     GuardViolation,
     find_violation,

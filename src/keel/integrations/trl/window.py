@@ -93,14 +93,16 @@ def detached(scores: Scores) -> Scores:
 
 def on_host(part: Pass) -> Pass:
     """A pass to be measured later: in main memory, without its completions."""
-    batch, scores = (_each(tensors, Tensor.cpu) for tensors in (part.batch, part.scores))
+    batch, scores = _each(part.batch, Tensor.cpu), _each(part.scores, Tensor.cpu)
     return replace(_each(part, Tensor.cpu), batch=batch, scores=scores, inputs={})
 
 
 def _each(part: T, function: Callable[[Tensor], Tensor]) -> T:
     """A function of each tensor among the fields."""
-    tensors = {f.name: x for f in fields(part) if isinstance(x := getattr(part, f.name), Tensor)}
-    return replace(part, **{name: function(x) for name, x in tensors.items()})
+    tensors: dict[str, Any] = {
+        f.name: function(x) for f in fields(part) if isinstance(x := getattr(part, f.name), Tensor)
+    }
+    return replace(part, **tensors)
 
 
 def shares(passes: Sequence[Pass]) -> list[Pass]:
@@ -132,8 +134,10 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
 def _joined(parts: Sequence[T]) -> T:
     """Concatenate the rows of several batches or scores; a tensor that one of them lacks is dropped."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
-    whole = {name: rows for name, rows in columns.items() if all(isinstance(x, Tensor) for x in rows)}
-    return type(parts[0])(**{name: _stacked(rows) for name, rows in whole.items()})
+    whole: dict[str, Any] = {
+        name: _stacked(rows) for name, rows in columns.items() if all(isinstance(x, Tensor) for x in rows)
+    }
+    return type(parts[0])(**whole)
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

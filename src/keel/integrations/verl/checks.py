@@ -60,4 +60,7 @@ def traces(rows: Any, step: int | None = None) -> list[Trace]:
             columns[name] = [row[mask] for row, mask in zip(values, kept, strict=True)]
     numbers = {name: [tuple(row.tolist()) for row in values] for name, values in columns.items()}
     each = zip(*(numbers.get(name, repeat(None)) for name in FIELDS), strict=False)
-    return [Trace(prompt, ids, tuple(map(bool, mask)), *logps, step=step) for prompt, ids, mask, *logps in each]
+    return [
+        Trace(prompt, ids, tuple(map(bool, mask)), sampled, logp, step=step)
+        for prompt, ids, mask, sampled, logp in each
+    ]

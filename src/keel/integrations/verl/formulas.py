@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ def formulas() -> Sequence[PeerTerm]:
             "KL in the loss",
             f"use_kl_loss=True, kl_loss_type={kind}",
             core_algos.kl_penalty,
-            in_loss(lambda logp, ref, old, kind=kind: core_algos.kl_penalty(logp, ref, kind)),
+            in_loss(partial(lambda kind, logp, ref, old: core_algos.kl_penalty(logp, ref, kind), kind)),
             default=kind == actor["kl_loss_type"],
         )
         for kind in KINDS

@@ -49,13 +49,13 @@ readCharts();
     if (chosen) chosen.classList.remove("on");
     chosen = token;
     token.classList.add("on");
-    const problem = token.closest(".problem");
+    const place = token.closest(".turn, .problem");
     const text = JSON.stringify(token.textContent) + ": " + (token.title || (token.classList.contains("x") ? "not sampled by the policy" : "KL was not measured"));
-    let out = problem.querySelector("output.token-kl");
+    let out = place.querySelector(":scope > output.token-kl");
     if (!out) {
       out = document.createElement("output");
       out.className = "token-kl";
-      problem.appendChild(out);
+      place.appendChild(out);
     }
     out.textContent = text;
   });

@@ -12,10 +12,11 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import json_object
-from keel.lab.runs import Record, number
+from keel.doctor.runs import Record, number
 from keel.loggers import rundir
 
 K1_SAMPLE = "log-ratio to the reference (k1 sample, may be negative)"
+UNFOLDED = 4  # turns and replies shown at either end of a long episode
 _STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')
 
 
@@ -46,9 +47,85 @@ def tokens_of(record: Record) -> list[Token]:
     ]
 
 
-def turns_of(tokens: Sequence[Token]) -> list[tuple[bool, list[Token]]]:
-    """(sampled by the policy, its tokens) of each turn in order."""
-    return [(sampled, list(turn)) for sampled, turn in groupby(tokens, key=lambda token: token.sampled)]
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the policy or a reply to one: who speaks, the tokens, and of a turn its caption and its note."""
+
+    speaker: str
+    sampled: bool
+    tokens: tuple[Token, ...]
+    caption: str = ""
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+
+def turns_of(record: Record) -> list[Turn]:
+    """The turns and replies of a completion in order; empty if its tokens cannot be shown.
+
+    Without recorded turns a run of sampled tokens is a turn. Captions and notes are for completions with replies, and
+    for a task of several turns that took one.
+    """
+    tokens, described = tokens_of(record), iter(_described(record))
+    parts = _cut(tokens, _described(record))
+    if not parts:
+        parts = [(sampled, tuple(part)) for sampled, part in groupby(tokens, key=lambda token: token.sampled)]
+        described = iter(())
+    several = len(parts) > 1 or "turns" in record
+    turns: list[Turn] = []
+    for sampled, part in parts:
+        if sampled:
+            recorded = next(described, {})
+            count = 1 + sum(turn.sampled for turn in turns)
+            caption = _caption(count, part, recorded.get("stop_reason")) if several else ""
+            turns.append(Turn("policy", True, part, caption, str(recorded.get("note") or "")))
+        else:
+            turns.append(Turn(_environment(record), False, part, f"{_counted(len(part), 'token')}, not trained on"))
+    return turns
+
+
+def _described(record: Record) -> list[Record]:
+    return _mappings(record, "turns")
+
+
+def _cut(tokens: Sequence[Token], described: Sequence[Record]) -> list[tuple[bool, tuple[Token, ...]]]:
+    """The tokens cut at the recorded lengths of turns and replies; empty where these are not the tokens' own."""
+    parts: list[tuple[bool, tuple[Token, ...]]] = []
+    at = 0
+    for turn in described:
+        for sampled, length in ((True, turn.get("tokens")), (False, turn.get("reply"))):
+            if not isinstance(length, int) or length < sampled:
+                return []
+            part, at = tuple(tokens[at : at + length]), at + length
+            if part:
+                parts.append((sampled, part))
+    agree = all(token.sampled == sampled for sampled, part in parts for token in part)
+    return parts if agree and at == len(tokens) else []
+
+
+def _caption(number_of_turn: int, tokens: Sequence[Token], stop_reason: Any) -> str:
+    known = [token.kl for token in tokens if token.kl is not None]
+    parts = [f"turn {number_of_turn}", _counted(len(tokens), "token")]
+    parts += [f"log-ratio {sum(known):+.3g} nats"] if known else []
+    return " · ".join(parts + ([f"stopped: {stop_reason}"] if stop_reason else []))
+
+
+def folded(turns: Sequence[Turn]) -> tuple[Sequence[Turn], Sequence[Turn], Sequence[Turn]]:
+    """The beginning, the folded middle and the end of an episode; short ones have neither middle nor end."""
+    if len(turns) <= 3 * UNFOLDED:
+        return turns, (), ()
+    end = next((at for at in range(len(turns) - UNFOLDED, len(turns)) if turns[at].sampled), len(turns))
+    return turns[:UNFOLDED], turns[UNFOLDED:end], turns[end:]
+
+
+def fold_title(turns: Sequence[Turn]) -> str:
+    """What a folded part of an episode holds."""
+    of_policy = sum(turn.sampled for turn in turns)
+    known = [token.kl for turn in turns for token in turn.tokens if token.kl is not None]
+    title = f"{_counted(of_policy, 'turn')} more, {_counted(sum(len(turn.tokens) for turn in turns), 'token')}"
+    return title + (f", log-ratio {sum(known):+.3g} nats" if known else "")
 
 
 def messages_of(record: Record) -> list[dict[str, Any]]:
@@ -97,6 +174,8 @@ def facts(record: Record) -> list[str]:
     lines += _episode(record)
     if record.get("stop_reason"):
         lines.append(f"stopped: {record['stop_reason']}")
+    if record.get("policy_term") is False:
+        lines.append("not in the policy term")
     known = [token.kl for token in tokens_of(record) if token.kl is not None]
     if known:
         lines.append(f"log-ratio {sum(known):+.3g} nats over {len(known)} tokens (k1 sample)")
@@ -135,11 +214,11 @@ def _counted(count: float, thing: str) -> str:
     return f"{count:.0f} {thing}" if count == 1 else f"{count:.0f} {thing}s"
 
 
-def speaker(record: Record, sampled: bool) -> str:
-    """The speaker of a turn: the policy, its tools, or the environment."""
+def _environment(record: Record) -> str:
+    """Who replies: tools if any were called, else the environment; `context` where only the tokens are known."""
     counts = record.get("counts")
     called = isinstance(counts, dict) and number(counts.get("tool/calls"))
-    return "policy" if sampled else "tools" if called else "context"
+    return "tools" if called else "environment" if _described(record) else "context"
 
 
 def brief(value: Any) -> str:

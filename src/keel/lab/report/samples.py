@@ -1,29 +1,15 @@
-"""Sample completions as HTML, with tokens coloured by their log-ratio to the reference."""
+"""The completions that a report and the live page show, as HTML."""
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections import deque
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from keel.lab.report.rollouts import (
-    K1_SAMPLE,
-    Token,
-    as_list,
-    brief,
-    colour_scale,
-    cut_note,
-    details_of,
-    facts,
-    message_text,
-    messages_of,
-    speaker,
-    tokens_of,
-    turns_of,
-)
-from keel.lab.runs import Record, RunRecord, number
+from keel.doctor.runs import Record, RunRecord, number
+from keel.lab.report.episode import completion, legend, prompt
+from keel.lab.report.rollouts import as_list, brief, colour_scale
 
 PROBLEMS = 4
 PER_PROBLEM = 2
@@ -166,78 +152,3 @@ def _problems(records: Sequence[Record], kl_max: float) -> str:
         held_out = "<small>held out</small>" if of_problem[0].get("tracked") else ""
         parts.append(f"<div class='problem'>{held_out}{prompt(of_problem[0])}<div class='pair'>{cards}</div></div>")
     return "".join(parts)
-
-
-def legend(kl_max: float, measured: bool = True) -> str:
-    """What the colours mean."""
-    if not measured:
-        return (
-            "<p class='legend kl'><span class='muted'>KL was not measured. Grey: not sampled by the policy, not "
-            "trained on.</span></p>"
-        )
-    return (
-        "<p class='legend kl'><span class='ramp'></span>"
-        f"<span class='muted'>{K1_SAMPLE}: blue −{kl_max:.2g} · none 0 · orange +{kl_max:.2g} nats per token; "
-        "grey: not sampled by the policy, not trained on. "
-        "Hover or tap a token for its value.</span></p>"
-    )
-
-
-def prompt(record: Record) -> str:
-    """The prompt that the model was given, and how much of it was cut off."""
-    messages = messages_of(record)
-    lines = [f"{m['role']}: {message_text(m)}" if m.get("role") else message_text(m) for m in messages]
-    cut = f"<p class='muted'>{escape(cut_note(record))}</p>" if cut_note(record) else ""
-    return f"<pre class='prompt'>{escape(chr(10).join(lines))}</pre>{cut}"
-
-
-def completion(record: Record, kl_max: float) -> str:
-    """One completion with its reward, parts, advantage and why it stopped."""
-    caption = escape(" · ".join(facts(record)))
-    drawing, seen = picture(record), details_of(record)
-    judged = f"<pre class='details'>{escape(seen)}</pre>" if seen else ""
-    shown = f"<pre>{tokens(record, kl_max)}</pre>{drawing}{judged}"
-    return f"<div class='completion'>{shown}<p class='muted'>{caption}</p></div>"
-
-
-def picture(record: Record) -> str:
-    """The task's own SVG of an answer, as an image: a browser runs no script and loads nothing inside one."""
-    svg = record.get("picture")
-    if not isinstance(svg, str) or not svg.lstrip().startswith("<svg"):
-        return ""
-    return f"<img class='picture' alt='' src='data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}'>"
-
-
-def tokens(record: Record, kl_max: float) -> str:
-    """One span per token, those of several turns under their speakers; plain text where tokens and KL do not match.
-
-    Neighbours without a KL are one span, so that turns and context are distinguishable where no KL was measured.
-    """
-    recorded = tokens_of(record)
-    if not recorded:
-        return escape(str(record.get("completion", "")))
-    turns = [(sampled, "".join(_spans(turn, kl_max))) for sampled, turn in turns_of(recorded)]
-    if len(turns) == 1:
-        return turns[0][1]
-    return "".join(
-        f"<span class='turn{'' if sampled else ' heard'}'><b>{speaker(record, sampled)}</b>{text}</span>"
-        for sampled, text in turns
-    )
-
-
-def _spans(turn: Sequence[Token], kl_max: float) -> Iterator[str]:
-    for measured, stretch in groupby(turn, key=lambda token: token.kl is not None):
-        if measured:
-            yield from (span(token.text, token.kl, False, kl_max) for token in stretch)
-        else:
-            unmeasured = list(stretch)
-            yield span("".join(token.text for token in unmeasured), None, not unmeasured[0].sampled, kl_max)
-
-
-def span(token: str, kl: float | None, context: bool, kl_max: float) -> str:
-    """One token: its colour is a strength from 0 to 1 that the style sheet turns into light or dark shades."""
-    if kl is None:
-        return f"<span class='t x'>{escape(token)}</span>" if context else f"<span class='t'>{escape(token)}</span>"
-    strength = min(1.0, abs(kl) / kl_max)
-    sign = "p" if kl > 0 else "n"
-    return f"<span class='t {sign}' style='--a:{strength:.2f}' title='log-ratio {kl:+.4f} nats'>{escape(token)}</span>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,29 +14,41 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from keel.doctor.runs import Record, number
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
     Token,
+    Turn,
     colour_scale,
     cut_note,
     details_of,
     facts,
+    fold_title,
+    folded,
     message_text,
     messages_of,
-    speaker,
     tokens_of,
     turns_of,
 )
-from keel.lab.runs import Record, number
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and their background
 _CONTEXT = Style(dim=True, italic=True)
 _MOST_MOVED = 5
 _MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
+_REPLY_LINES = 12  # of a reply that are shown unless all is
+# Control characters but tabs and line ends, marks that reverse the direction of text, halves of characters.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def show_rollouts(run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int) -> None:
-    """Print completions under their prompts; `recorded` is how many this step has."""
+def show_rollouts(
+    run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int, full: bool = False
+) -> None:
+    """Print completions under their prompts; `recorded` is how many this step has.
+
+    The middle of long episodes and the ends of long replies are left out unless `full`. Characters that a terminal
+    would obey are printed as their escapes.
+    """
+    records = [_printable(record) for record in records]
     kl_max = colour_scale(records)
     count = f"{len(records)} of {recorded} recorded" if len(records) < recorded else f"all {recorded}"
     console.print(Rule(f"[bold]{escape(run)}[/], step {step}: {count} completion(s)", align="left"))
@@ -46,7 +59,16 @@ def show_rollouts(run: str, step: int, records: Sequence[Record], console: Conso
         if key != previous:
             console.print(_prompt(record))
             previous = key
-        console.print(_completion(record, kl_max))
+        console.print(_completion(record, kl_max, full))
+
+
+def _printable(value: Any) -> Any:
+    """Any data with control characters written as escapes, such as `\\x1b`."""
+    if isinstance(value, str):
+        return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(item) for name, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _legend(records: Sequence[Record], kl_max: float) -> Text:
@@ -79,22 +101,20 @@ def _prompt(record: Record) -> Panel:
     return Panel(body, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
 
-def _completion(record: Record, kl_max: float) -> Table:
+def _completion(record: Record, kl_max: float, full: bool) -> Table:
     """Speaker and text side by side, so that turns are distinguishable without colour; then the figures."""
+    turns, tokens = turns_of(record), tokens_of(record)
     table = Table.grid(padding=(0, 1), pad_edge=False)
-    table.add_column(justify="right", width=8, no_wrap=True)
+    table.add_column(justify="right", width=max([8, *(len(turn.speaker) for turn in turns)]), no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
-    tokens = tokens_of(record)
-    if tokens:
-        for sampled, turn in turns_of(tokens):
-            text = Text()
-            for token in turn:
-                text.append(_shown(token), _style(token, kl_max))
-            if not sampled:  # line ends around a message are the template's
-                text = text[len(text.plain) - len(text.plain.lstrip("\n")) :]
-                text.rstrip()
-            table.add_row(Text(speaker(record, sampled), "bold green" if sampled else "dim"), text)
-    else:
+    first, middle, last = (turns, (), ()) if full else folded(turns)
+    for turn in first:
+        _add_turn(table, turn, kl_max, full)
+    if middle:
+        table.add_row("…", Text(f"{fold_title(middle)}: keel show --full", "dim"))
+    for turn in last:
+        _add_turn(table, turn, kl_max, full)
+    if not turns:
         table.add_row(Text("policy", "bold green"), Text(str(record.get("completion", ""))))
     if details := details_of(record):
         table.add_row(Text("judge", "bold cyan"), Text(details))
@@ -105,6 +125,23 @@ def _completion(record: Record, kl_max: float) -> Table:
         table.add_row("", Text(f"largest log-ratios: {listed}", style="dim"))
     table.add_row("", "")
     return table
+
+
+def _add_turn(table: Table, turn: Turn, kl_max: float, full: bool) -> None:
+    text = Text()
+    for token in turn.tokens:
+        text.append(_shown(token), _style(token, kl_max))
+    if not turn.sampled:  # line ends around a message are the template's
+        text = text[len(text.plain) - len(text.plain.lstrip("\n")) :]
+        text.rstrip()
+        lines = text.split()
+        if len(lines) > _REPLY_LINES and not full:
+            text = Text("\n").join([*lines[:_REPLY_LINES], Text(f"… {len(lines) - _REPLY_LINES} lines more", "dim")])
+    table.add_row(Text(turn.speaker, "bold green" if turn.sampled else "dim"), text)
+    if turn.sampled and turn.caption:
+        table.add_row("", Text(turn.caption, "dim"))
+    if turn.note:
+        table.add_row("", Text(turn.note, "cyan"))
 
 
 def _figures(record: Record) -> Text:

@@ -14,13 +14,13 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.base.files import JsonlFile, encode, read_json, write_atomic
 from keel.config import Config, load_config
+from keel.doctor.judge import guard_stop
+from keel.doctor.runs import read_run
 from keel.lab.hooks import AT_END
-from keel.lab.judge import guard_stop
-from keel.lab.runs import read_run
 from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
 from keel.lab.studies.grid import Measure
-from keel.lab.studies.position import supervised_lines
 from keel.lab.studies.process import CONFIG
+from keel.lab.studies.progress import supervised_lines
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import run_training
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder

@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import read_json
-from keel.lab.runs import RunRecord, number, read_run
+from keel.doctor.runs import RunRecord, number, read_run
 from keel.lab.studies.folder import DRIFT, Outcome, StudyRun
 from keel.lab.studies.grid import Measure
 

@@ -45,9 +45,7 @@ def run_study(
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
-        workers = parallel if on == "local" else None  # the cluster decides
-        watched = Progress(all_jobs, outcomes, say, workers)
-        with watched as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
+        with Progress(all_jobs, outcomes, say) as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
             try:
                 failures = _make_warmstarts(waiting, path / WARMSTARTS, threads, pool, progress)
                 ready = [job for job in waiting if job.label not in failures]

@@ -21,14 +21,18 @@
     if (final) say("Training has ended, and with it the server: this page stays as it is.");
     else if (changed !== null) say("Live · last change " + ago(Date.now() - changed) + " ago");
   };
+  const folds = (place) => { // each under its title and its number among those of one title
+    const counts = new Map();
+    return [...place.querySelectorAll("details")].map((fold) => {
+      const title = fold.querySelector("summary").textContent;
+      counts.set(title, (counts.get(title) || 0) + 1);
+      return [counts.get(title) + " " + title, fold];
+    });
+  };
   const replace = (place, html) => {
-    const opened = new Map();
-    for (const fold of place.querySelectorAll("details")) opened.set(fold.querySelector("summary").textContent, fold.open);
+    const opened = new Map(folds(place).map(([key, fold]) => [key, fold.open]));
     place.innerHTML = html;
-    for (const fold of place.querySelectorAll("details")) {
-      const before = opened.get(fold.querySelector("summary").textContent);
-      if (before !== undefined) fold.open = before;
-    }
+    for (const [key, fold] of folds(place)) if (opened.has(key)) fold.open = opened.get(key);
   };
   const ask = async (address, headers) => {
     const answer = await fetch(address, { headers, cache: "no-store" });

@@ -28,6 +28,7 @@ from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
 from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
+from keel.envs.endpoint import SECRET
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
@@ -56,7 +57,6 @@ from keel.rollout.vllm.transfer import (
 )
 
 logger = logging.getLogger("keel")
-SECRET = "KEEL_SERVE_SECRET"  # environment variable of the secret, unless rollout.vllm.secret is set
 SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat the server counts as lost
 TRIES = 5  # attempts per row
 CONNECT_S = STATUS_S = 5.0
