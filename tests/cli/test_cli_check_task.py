@@ -326,11 +326,11 @@ def test_a_judge_elsewhere_is_asked_few_times_and_that_is_said_before(
 ) -> None:
     asked = []
 
-    def ask(url: str, body: dict[str, str], *rest: Any) -> dict[str, float]:
+    def ask(url: str, body: dict[str, str], **options: Any) -> dict[str, float]:
         asked.append(body["completion"])
         return {"score": float(body["completion"].count("<answer>"))}
 
-    monkeypatch.setattr(http, "_ask", ask)
+    monkeypatch.setattr(http, "ask", ask)
     monkeypatch.setattr(http, "probe", lambda **options: None)
     entry = "rewards=[{name: task}, {name: http, url: 'http://127.0.0.1:1/judge', weight: 0.1}]"
     main(["check-task", "leaks:sound", entry, "--json"])

@@ -13,7 +13,8 @@ import torch
 
 from doctor.schooled import nearness, schooled_config
 from keel.base.types import Problem, Reward
-from keel.doctor import budget, evidence
+from keel.doctor import budget
+from keel.doctor import subject as doctor_subject
 from keel.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
 from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.measure import Measure
@@ -149,7 +150,7 @@ def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
 def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeypatch):
     """As where every group takes longer than all doubts may: one more look, and no level is reached."""
     seconds = count(0, 1000)
-    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(doctor_subject, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     seen = {}
     config = schooled_config("model.name=doctor.schooled:fresh_model")
     diagnosis = preflight(config, on_probe=lambda outcome, _: seen.setdefault(outcome.name, outcome))
@@ -177,11 +178,12 @@ def test_a_judge_elsewhere_is_not_asked_for_more_where_a_test_is_in_doubt() -> N
 
     setup = build_subject(schooled_config(), reward=always_the_same)
     with closing(setup.run):
-        outcome = probe_collection(replace(setup, budget=Budget(judgements=60)), LIMITS)
+        bounded = replace(setup, budget=Budget(judgements=60))
+        outcome = probe_collection(bounded, LIMITS)
     assert len(asked) <= 60 + len(setup.batch.completions)  # the last test judges what it has once more
     (constant,) = [finding for finding in outcome.findings if finding.code == "reward/constant"]
     assert constant.severity == "warning"
-    assert "reward/constant: undecided after" in " ".join(setup.budget.take_undecided())
+    assert "reward/constant: undecided after" in " ".join(bounded.budget.take_undecided())
 
 
 def test_where_only_tokens_are_looked_at_no_reward_is_asked(setup: KeelSubject) -> None:

@@ -267,13 +267,13 @@ def test_length_pays_for_no_attack() -> None:
 def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def generous(url: str, body: Any, *rest: Any) -> Any:
+    def generous(url: str, body: Any, **options: Any) -> Any:
         """Likes whatever is not empty."""
         text = body["completion"] if "completion" in body else body["messages"][0]["content"].split("=>")[1]
         asked.append(text)
         return {"score": float(bool(text)), "choices": [{"message": {"content": f"Score: {10 * bool(text)}"}}]}
 
-    monkeypatch.setattr(http, "_ask", generous)
+    monkeypatch.setattr(http, "ask", generous)
     for entry in (
         {"name": "http", "url": "http://127.0.0.1:1/judge"},
         {"name": "chat_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "template": "{prompt}=>{completion}"},
