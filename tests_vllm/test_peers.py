@@ -61,7 +61,7 @@ def llm(folder: Path) -> Iterator[Any]:
         patch.setenv(name, value)
     generation.ensure_master_addr_port()
     made = vllm.LLM(
-        model=str(folder), max_model_len=64, gpu_memory_utilization=0.05, enforce_eager=True, enable_lora=True,
+        model=str(folder), max_model_len=64, gpu_memory_utilization=0.1, enforce_eager=True, enable_lora=True,
         max_lora_rank=8, distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs", seed=0,
     )  # fmt: skip
     yield made
@@ -211,7 +211,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED}
-    options = ["--enforce-eager", "--max-model-len", "64", "--gpu-memory-utilization", "0.05", "--host", "127.0.0.1"]
+    options = ["--enforce-eager", "--max-model-len", "64", "--gpu-memory-utilization", "0.1", "--host", "127.0.0.1"]
     extension = ["--worker-extension-cls", "keel.rollout.vllm.worker.KeelWorker", "--port", str(port)]
     server_of = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # the command asks for a package `vllm`
     said = tmp_path_factory.mktemp("server") / "log"
@@ -221,7 +221,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
             env={**own, "VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
-        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
         while True:
             assert server.poll() is None, said.read_text()[-3000:]
             assert time.monotonic() < deadline, said.read_text()[-3000:]
