@@ -249,7 +249,7 @@ class Scripted(Episode):
         stage.scripts[name] = self
         try:
             play = await asyncio.wrap_future(stage.play)
-            return await play(replace(self.problem, key=name), 0)  # type: ignore[no-any-return]
+            return await play(replace(self.problem, key=name), 0)
         finally:
             del stage.scripts[name]
 

@@ -46,7 +46,8 @@ def formula_of(fact: Fact, by_vocabulary: Callable[[Tensor, Tensor], Tensor]) ->
 
 def _divergence(estimator: str) -> Divergence:
     """The divergence over the vocabulary of an estimator, as training computes it."""
-    settings = {"jsd": {"jsd_weight": JSD_WEIGHT}, "topk": {"topk": TOP_K}, "topk_unbiased": {"topk": TOP_K}}
+    top: dict[str, float] = {"topk": TOP_K}
+    settings: dict[str, dict[str, float]] = {"jsd": {"jsd_weight": JSD_WEIGHT}, "topk": top, "topk_unbiased": top}
     options = kl.KLOptions.model_validate({"estimator": estimator, **settings.get(estimator, {})})
     direction = "ref_policy" if estimator == "exact_reverse" else "policy_ref"
     return penalty_divergence(options) or (lambda policy, ref, tokens: kl.exact_kl(policy, ref, direction))
