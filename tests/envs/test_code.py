@@ -27,11 +27,11 @@ from keel.envs.exploits import exploit
 from keel.envs.judge import Judge
 from keel.envs.programs import check_tests, program_of, run_tests
 from keel.envs.registry import build_task
-from keel.envs.sandbox import Limits, Program, Sandbox, sandbox
+from keel.envs.sandbox import Program, Sandbox, SandboxLimits, sandbox
 from keel.envs.validity import checks
 
 PATIENT = {"timeout_s": 60.0, "workers": 2}  # for what takes milliseconds, on a machine that is busy
-LIMITS = Limits(**PATIENT)  # type: ignore[arg-type]
+LIMITS = SandboxLimits(**PATIENT)  # type: ignore[arg-type]
 Tests = list[Any]
 
 
@@ -235,7 +235,7 @@ def test_errors_are_shown_and_not_compared() -> None:
     assert "note" in outcome.shown
 
 
-def end(program: Program, limits: Limits) -> None:
+def end(program: Program, limits: SandboxLimits) -> None:
     """Kill a program's sandbox, and wait until the program is gone."""
     os.killpg(sandbox(limits)._process.pid, signal.SIGKILL)
     program._channel.setblocking(True)
@@ -244,7 +244,7 @@ def end(program: Program, limits: Limits) -> None:
 
 
 def test_a_death_of_the_sandbox_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, ended = Limits(timeout_s=60.0, workers=1), []
+    limits, ended = SandboxLimits(timeout_s=60.0, workers=1), []
     ask = Program.ask
 
     def dies(self: Program, request: Any, until: float, *args: Any) -> Any:

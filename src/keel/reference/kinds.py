@@ -63,7 +63,7 @@ def teacher(
     chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts as the policy's
     template renders them. The base model under LoRA as teacher needs no second copy.
     """
-    from keel.reference.copies import base_of
+    from keel.reference.adapter import base_of
     from keel.reference.teacher import TeacherWeights, load_teacher
 
     if (dtype, device, quantization) == ("auto", "auto", None) and (base := base_of(loaded, model)) is not None:
@@ -168,7 +168,7 @@ def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     only, and a run says so where it is not. Fresh LoRA costs no memory this way, so there is nothing that `offload`
     would have to move.
     """
-    from keel.reference.copies import has_adapter
+    from keel.reference.adapter import has_adapter
 
     if not has_adapter(loaded.model):
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
@@ -180,7 +180,7 @@ def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload:
 
     The same α and period as TRL's `ref_model_mixup_alpha` and `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656).
     """
-    from keel.reference.copies import averaged
+    from keel.reference.adapter import averaged
 
     average = averaged(loaded.model, offload)
     return RuleReference("ema", average, when=_every(every), move=lambda weights, policy: weights.blend(policy, alpha))
@@ -203,7 +203,7 @@ def kl_triggered(
 
 
 def _weights(loaded: LoadedModel, offload: bool) -> ReferenceWeights:
-    from keel.reference.copies import copied  # here alone, as in the kinds above: checks of an option need no torch
+    from keel.reference.adapter import copied  # here alone, as in the kinds above: checks of an option need no torch
 
     return copied(loaded.model, offload)
 
@@ -249,7 +249,7 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     if _is_teacher(kind, params):
         return build_teacher("reference", loaded, **params)
     if kind == "auto":
-        from keel.reference.copies import has_adapter
+        from keel.reference.adapter import has_adapter
 
         kind = "adapter_off" if has_adapter(loaded.model) else "frozen"
     reference = make_part(f"reference.kind={kind}", get_reference(kind), loaded, **_arguments(kind, params))

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.lab.studies.folder import Outcome, StudyRun
+from keel.lab.studies.folder import RunOutcome, StudyRun
 from keel.loggers.rundir import METRICS, SUMMARY
 
 Say = Callable[[str], None]
@@ -58,7 +58,7 @@ class Progress:
     def __init__(
         self,
         jobs: Sequence[StudyRun],
-        outcomes: Mapping[str, Outcome],
+        outcomes: Mapping[str, RunOutcome],
         say: Say | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,7 +120,7 @@ class Progress:
         """A warm start's process has ended."""
         self._watched.pop(str(folder), None)
 
-    def finish(self, label: str, outcome: Outcome) -> None:
+    def finish(self, label: str, outcome: RunOutcome) -> None:
         """A run has ended, or cannot begin."""
         self._finished.add(label)
         ended = self._watched.pop(label, None)

@@ -44,7 +44,7 @@ from keel.rollout.vllm.direct import (
     sender,
 )
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
-from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
+from keel.rollout.vllm.samplers import SamplerInfo, VllmSampler, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
     PartDigests,
     adapter_of,
@@ -161,7 +161,7 @@ class Stream:
     closed: bool = False
 
 
-class ServerSampler(Sampler):
+class ServerSampler(VllmSampler):
     """Samples by the servers of this process; processes share servers if there are too few."""
 
     def __init__(
