@@ -121,11 +121,11 @@
     verdict.replaceChildren(element("b", {}, `${estimator.value} in the ${where}, ${sampling.selectedOptions[0].text}.`),
       ` Expected gradient of the KL term: ${pairing.means}.${pairing.refused ? " Keel refuses this pairing." : ""}`);
     const of = alone ? "∇KL(policy‖ref)" : "the gradient of −E[R] + β·KL(policy‖ref)";
-    counted.textContent = `At ${policies.length} policies, against ${of}: ${counts.along} in its direction, ` +
+    counted.textContent = `Arrows at ${policies.length} policies, compared with ${of}: ${counts.along} in its direction, ` +
       `${counts.off} in another, ${counts.away} more than 90° off, ${counts.none} without a gradient.`;
     const near = size(last.map((p, n) => p - best[n])) < 0.01;
     const told = (policy) => `${shown(policy)}, reward ${dot(policy, data.rewards).toFixed(2)}, KL ${kl(policy).toFixed(2)}`;
-    ended.textContent = `At β = ${b} descent from the reference ends at ${told(last)}. ` +
+    ended.textContent = `At β = ${b}, ${data.steps} steps of descent from the reference end at ${told(last)}. ` +
       (near ? "That is the optimum." : `The optimum is ${told(best)}.`);
     point();
   }

@@ -81,7 +81,7 @@ class Tab:
         self.call("Page.navigate", url=address)
         self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
-    def until(self, condition: str, within_s: float = 60.0) -> None:
+    def until(self, condition: str, within_s: float = 120.0) -> None:
         """Wait until a condition holds in the page."""
         deadline = time.monotonic() + within_s
         while not self.run(condition):

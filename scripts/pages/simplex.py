@@ -1,10 +1,11 @@
-"""What docs/simplex.js draws for three-token policies, by `keel verify`: gradients, optima and descents."""
+"""What docs/simplex.js draws: gradients, optima and descents of policies, by the functions of `keel verify`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.kl import exact_kl
-from keel.kl.facts import MEANINGS, PLACEMENTS, check_pairing, find_fact
+from keel.kl.facts import MEANINGS, PLACEMENTS, Fact, check_pairing, find_fact
 from keel.verify.gradients import measured_gradient
 from keel.verify.optimum import optimal_policy
 from keel.verify.oracle import OFF, ON, Bandit, gradient_in_reward
@@ -39,98 +40,107 @@ def simplex_data() -> dict[str, Any]:
     Gradients are with respect to the logits: two numbers a policy, because the three add up to zero. Pairings with the
     same gradient share a field.
     """
-    policies = torch.tensor(lattice(), dtype=torch.float64).T
-    fields: list[dict[str, Any]] = []
+    policies = lattice()
+    gradients: list[Flat] = []
+    facts: list[Fact] = []
     pairings: dict[str, dict[str, Any]] = {}
-    for estimator in ESTIMATORS:
-        for placement in PLACEMENTS:
-            for form in FORMS if placement == "loss" else ("auto",):
-                for sampling in (ON, OFF):
-                    pairing = _pairing(estimator, placement, form, sampling)
-                    gradient = _flat(_kl_gradient(pairing["fact"], policies))
-                    known = next((n for n, field in enumerate(fields) if field["gradient"] == gradient), len(fields))
-                    if known == len(fields):
-                        fields.append({"gradient": gradient, "paths": _descents(pairing["fact"])})
-                    key = "|".join((estimator, placement, form, sampling))
-                    pairings[key] = {"field": known, "means": pairing["means"], "refused": pairing["refused"]}
-    reference = torch.tensor(REFERENCE, dtype=torch.float64).log()
-    rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    best = [optimal_policy(reference, rewards, beta).exp() if beta else rewards for beta in BETAS]
+    for choice in choices():
+        fact, refused = pairing(*choice)
+        gradient = _flat(kl_gradient(fact, policies))
+        if gradient not in gradients:
+            gradients.append(gradient)
+            facts.append(fact)
+        means = MEANINGS[fact.expected_gradient]
+        pairings["|".join(choice)] = {"field": gradients.index(gradient), "means": means, "refused": refused}
     return {
         "reference": REFERENCE,
         "sampler": SAMPLER,
         "rewards": REWARDS,
         "betas": BETAS,
+        "steps": STEPS,
         "estimators": ESTIMATORS,
-        "side": SIDE,
         "policies": _flat(policies),
-        "kl": _rounded(exact_kl(policies.T.log(), reference.expand_as(policies.T))),
-        "reward": _flat(_reward_gradient(policies)),
-        "optimum": [_rounded(policy) for policy in best],
-        "fields": fields,
+        "kl": _rounded(exact_kl(policies.T.log(), _column(REFERENCE).expand_as(policies).T.log())),
+        "reward": _flat(reward_gradient(policies)),
+        "optimum": [_rounded(optimum(beta)) for beta in BETAS],
+        "fields": [{"gradient": g, "paths": paths} for g, paths in zip(gradients, descents(facts), strict=True)],
         "pairings": pairings,
     }
 
 
-def lattice() -> list[tuple[float, float, float]]:
-    """The policies of the lattice, row by row; all inside the simplex."""
-    return [(i / SIDE, j / SIDE, (SIDE - i - j) / SIDE) for i in range(1, SIDE - 1) for j in range(1, SIDE - i)]
+def lattice() -> Tensor:
+    """Policies inside the simplex, multiples of 1/SIDE, `[3, N]`."""
+    rows = [(i, j, SIDE - i - j) for i in range(1, SIDE - 1) for j in range(1, SIDE - i)]
+    return torch.tensor(rows, dtype=torch.float64).T / SIDE
 
 
-def _pairing(estimator: str, placement: str, form: str, sampling: str) -> dict[str, Any]:
-    """The row of the facts, its meaning in words, and whether a configuration with it is refused."""
-    options: dict[str, Any] = {"off_policy": sampling == OFF}
-    gradient = form if placement == "loss" else "auto"
-    resolved = check_pairing(estimator, placement, gradient, allow_biased=True, **options)
-    key = str(resolved.form) if placement == "loss" else "score"
-    fact = find_fact(estimator, placement, sampling, key)
+def choices() -> Iterator[tuple[str, str, str, str]]:
+    """(estimator, placement, gradient form, sampling) of every choice on the page; forms are for the loss."""
+    for estimator, placement, form, sampling in product(ESTIMATORS, PLACEMENTS, FORMS, (ON, OFF)):
+        if placement == "loss" or form == "auto":
+            yield estimator, placement, form, sampling
+
+
+def pairing(estimator: str, placement: str, form: str, sampling: str) -> tuple[Fact, bool]:
+    """The row of the facts of one token, and whether a configuration with it is refused."""
+    check = partial(check_pairing, estimator, placement, form, off_policy=sampling == OFF)
+    resolved = check(allow_biased=True).form
+    fact = find_fact(estimator, placement, sampling, str(resolved) if placement == "loss" else "score")
     assert fact is not None
     try:
-        check_pairing(estimator, placement, gradient, **options)
+        check()
     except KeelError:
-        return {"fact": fact, "means": MEANINGS[fact.expected_gradient], "refused": True}
-    return {"fact": fact, "means": MEANINGS[fact.expected_gradient], "refused": False}
+        return fact, True
+    return fact, False
+
+
+def optimum(beta: float) -> Tensor:
+    """The policy that maximises E[R] − β·KL(policy‖ref); without a KL term the token that pays."""
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    return optimal_policy(_column(REFERENCE)[:, 0].log(), rewards, beta).exp() if beta else rewards
+
+
+def kl_gradient(fact: Fact, policies: Tensor) -> Tensor:
+    """The expected gradient of a pairing's KL term with respect to the logits, `[3, N]`."""
+    return measured_gradient(fact, _bandit(policies))
+
+
+def reward_gradient(policies: Tensor) -> Tensor:
+    """∇(−E[R]). Sampling does not matter to it, because the ratio weighs the samples."""
+    return gradient_in_reward(lambda logp, ref, old: -_column(REWARDS)[:, None].expand_as(logp), _bandit(policies))
+
+
+def descents(facts: Sequence[Fact]) -> list[list[Flat]]:
+    """For every row and β the policies that descent on −E[R] + β·KL term visits, from the reference on."""
+    betas = torch.tensor(BETAS, dtype=torch.float64).repeat(len(facts))
+    logits = _column(REFERENCE).log().repeat(1, len(betas))
+    visited = [logits.softmax(0)]
+    for step in range(STEPS):  # steps grow shorter, so that descent comes to rest where a gradient changes its sign
+        parts = visited[-1].split(len(BETAS), 1)
+        terms = torch.cat([kl_gradient(fact, part) for fact, part in zip(facts, parts, strict=True)], 1)
+        gradient = reward_gradient(visited[-1]) + betas * terms
+        longest = LONGEST * (1 - step / STEPS)
+        logits = logits - gradient * torch.minimum(longest / gradient.norm(dim=0), 3 / (1 + betas))
+        visited.append(logits.softmax(0))
+    paths = [_flat(_spread(torch.stack([policies[:, n] for policies in visited], 1))) for n in range(len(betas))]
+    return [paths[n : n + len(BETAS)] for n in range(0, len(paths), len(BETAS))]
+
+
+def _spread(path: Tensor) -> Tensor:
+    """Some points of a path `[3, N]`, about as far apart, and its end."""
+    lengths = path.diff(dim=1).norm(dim=0).cumsum(0)
+    wanted = torch.linspace(0, float(lengths[-1]), SHOWN, dtype=lengths.dtype)[1:-1]
+    chosen = torch.searchsorted(lengths, wanted).unique() + 1
+    return torch.cat([path[:, :1], path[:, chosen], path[:, -1:]], 1)
+
+
+def _column(policy: Sequence[float]) -> Tensor:
+    return torch.tensor(policy, dtype=torch.float64).unsqueeze(-1)
 
 
 def _bandit(policies: Tensor) -> Bandit:
     """Policies `[3, N]` with the same reference and sampler."""
-    columns = (
-        torch.tensor(p, dtype=torch.float64).log().unsqueeze(-1).expand_as(policies) for p in (REFERENCE, SAMPLER)
-    )
-    return Bandit(policies.log(), *columns)
-
-
-def _kl_gradient(fact: Any, policies: Tensor) -> Tensor:
-    return measured_gradient(fact, _bandit(policies))
-
-
-def _reward_gradient(policies: Tensor) -> Tensor:
-    """∇(−E[R]), whose sampling does not matter: the ratio weighs the samples."""
-    rewards = torch.tensor(REWARDS, dtype=torch.float64)[:, None, None]
-    return gradient_in_reward(lambda logp, ref, old: (-rewards).expand_as(logp), _bandit(policies))
-
-
-def _descents(fact: Any) -> list[Flat]:
-    """For every β the policies that descent on −E[R] + β·KL term visits, from the reference on."""
-    betas = torch.tensor(BETAS, dtype=torch.float64)
-    logits = torch.tensor(REFERENCE, dtype=torch.float64).log().unsqueeze(-1).repeat(1, len(BETAS))
-    visited = [logits.softmax(0)]
-    for step in range(STEPS):  # steps grow shorter, so that descent comes to rest where a gradient changes its sign
-        gradient = _reward_gradient(visited[-1]) + betas * _kl_gradient(fact, visited[-1])
-        longest = LONGEST * (1 - step / STEPS)
-        logits = logits - gradient * torch.minimum(longest / gradient.norm(dim=0), 3 / (1 + betas))
-        visited.append(logits.softmax(0))
-    return [_flat(torch.stack(_spread([policies[:, n] for policies in visited]), -1)) for n in range(len(BETAS))]
-
-
-def _spread(path: Sequence[Tensor]) -> list[Tensor]:
-    """Some points of a path, about as far apart, and its end."""
-    lengths = [0.0]
-    for before, after in pairwise(path):
-        lengths.append(lengths[-1] + (after - before).norm().item())
-    wanted = [lengths[-1] * k / (SHOWN - 1) for k in range(SHOWN - 1)]
-    chosen = [next(n for n, length in enumerate(lengths) if length >= at) for at in wanted]
-    return [path[n] for n in dict.fromkeys(chosen)] + [path[-1]]
+    return Bandit(policies.log(), *(_column(policy).log().expand_as(policies) for policy in (REFERENCE, SAMPLER)))
 
 
 def _flat(columns: Tensor) -> Flat:
