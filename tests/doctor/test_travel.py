@@ -16,10 +16,9 @@ from doctor.schooled import schooled_config, schooled_model
 from keel.doctor.findings import Finding, ranked
 from keel.doctor.gap import in_float32
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes.model import probe_model
-from keel.doctor.probes.prompts import probe_prompts
+from keel.doctor.measure import examine
+from keel.doctor.measures import MEASURES
 from keel.doctor.probes.reported import Reports, later_turns_findings
-from keel.doctor.probes.travel import probe_travel
 from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
@@ -70,17 +69,14 @@ def test_the_fault_is_named_first(fault: str) -> None:
 
 
 def probed(*overrides: str) -> list[Finding]:
-    """What the probes of prompts and of travel find, without the others."""
-    thresholds = load_thresholds()
-    setup = build_subject(schooled_config(*overrides))
-    with closing(setup.run):
-        return [
-            finding
-            for probe in (probe_model, probe_prompts, probe_travel)
-            for finding in probe(setup, thresholds).findings
-        ]
+    """What the measures of the model, of prompts and of what travels find, without the others."""
+    subject = build_subject(schooled_config(*overrides))
+    with closing(subject.run):
+        outcomes = examine([m for m in MEASURES if m.name in TRAVEL], subject)
+    return [finding for outcome in outcomes for finding in outcome.findings]
 
 
+TRAVEL = ("model", "prompts", "prompt format", "loading", "travel")
 FOUND = {
     "a tokenizer without digits": ("model/tokenizer", [model("without_digits")]),
     "a vocabulary filled up with its own rows": ("model/tokenizer", [model("filled_up")]),
