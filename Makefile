@@ -73,13 +73,13 @@ $(VERL_STAMP): $(TEST_STAMP) constraints-verl.txt
 	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(VERL_STAMP)
 
-setup-envs: $(ENVS_STAMP)  ## create .venv-envs: other packages' environments on top of .venv (100 MB)
+setup-envs: $(ENVS_STAMP)  ## create .venv-envs: other packages' environments on top of .venv (270 MB)
 
 # gem pins older versions of what .venv has: it gets them here, beside .venv's.
 $(ENVS_STAMP): $(TEST_STAMP) constraints-envs.txt
 	@test -x $(ENVS_VENV)/bin/python || $(BIN)/python -m venv $(ENVS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(ENVS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
-	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-envs.txt gem-llm skyrl-gym textarena
+	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-envs.txt gem-llm openenv skyrl-gym textarena
 	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(ENVS_STAMP)
 
@@ -100,7 +100,7 @@ test-gpu: $(TEST_STAMP)  ## run the tests that need a large CUDA device (half an
 	$(BIN)/python -m pytest tests_gpu --ignore=tests_gpu/test_kernel_grid_cuda.py
 	$(BIN)/python -m pytest -n 8 --dist worksteal tests_gpu/test_kernel_grid_cuda.py
 
-test-envs: setup-envs  ## test environments of gem, skyrl-gym and textarena
+test-envs: setup-envs  ## test environments of gem, openenv, skyrl-gym and textarena
 	$(ENVS_VENV)/bin/python -m pytest tests_envs
 
 test-verl: setup-verl  ## test Keel inside verl (a minute)

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.config import Config, load_config
+from keel.doctor.runs import read_run
 from keel.lab.compare import load_pair, measure_drift, resolve
 from keel.lab.compare.score import render, sample
-from keel.lab.runs import read_run
 from keel.lab.studies import read_study
 from keel.lab.studies.folder import jobs
 from keel.lab.studies.run import run_study

@@ -215,7 +215,7 @@ def _preflight(config: dict[str, Any]) -> Any:
     import torch
 
     from keel.config import load_config
-    from keel.lab.doctor.preflight import preflight
+    from keel.doctor.preflight import preflight
 
     checked = load_config(config)
     seed_global(checked.run.seed)  # of rewards and scorers that draw from the global generators
@@ -526,8 +526,8 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    importlib.import_module("keel.lab.doctor.preflight")
-    importlib.import_module("keel.lab.doctor.examine")
+    importlib.import_module("keel.doctor.preflight")
+    importlib.import_module("keel.doctor.examine")
     importlib.import_module("transformers")
     importlib.import_module("peft")
     register()

@@ -44,8 +44,8 @@ from keel.base.errors import KeelError
 from keel.base.files import encode
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.lab.doctor import preflight
-from keel.lab.doctor.examine import examine
+from keel.doctor import preflight
+from keel.doctor.examine import examine
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").rglob("*.yaml"))
 FAULTS = Path(faults.__path__[0])
@@ -274,7 +274,7 @@ def _preflight(random: Random, folder: Path) -> str:
         with contextlib.suppress(KeelError):
             config, tree, left = load_config(changed), changed, left - 1
     (folder / "config.yaml").write_text(as_yaml(tree), encoding="utf-8")
-    with _errors_of_probes() as errors:
+    with _errors_of_measures() as errors:
         diagnosis = preflight.preflight(config)
     for error in errors:
         if is_keels(error):
@@ -284,22 +284,22 @@ def _preflight(random: Random, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _errors_of_probes() -> Iterator[list[Exception]]:
-    """What probes raise while this is open: a diagnosis holds one line of it."""
+def _errors_of_measures() -> Iterator[list[Exception]]:
+    """What measures raise while this is open: a diagnosis holds one line of it."""
     errors = list[Exception]()
 
-    def noted(probe: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
         def look(*arguments: Any) -> Any:
             try:
-                return probe(*arguments)
+                return run(*arguments)
             except Exception as error:
                 errors.append(error)
                 raise
 
         return look
 
-    probes = [(name, noted(probe)) for name, probe in preflight.PROBES]
-    with mock.patch.object(preflight, "PROBES", probes):
+    measures = [replace(measure, run=noted(measure.run)) for measure in preflight.MEASURES]
+    with mock.patch.object(preflight, "MEASURES", measures):
         yield errors
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from keel.config import load_config
-from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes import ProbeResult
+from keel.doctor.preflight import preflight
+from keel.doctor.verdict import Outcome
 from random_model import save_random_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ def measure(job: str, device: str, quick: bool, model: Path | None) -> dict[str,
         start = _now()
         marks = [start]
 
-        def on_probe(outcome: ProbeResult, took: float) -> None:
+        def on_probe(outcome: Outcome, took: float) -> None:
             marks.append(_now())
             clock, processor = (now - before for now, before in zip(marks[-1], marks[-2], strict=True))
             name = f"building, {outcome.name}" if len(marks) == 2 else outcome.name  # the parts are built before it

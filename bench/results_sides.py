@@ -184,7 +184,7 @@ def run_trl(work: Work) -> tuple[list[Row], Path, dict[str, Any]]:
     from datasets.table import InMemoryTable
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    from keel.lab.doctor.examine import examine
+    from keel.doctor.examine import examine
     from keel.run.build import build_named_task
 
     if trl.__version__ != TRL_VERSION:

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from keel.envs.bubblewrap import confined, python_command
-from keel.envs.sandbox import ENVIRONMENT, Limits, sandbox
+from keel.envs.sandbox import ENVIRONMENT, SandboxLimits, sandbox
 
 PROGRAM = "numbers = list(map(int, input().split()))\nprint(sum(numbers), sorted(numbers)[-1])\n"
 STDIN, STDOUT = "3 1 4 1 5 9 2 6\n", "31 9\n"
 FUNCTION = "def f(x):\n    return sum(x)\n"
 
 
-def warm_program(limits: Limits) -> None:
+def warm_program(limits: SandboxLimits) -> None:
     """A whole program: a process, an input, an output."""
     with sandbox(limits).program() as program:
         answer = program.ask({"exec": PROGRAM, "stdin": STDIN}, time.monotonic() + limits.timeout_s)
     assert answer.output == STDOUT, answer
 
 
-def warm_calls(limits: Limits) -> None:
+def warm_calls(limits: SandboxLimits) -> None:
     """A function that six tests call, in one process."""
     until = time.monotonic() + limits.timeout_s
     with sandbox(limits).program() as program:
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0: one a core")
     options = parser.parse_args()
-    limits = Limits(workers=options.workers)
+    limits = SandboxLimits(workers=options.workers)
     print(f"{limits.at_once} at a time, programs a minute")
     for name, one in (
         ("warm, a program with an input", lambda: warm_program(limits)),

@@ -1,10 +1,10 @@
 """Runs of TRL's own GRPOTrainer on a small model, healthy and broken, and what `keel doctor` says of their logs.
 
-    python bench/trl_runs.py --out tests/lab/doctor/trl_runs      # makes the logs that the tests read (some minutes)
+    python bench/trl_runs.py --out tests/doctor/trl_runs      # makes the logs that the tests read (some minutes)
     python bench/trl_runs.py --only good-reference --steps 20     # one of them, into a temporary folder
 
 Kept of each run are TRL's trainer_state.json and training_args.bin. A broken run has one thing wrong that users of TRL
-meet; which code names it is in tests/lab/doctor/test_trl_runs.py.
+meet; which code names it is in tests/doctor/test_trl_runs.py.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def make_run(name: str, run: Run, steps: int, into: Path) -> None:
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
+    from doctor.schooled import TASK, fresh_model, taught
     from keel.envs.registry import build_task
-    from lab.doctor.schooled import TASK, fresh_model, taught
 
     work = tempfile.mkdtemp()
     home = Path.cwd()
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--only", choices=RUNS, help="one run")
     parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
-    from keel.lab.doctor.examine import examine
+    from keel.doctor.examine import examine
 
     into = (args.out or Path(tempfile.mkdtemp())).resolve()
     for name in [args.only] if args.only else RUNS:

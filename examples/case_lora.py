@@ -37,7 +37,7 @@ def build(folder: Path, faulty: bool) -> Any:
     model.save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     args = GRPOConfig(
-        output_dir=str(folder), use_vllm=True, vllm_gpu_memory_utilization=0.05, vllm_max_model_length=128, beta=0.0,
+        output_dir=str(folder), use_vllm=True, vllm_gpu_memory_utilization=0.1, vllm_max_model_length=128, beta=0.0,
         max_completion_length=96, per_device_train_batch_size=32, num_generations=8, max_steps=40, learning_rate=5e-3,
         lr_scheduler_type="constant", logging_steps=1, save_steps=40, use_cpu=True, bf16=False, report_to="none",
         seed=0, disable_tqdm=True, gradient_checkpointing=False,

@@ -1,6 +1,6 @@
 """Two rewards for the same task: one with a cliff, which blows a run up, and one in steps, which does not.
 
-Used by explosion.yaml and explosion_cured.yaml beside this file; the story is in docs/case-explosion.md.
+Used by explosion.yaml and explosion_cured.yaml beside this file; the story is in docs/cases.md.
 """
 
 from __future__ import annotations

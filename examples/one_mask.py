@@ -1,4 +1,4 @@
-"""The defect of docs/case-musique.md as a scorer: one 0/1 vector is the loss mask and the attention mask.
+"""The defect of docs/cases.md as a scorer: one 0/1 vector is the loss mask and the attention mask.
 
 PYTHONPATH=examples keel doctor configs/musique_small.yaml model.scorer=one_mask:score kl.estimator=k3
 """

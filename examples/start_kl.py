@@ -1,6 +1,6 @@
 """A sound model whose KL is far from 0 before anything was trained: dropout in its pass, or sums against means.
 
-Loader and scorer for the second half of docs/case-explosion.md.
+Loader and scorer for the second half of docs/cases.md.
 """
 
 from __future__ import annotations

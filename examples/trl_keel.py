@@ -3,8 +3,8 @@
     python examples/trl_keel.py                    # on a CPU in under a minute; writes runs/trl-keel
     python examples/trl_keel.py --steps 60 --target 0.05 --out runs/closer
 
-Needs TRL: pip install 'keel-rl[trl]'. Three lines differ from a script of TRL's; docs/trl.md says what they change. The
-model's weights are random, and as training ends the doctor says so (output/random-weights).
+Needs TRL: pip install 'keel-rl[trl]'. Three lines differ from a script of TRL's; docs/other-trainers.md explains what
+they change. The model's weights are random, and as training ends the doctor says so (output/random-weights).
 """
 
 from __future__ import annotations

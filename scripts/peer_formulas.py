@@ -29,6 +29,8 @@ over batches. "The same" repeats the expected gradient. Two quantities are equal
 their size. The default of a trainer is in bold.
 """
 TAIL = """
+TRL 1.16's GMPOTrainer does not read `use_bias_correction_kl`.
+
 ## Other trainers
 
 OpenRLHF, AReaL, tinker-cookbook and prime-rl are judged where they are installed and can be imported. By hand on

@@ -1,6 +1,5 @@
 """What the pages propose in their prose: options that load, commands that parse, and figures that the code has."""
 
-import inspect
 import re
 import shlex
 
@@ -10,8 +9,6 @@ from keel.base.errors import KeelError
 from keel.cli.app import app, configuration
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.kl import build_controller
-from keel.kl.controllers import CONTROLLERS
 from keel.recipes.chess.__main__ import app as chess
 from test_docs import BLOCKS, PAGES, ROOT
 
@@ -108,52 +105,13 @@ def test_a_command_that_a_page_names_is_one(page, line, monkeypatch):
         assert configuration(given)
 
 
-RULE = re.compile(r"more than ([\d.]+) × the target: β × ([\d.]+); less than ([\d.]+) × the target: β × ([\d.]*\d)")
-
-
-def test_the_tutorials_rules_are_what_the_step_controller_does():
-    """The page's own figures, tried on the controller just inside and just outside each edge of the band."""
-    text = " ".join((ROOT / "docs" / "tutorial.md").read_text().split())
-    rules = [tuple(map(float, rule)) for rule in RULE.findall(text)]
-    assert len(rules) == 2
-    for preset, (above, up, below, down) in zip(({}, {"preset": "tutorial"}), rules, strict=True):
-        controller = build_controller("step", 0.01, target=0.05, **preset)
-        start = controller.init()
-        for kl, factor in (
-            (1.01 * above * 0.05, up),
-            (0.99 * above * 0.05, 1.0),
-            (1.01 * below * 0.05, 1.0),
-            (0.99 * below * 0.05, down),
-        ):
-            assert controller.update(start, kl).beta == pytest.approx(0.01 * factor), (preset, kl)
-
-
-def test_the_pages_units_are_the_controllers_own():
-    for page in ("tutorial.md", "kl.md"):
-        assert "per sequence" in (ROOT / "docs" / page).read_text()
-    units = {name: inspect.signature(make).parameters["unit"].default for name, make in CONTROLLERS.items()}
-    assert units.pop("ziegler") == "per_sequence"
-    assert set(units.values()) == {"per_token"}
-
-
-def test_zieglers_pace_is_the_tutorials():
-    """Twice the target over 10000 episodes: a fifth."""
-    controller = build_controller("ziegler", 0.01, target=6.0, episodes_per_step=100)
-    state = controller.init()
-    for _ in range(100):
-        state = controller.update(state, 12.0)
-    assert state.beta / 0.01 == pytest.approx(1.2, abs=0.03)
-
-
 # (page, what the page says of an option's default, the option): the figure is read from the page.
 DEFAULTS = [
-    ("migrate.md", r"`rollout\.max_completion_length` is (\d+)", "rollout.max_completion_length"),
-    ("migrate.md", r"TRL's default is 512, Keel's is (\d+)", "rollout.max_completion_length"),
-    ("migrate.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
-    ("migrate.md", r"TRL's default is dapo, Keel's is (\w+);", "loss.loss_type"),
+    ("other-trainers.md", r"`rollout\.max_completion_length` is (\d+)", "rollout.max_completion_length"),
+    ("other-trainers.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
     ("tools.md", r"up to `rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
     ("rewards.md", r"`reward\.on_error`: `(\w+)` \(default\)", "reward.on_error"),
-    ("case-musique.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
+    ("cases.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
 ]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import skyrl_gym
 import textarena
+from short_runs import lines, small
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 import keel
@@ -161,37 +162,11 @@ def test_check_task_finds_what_holds(spec: dict[str, Any], capsys: pytest.Captur
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def small(folder: Path, spec: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "run": {"name": "run", "dir": str(folder), "max_steps": 4},
-        "model": {"name": "keel.models.tiny:half_model", "device": "cpu"},
-        "task": spec,
-        "rollout": {
-            "prompts_per_step": 3,
-            "num_generations": 2,
-            "max_turns": 3,
-            "max_turn_length": 8,
-            "max_completion_length": 48,
-        },
-        "optim": {"learning_rate": 1.0e-3},
-        "eval": {"every": 0, "samples": 4, "k": [1]},
-        "log": {"console": "none", "tensorboard": False},
-        "checkpoint": {"every": 2},
-        **more,
-    }
-
-
 SHORT = [
     {**GUESS, "view": f"{PLAYERS}:hint"},
     {**NIM, "view": f"{PLAYERS}:piles"},
     {**LARGEST, "view": f"{PLAYERS}:again"},
 ]
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    timed = ("time/", "speed/", "memory/")
-    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in records]
 
 
 @pytest.mark.parametrize("spec", SHORT, ids=lambda spec: spec["name"].partition(":")[0])

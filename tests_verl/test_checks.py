@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl import DataProto
 
+from conftest import nested
 from keel.base.errors import KeelError
 from keel.integrations import versions
 from keel.integrations.sync import Sampler
 from keel.integrations.verl.checks import SyncCheck, traces
-from keel.lab.traces import check_depth
+from keel.lab.traces import Trace, check_depth
 from keel.rollout.engine import StaleWeights
 
 pytestmark = pytest.mark.peers
@@ -34,7 +36,7 @@ def batch(gap: float) -> DataProto:
     ids = torch.arange(308).repeat(2, 1)
     return DataProto.from_dict(
         tensors={
-            "input_ids": ids,
+            "prompts": ids[:, :8],
             "responses": ids[:, 8:],
             "attention_mask": attention,
             "response_mask": mask,
@@ -53,6 +55,23 @@ def test_traces_of_a_batch_and_the_gap_by_depth():
     assert (first.step, len(second.logp)) == (3, 300)
     assert check_depth(2 * traces(batch(0.0))).finding is None
     assert check_depth(2 * traces(batch(0.3))).finding.code == "sampler/depth"
+
+
+def test_rows_of_the_transfer_queue():
+    """verl's default trainer keeps rows without padding; before they are scored they have no old_log_probs."""
+    columns = {
+        "prompts": [[5], [6, 7]],
+        "responses": [[1, 2, 3], [4]],
+        "response_mask": [[1, 0, 1], [1]],
+        "rollout_log_probs": [[-0.5, 0.0, -1.5], [-2.0]],
+    }
+    made = {name: nested([torch.tensor(row) for row in values]) for name, values in columns.items()}
+    first, second = traces(TensorDict(made, 2), step=2)
+    assert first == Trace((5,), (1, 2, 3), (True, False, True), (-0.5, 0.0, -1.5), step=2)
+    assert (second.prompt_ids, second.completion_ids, second.sample_logp) == ((6, 7), (4,), (-2.0,))
+    del made["prompts"]
+    with pytest.raises(KeelError, match="prompts"):
+        traces(TensorDict(made, 2))
 
 
 def fused():

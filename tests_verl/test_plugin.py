@@ -7,7 +7,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.integrations import versions
-from keel.integrations.versions import VERL, VERLS_WORKER
+from keel.integrations.versions import VERL, VERL_WORKER_METHODS
 
 pytestmark = pytest.mark.peers
 
@@ -74,11 +74,11 @@ def test_a_verl_without_what_is_overridden_is_refused(missing):
         VERL.check_names(type("Trainer", (), names))
 
 
-@pytest.mark.parametrize("missing", VERLS_WORKER)
+@pytest.mark.parametrize("missing", VERL_WORKER_METHODS)
 def test_workers_without_what_is_called_are_refused(missing):
-    names = {name: None for name in VERLS_WORKER if name != missing}
+    names = {name: None for name in VERL_WORKER_METHODS if name != missing}
     with pytest.raises(KeelError, match=f"^Worker has no {missing}"):
-        VERL.check_names(type("Worker", (), names), VERLS_WORKER)
+        VERL.check_names(type("Worker", (), names), VERL_WORKER_METHODS)
 
 
 def test_a_run_of_plain_verl_outlives_what_keeps_keel_out():

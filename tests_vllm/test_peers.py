@@ -1,4 +1,4 @@
-"""SyncCheck on GRPOTrainer with vLLM in its process: syncs that are omitted, partial, or without the adapter.
+"""SyncCheck on GRPOTrainer with vLLM, in its process or a server: syncs that are omitted, partial or without the LoRA.
 
 vLLM for CPUs packs weights, so that TRL's own way of loading them fails there: they are loaded by vLLM's reload, in
 the names and with the values that TRL sends.
@@ -18,17 +18,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
+import trl.generation.vllm_client as client
 import trl.generation.vllm_generation as generation
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from trl import GRPOConfig, GRPOTrainer
 
 from conftest import llama
 from keel.base.errors import KeelError
 from keel.integrations.sync import Sampler, SyncLedger
-from keel.integrations.trl import SyncCheck
+from keel.integrations.trl import KeelGRPOTrainer, SyncCheck
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout.engine import StaleWeights
 from keel.rollout.vllm.transfer import save_adapter
@@ -58,7 +61,7 @@ def llm(folder: Path) -> Iterator[Any]:
         patch.setenv(name, value)
     generation.ensure_master_addr_port()
     made = vllm.LLM(
-        model=str(folder), max_model_len=64, gpu_memory_utilization=0.05, enforce_eager=True, enable_lora=True,
+        model=str(folder), max_model_len=64, gpu_memory_utilization=0.1, enforce_eager=True, enable_lora=True,
         max_lora_rank=8, distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs", seed=0,
     )  # fmt: skip
     yield made
@@ -68,6 +71,18 @@ def llm(folder: Path) -> Iterator[Any]:
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+ADAPTER: Any = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def arguments(out: Path, **more: Any) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(out), use_vllm=True, max_completion_length=16, max_steps=4, per_device_train_batch_size=8,
+        num_generations=4, learning_rate=0.05, beta=0.0, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
+        save_strategy="no", gradient_checkpointing=False, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
+        **more,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -88,16 +103,13 @@ def build(folder: Path, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(generation.VLLMGeneration, "sync_weights", sync_weights)
 
-    def make(skips: Skips = lambda name, sync: False, lora: bool = False) -> GRPOTrainer:
-        args = GRPOConfig(
-            output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate", max_completion_length=16, max_steps=4,
-            per_device_train_batch_size=8, num_generations=4, learning_rate=0.05, beta=0.0, use_cpu=True, bf16=False,
-            report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, optim="sgd",
-            lr_scheduler_type="constant", max_grad_norm=0.0,
-        )  # fmt: skip
+    def make(
+        skips: Skips = lambda name, sync: False, lora: bool = False, kind: type[GRPOTrainer] = GRPOTrainer, **more: Any
+    ) -> GRPOTrainer:
         rows = Dataset.from_dict({"prompt": [f"{number}+1=" for number in range(16)]})
-        adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
-        trainer = GRPOTrainer(str(folder), reward, args, rows, processing_class=tiny_tokenizer(), peft_config=adapter)
+        more["peft_config"] = LoraConfig(**ADAPTER) if lora else None
+        args = arguments(tmp_path, vllm_mode="colocate")
+        trainer = kind(str(folder), reward, args, rows, processing_class=tiny_tokenizer(), **more)
         trainer.vllm_generation.skips = skips
         trainer.vllm_generation.last = [(name, p.clone()) for name, p in trainer.vllm_generation._iter_named_params()]
         return trainer
@@ -105,9 +117,12 @@ def build(folder: Path, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return make
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_sound_syncs_are_silent(build: Callable[..., GRPOTrainer], lora: bool) -> None:
-    trainer = build(lora=lora)
+KEELS: Any = {"lora": True, "kind": KeelGRPOTrainer, "kl": {"beta": 0.1}}
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": True}, KEELS])
+def test_sound_syncs_are_silent(build: Callable[..., GRPOTrainer], options: dict[str, Any]) -> None:
+    trainer = build(**options)
     trainer.add_callback(check := SyncCheck(trainer))
     trainer.train()
     assert [(result.step, result.wrong, result.compared) for result in check.results] == [(n, (), 21) for n in range(4)]
@@ -189,38 +204,77 @@ def test_the_example(folder: Path, tmp_path: Path, kind: str, status: int, said:
     assert said in done.stdout
 
 
-def test_a_served_vllm(folder: Path, tmp_path: Path) -> None:
-    """`vllm serve` with Keel's worker extension tells its digests; without it the refusal says how to start it."""
+@pytest.fixture(scope="module")
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`vllm serve` with Keel's worker extension."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED}
-    options = ["--enforce-eager", "--max-model-len", "64", "--gpu-memory-utilization", "0.05", "--host", "127.0.0.1"]
+    options = ["--enforce-eager", "--max-model-len", "64", "--gpu-memory-utilization", "0.1", "--host", "127.0.0.1"]
     extension = ["--worker-extension-cls", "keel.rollout.vllm.worker.KeelWorker", "--port", str(port)]
     server_of = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # the command asks for a package `vllm`
-    log = (tmp_path / "log").open("w")
-    server = subprocess.Popen(
-        [*server_of, "--model", str(folder), *options, *extension],
-        env={**own, "VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log, start_new_session=True,
-    )  # fmt: skip
+    said = tmp_path_factory.mktemp("server") / "log"
+    with said.open("w") as log:
+        server = subprocess.Popen(
+            [*server_of, "--model", str(folder), *options, *extension],
+            env={**own, "VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
         while True:
-            assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            assert server.poll() is None, said.read_text()[-3000:]
+            assert time.monotonic() < deadline, said.read_text()[-3000:]
+            with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
                 break
             time.sleep(1)
-        policy = llama()
-        ledger = SyncLedger(Sampler.served(url), policy)
-        ledger.note(0)
-        assert not ledger.compare(0).wrong
-        with torch.no_grad():
-            policy.model.layers[0].mlp.down_proj.weight.add_(1)
-        ledger.note(1)
-        assert ledger.compare(1).wrong == ("model.layers.0.mlp.down_proj.weight",)
+        yield address
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
     with pytest.raises(KeelError, match="is the server up"):
-        Sampler.served(url)
+        Sampler.served(address)
+
+
+def test_a_served_vllm(url: str) -> None:
+    policy = llama()
+    ledger = SyncLedger(Sampler.served(url), policy)
+    ledger.note(0)
+    assert not ledger.compare(0).wrong
+    with torch.no_grad():
+        policy.model.layers[0].mlp.down_proj.weight.add_(1)
+    ledger.note(1)
+    assert ledger.compare(1).wrong == ("model.layers.0.mlp.down_proj.weight",)
+
+
+@pytest.mark.parametrize("omitted", [False, True])
+def test_trl_with_a_served_vllm(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: bool
+) -> None:
+    """TRL's client, but for its transfer over NCCL, which needs a GPU; `omitted`: that of steps 2 and 3."""
+    sent = []
+
+    def send(self: Any, metadata: Any, named: Any) -> None:
+        tensors = {name: tensor.clone() for name, tensor in named}
+        sent.append(tensors)
+        if omitted and len(sent) > 2:
+            return
+        path = tmp_path / str(len(sent))
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        load = {"method": "keel_load", "args": [str(path)]}
+        httpx2.post(f"{self.base_url}/collective_rpc", json=load, timeout=60).raise_for_status()
+
+    for module in (generation, client):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(client.VLLMClient, "init_communicator", lambda self, device: None)
+    monkeypatch.setattr(client.VLLMClient, "update_named_params", send)
+    rows = Dataset.from_dict({"prompt": [f"{number}+1=" for number in range(16)]})
+    args = arguments(tmp_path, vllm_mode="server", vllm_server_base_url=url)
+    trainer = GRPOTrainer(
+        str(folder), reward, args, rows, processing_class=tiny_tokenizer(), peft_config=LoraConfig(**ADAPTER)
+    )
+    trainer.add_callback(check := SyncCheck(trainer, on_mismatch="warn"))
+    trainer.train()
+    assert len(sent) == 4
+    assert [len(result.wrong) for result in check.results] == ([0, 0, 14, 14] if omitted else [0, 0, 0, 0])

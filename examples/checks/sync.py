@@ -20,7 +20,7 @@ def even(completion_ids: list[list[int]], **_: Any) -> Any:
 
 if __name__ == "__main__":
     vllm_on_cpu.load_by_reload()
-    sampling: Any = {"vllm_gpu_memory_utilization": 0.05, "max_completion_length": 16, "num_generations": 4}
+    sampling: Any = {"vllm_gpu_memory_utilization": 0.1, "max_completion_length": 16, "num_generations": 4}
     options: Any = {"learning_rate": 0.05, "max_steps": 3, "save_strategy": "no", "use_cpu": True, "bf16": False}
     args = GRPOConfig(use_vllm=True, **options, **sampling)
     rows = Dataset.from_dict({"prompt": [f"{n} + 1 =" for n in range(16)]})

@@ -60,9 +60,9 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "lab": (
         "The doctor and the drift between two models, as functions.",
         (
-            "keel.lab.doctor",
-            "keel.lab.doctor.examine: examine",
-            "keel.lab.doctor.preflight: preflight",
+            "keel.doctor",
+            "keel.doctor.examine: examine",
+            "keel.doctor.preflight: preflight",
             "keel.lab.compare: Drift DriftEstimate measure_drift",
         ),
     ),

@@ -1,26 +1,36 @@
-"""The reference of findings: what a code means, how it is decided, what it explains, and the thresholds."""
+"""The reference of findings: codes, thresholds, experiments and hypotheses."""
 
 from __future__ import annotations
 
 import re
 
-from keel.lab.doctor.causes import CAUSES
-from keel.lab.doctor.findings import CODES, Code
-from keel.lab.thresholds import shipped_thresholds
+from keel.doctor.causes import CAUSES
+from keel.doctor.findings import CODES, Code
+from keel.doctor.measures import MEASURES
+from keel.doctor.suspects import SUSPECTS, Suspect
+from keel.doctor.thresholds import shipped_thresholds
 from pages.tables import anchored, prose, table
 
 HEAD = """# Findings
 
-What `keel doctor` can name, made from the tables that it goes by; how it works is in [What is wrong, and how that is
-decided](../doctor.md). Worst first: errors before warnings before notes, and a cause before what it causes. The
-severity is the usual one; a check may find a milder case. A finding that another one explains is still listed, as a
-note.
+What `keel doctor` can find ([guide](../doctor.md)). Errors come before warnings and notes, and a cause comes before
+its symptoms. The listed severity is the usual one; a mild case may be reported with a lower one.
 
 """
 THRESHOLDS = """## Thresholds
 
-Where each alarm lies. Another value goes into a configuration (`doctor.thresholds`) or behind `--threshold
-NAME=VALUE`; one that makes an alarm less sensitive is itself a finding.
+Change a threshold with `doctor.thresholds` in the configuration or with `--threshold NAME=VALUE`. A less sensitive
+alarm is itself reported as a finding.
+
+"""
+EXPERIMENTS = """## Experiments
+
+What the preflight of a configuration runs, in this order.
+
+"""
+HYPOTHESES = """## Hypotheses
+
+A finding of the third column confirms a hypothesis. A measured figure on the safe side rules it out.
 
 """
 
@@ -29,7 +39,30 @@ def findings_page() -> str:
     codes = "\n\n".join(map(_code, CODES.values()))
     rows = ((anchored(t.name), f"{t.alarm} {t.value:g}", prose(t.unit), prose(f"{t.reason} ({t.source})"))
             for t in shipped_thresholds().values())  # fmt: skip
-    return f"{HEAD}{codes}\n\n{THRESHOLDS}{table(('threshold', 'alarm', 'unit', 'reason'), rows)}\n"
+    thresholds = table(("threshold", "alarm", "unit", "reason"), rows)
+    experiments = table(
+        ("experiment", "what it does"),
+        ((measure.name, prose(measure.about)) for measure in MEASURES),
+    )
+    hypotheses = table(
+        ("hypothesis", "priority", "confirmed by", "ruled out by", "interacts with"),
+        ((f"{s.name} {s.title}", s.priority, _codes(s.codes), _ruled_out_by(s), s.interacts) for s in SUSPECTS),
+    )
+    sections = (codes, THRESHOLDS + thresholds, EXPERIMENTS + experiments, HYPOTHESES + hypotheses)
+    return HEAD + "\n\n".join(sections) + "\n"
+
+
+def _ruled_out_by(suspect: Suspect) -> str:
+    """Alternatives, each a list of figures that must all be on the safe side."""
+    ways = [
+        " and ".join(f"`{name}` {side} {_limit(limit)}" for name, side, limit in way.figures)
+        for way in suspect.ruled_out_by
+    ]
+    return "; or ".join(["a formula whose gradient is ∇KL(policy‖ref)"] * suspect.by_formula + ways)
+
+
+def _limit(limit: str | float) -> str:
+    return f"[`{limit}`](#{limit})" if isinstance(limit, str) else f"{limit:g}"
 
 
 def _code(code: Code) -> str:

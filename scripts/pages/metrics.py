@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import yaml
 
-from keel.lab.doctor.names import TRAINERS
+from keel.doctor.names import TRAINERS
 from pages.tables import table
 
 HEAD = """# Metrics
@@ -16,7 +16,7 @@ HEAD = """# Metrics
 Every figure that a step writes to `metrics.jsonl`, TensorBoard and W&B. A metric called just "kl" does not exist: the
 name says whose samples, against whom, by which estimator. `{a,b}` stands for each of these, `*` for a name that a
 task, a reward or a tool chooses. The last column has what TRL and verl call it, as `keel doctor` reads their logs;
-for further trainers see [Logs of other trainers](../doctor.md#logs-of-other-trainers).
+for other trainers see [Names in logs](logs.md).
 
 A step whose update was skipped still writes a complete line. `eval.jsonl` has evaluations, `events.jsonl` what
 guards, resumes and samplers did, `rollouts.jsonl` completions with the KL of every token. How a run reads them:

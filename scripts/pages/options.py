@@ -19,7 +19,7 @@ from keel.envs.registry import PACKAGES, TASKS, LazyTask
 from keel.envs.rewards.registry import REWARDS
 from keel.kl import CONTROLLERS
 from keel.losses import LOSSES
-from keel.reference.kinds import KINDS
+from keel.reference.kinds import KINDS, TEACHERS
 from pages.tables import anchored, prose, table
 
 HEAD = """# Options
@@ -27,7 +27,7 @@ HEAD = """# Options
 Every option with its default, what it may be, and its sentence, made from the classes that declare them. `keel train
 CONFIG --print-config` shows the same for one configuration, with what `auto` and `null` stand for there. Options are
 written in a YAML file, as `section.option=value` behind a command, or as `{section: {option: value}}` in Python;
-under the names of other trainers too ([Coming from TRL, verl or OpenRLHF](../migrate.md)). What is not listed is
+under the names of other trainers too ([Options of other trainers](peer-options.md)). What is not listed is
 refused with the nearest name.
 
 """
@@ -40,6 +40,7 @@ PARTS: list[tuple[str, str, str, Mapping[str, Any], tuple[str, ...], int]] = [
     ("Rewards", "Beside `name` in an entry of `rewards`.", "rewards", REWARDS, ("turns", "task"), 2),
     ("Controllers", "Beside `kl.controller.name`.", "kl.controller", CONTROLLERS, ("beta", "episodes_per_step"), 0),
     ("References", "Beside `reference.kind`.", "reference", KINDS, (), 1),
+    ("Teachers", "Beside `reference.model` and `kl.teacher.model`.", "reference", TEACHERS, (), 3),
 ]
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.config import Config, load_config
+from keel.doctor.thresholds import check_thresholds
 from keel.envs import Task
 from keel.envs.base import check_is_task
 from keel.envs.options import SourceOptions
 from keel.lab.hooks import AT_END
 from keel.lab.notebook import Run
-from keel.lab.thresholds import check_thresholds
 from keel.run import sft
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model

@@ -171,16 +171,6 @@ def test_a_file_of_ones_own_by_data_path(
     assert (status, failed(report)) == (0, [])
 
 
-def test_the_page_shows_marks_and_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["check-task", "arithmetic", "--samples", "4"]) == 0
-    page = capsys.readouterr().out
-    assert page.count("✓") == 13
-    assert all(f"example {number}" in page for number in (1, 2, 3))
-    assert "all 13 checks pass" in page
-    assert "earns 1 (correct 1)" in page
-
-
 @pytest.mark.usefixtures("unsound")
 @pytest.mark.parametrize(
     ("words", "says"),
@@ -300,37 +290,16 @@ def test_an_attack_that_is_as_good_as_the_gold_answer_fails(
 
 
 @pytest.mark.usefixtures("leaks")
-@pytest.mark.parametrize(
-    ("name", "attack", "lesson"),
-    [
-        ("pays_form", "'form only' earns 0.40", "a policy learns to write the format without an answer"),
-        ("pays_prompt", "'prompt' earns 0.50", "a policy learns to copy the prompt"),
-    ],
-)
-def test_what_is_paid_for_the_form_alone_is_a_warning(
-    name: str, attack: str, lesson: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, report = run(capsys, f"leaks:{name}")
-    assert (status, failed(report)) == (0, [])
-    assert set(verdicts(report).values()) == {"pays"}
-    assert any(attack in warning and lesson in warning for warning in report["warnings"])
-    assert main(["check-task", f"leaks:{name}", "--samples", "4"]) == 0
-    page = " ".join(capsys.readouterr().out.split())
-    assert f"warning: {attack}" in page
-    assert "attacks: reward without a solution" in page
-
-
-@pytest.mark.usefixtures("leaks")
 def test_a_judge_elsewhere_is_asked_few_times_and_that_is_said_before(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    def ask(url: str, body: dict[str, str], *rest: Any) -> dict[str, float]:
+    def ask(url: str, body: dict[str, str], **options: Any) -> dict[str, float]:
         asked.append(body["completion"])
         return {"score": float(body["completion"].count("<answer>"))}
 
-    monkeypatch.setattr(http, "_ask", ask)
+    monkeypatch.setattr(http, "ask", ask)
     monkeypatch.setattr(http, "probe", lambda **options: None)
     entry = "rewards=[{name: task}, {name: http, url: 'http://127.0.0.1:1/judge', weight: 0.1}]"
     main(["check-task", "leaks:sound", entry, "--json"])
@@ -347,14 +316,3 @@ def test_a_reward_that_raises_on_odd_answers_is_named(capsys: pytest.CaptureFixt
     assert "'form only, endless' is not graded" in detail(report, "attacks are judged")
     assert "two tags" in detail(report, "attacks are judged")
     assert verdicts(report)["every answer in a form of its own"] == "raises"
-
-
-@pytest.mark.usefixtures("leaks")
-def test_configured_rewards_are_attacked(capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = run(capsys, "leaks:sound", "rewards=[{name: task}, {name: format, tags: [answer], weight: 0.5}]")
-    assert (status, failed(report)) == (0, [])
-    shares = {row["name"]: round(row["mean"], 3) for row in report["attacks"]}
-    assert (shares["form only"], shares["empty"]) == (0.333, 0.0)
-    assert any("'form only' earns 0.33" in warning for warning in report["warnings"])
-    status, report = run(capsys, "leaks:sound", "rewards=[{name: format, tags: [answer]}]")
-    assert (status, failed(report)) == (1, ["configured rewards", "attacks earn less"])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from keel.cli import main
-from keel.lab.doctor import Diagnosis, Finding
-from keel.lab.doctor.page import write_diagnosis
+from keel.doctor import Diagnosis, Finding
+from keel.lab.report.diagnosis import write_diagnosis
 from lab.report.synthetic import make_run
 
 FIELDS = {"code", "severity", "evidence", "cause", "advice", "options"}

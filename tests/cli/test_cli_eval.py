@@ -13,7 +13,6 @@ from keel.api import supervise, train
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
-from keel.run.evaluate import parse_task
 from keel.run.model_ref import resolve_model, saved_steps
 from trainer.small import BASE
 
@@ -117,17 +116,6 @@ def test_noise_temperature_and_what_is_given_by_name(run: Path, capsys: Any) -> 
     assert same["tasks"][0]["length_mean"] == first["tasks"][0]["length_mean"]
 
 
-def test_tables_files_and_a_picture(run: Path, capsys: Any, tmp_path: Path) -> None:
-    out, plot = tmp_path / "eval.json", tmp_path / "eval.png"
-    assert main(["eval", str(run), "--baseline", f"{run}@start", "--out", str(out), "--plot", str(plot)]) == 0
-    shown = capsys.readouterr()
-    for word in ("pass@1", "pass@2", "parsed", "truncated", "before", "after", "difference", "letters", "trained"):
-        assert word in shown.out
-    assert json.loads(out.read_text())["tasks"][0]["task"] == "letters"
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "Loading weights" not in shown.err
-
-
 def test_figures_of_a_tasks_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """`extra_metrics` reaches the data and the table."""
     (tmp_path / "task_with_figures.py").write_text(
@@ -149,54 +137,6 @@ def test_figures_of_a_tasks_own(tmp_path: Path, monkeypatch: Any, capsys: Any) -
     assert "longest" in capsys.readouterr().out
     assert main([*options, "task_with_figures:Wrong"]) == 2
     assert "share=nan" in capsys.readouterr().err
-
-
-PUZZLES = "FEN,Moves\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8h8 a1a8\n6k1/5ppp/8/8/8/8/8/R3R1K1 b - - 0 1,g8g8 a1a8\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--task", "chess_puzzles:path=half.csv,padding=none", "data.on_broken=skip"],
-        ["--task", "chess_puzzles:padding=none", "data.path=half.csv", "data.on_broken=skip"],
-        ["--task", "chess_puzzles:path=half.csv,padding=none,data={on_broken: skip}"],
-        [
-            "--task",
-            "arithmetic:skill=copy",
-            "--task",
-            "chess_puzzles:padding=none",
-            "data.path=half.csv",
-            "--data.on_broken",
-            "skip",
-        ],
-    ],
-)
-def test_the_data_of_a_given_task_are_said_beside_it(
-    run: Path, words: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    """Of a run that was trained on something else, and of a bare model; lines that are left out are counted."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "half.csv").write_text(PUZZLES)
-    broken = [word for word in words if "skip" not in word and "on_broken" not in word]
-    if len(broken) > 1:
-        assert main(["eval", str(run), *broken]) == 2
-        assert "half.csv:3: the move 'g8g8' stays on its square" in capsys.readouterr().err
-    for model in (str(run), "trainer.small:small_model"):
-        length = ["--max-tokens", "3", "--k", "1"]
-        data = evaluated(capsys, model, *words, *length)
-        assert (data["tasks"][-1]["task"], data["tasks"][-1]["n"]) == ("chess_puzzles", 1)
-        assert "half.csv: 1 broken rows skipped (data.on_broken=skip), the first at half.csv:3" in data["notes"][0]
-        assert main(["eval", model, *words, *length]) == 0
-        assert "1 broken rows skipped" in capsys.readouterr().out
-
-
-def test_words_of_tasks() -> None:
-    plain, with_params, own = map(parse_task, ("arithmetic", "arithmetic:skill=sort,digits=4", "my.task:make:a=[1,2]"))
-    assert (plain.name, plain.params) == ("arithmetic", {})
-    assert (with_params.name, with_params.params) == ("arithmetic", {"skill": "sort", "digits": 4})
-    assert (own.name, own.params) == ("my.task:make", {"a": [1, 2]})
-    assert parse_task("my.task:make").name == "my.task:make"
 
 
 def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: Path) -> None:

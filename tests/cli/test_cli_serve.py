@@ -19,13 +19,6 @@ from keel.rollout.vllm import serve
 from keel.rollout.vllm.client import SECRET
 
 
-def test_help_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("--host", "--port", "--max-lora-rank", "--tensor-parallel-size", "127.0.0.1", SECRET):
-        assert option in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "secret", "message"),
     [

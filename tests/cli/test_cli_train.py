@@ -1,7 +1,5 @@
 """keel train, sft, report and --version as a user types them; what they call is tested elsewhere."""
 
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,18 +147,6 @@ def test_options_before_a_missing_command(capsys):
         assert says in capsys.readouterr().err
 
 
-def test_help_has_examples_and_loads_nothing_heavy():
-    code = (
-        "import sys\nfrom keel.cli import main\n"
-        "for command in ('train', 'sft', 'report'):\n    main([command, '--help'])\n"
-        "print(sorted({'torch', 'numpy', 'transformers', 'yaml', 'keel.config'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "keel train --resume runs/default" in done.stdout
-    assert done.stdout.strip().splitlines()[-1] == "[]"
-
-
 def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
     import keel.lab.watch.serve as serving
 
@@ -182,20 +168,3 @@ def test_watch_serves_the_run_while_it_trains(config_file, called, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     main(["train", str(config_file), "--watch"])  # of several processes the first one serves
     assert len(served) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--watch-port", "0"], "--watch-port 0 needs --watch"),
-        (["--watch", "--watch-port", "70000"], "--watch-port is 70000"),
-        (["--watch", "--dry-run"], "--dry-run writes none"),
-        (["--watch", "--on", "ray"], "--on ray: run keel watch RUN"),
-    ],
-)
-def test_what_cannot_be_watched_is_refused(config_file, called, capsys, arguments, message):
-    assert main(["train", str(config_file), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.splitlines()) == 1
-    assert called == []

@@ -260,34 +260,6 @@ def test_at_beta_0_the_pairing_does_not_matter():
     assert load_config({}).needs_reference
 
 
-def test_notes():
-    assert advice(load_config({}, ["kl.beta=0.01"])) == []
-    assert "β/σ" in advice(load_config({}, ["kl.beta=0.01", "kl.placement=reward", "kl.estimator=k1"]))[1]
-    for loss, near in (
-        ("grpo", True),
-        ("gspo", True),
-        ("gmpo", True),
-        ("sapo", True),
-        ("dapo", False),
-        ("cispo", False),
-    ):
-        shaped = ["kl.beta=0.01", "kl.placement=advantage", "kl.estimator=k1", f"loss.loss_type={loss}"]
-        assert any("1/length" in note for note in advice(load_config({}, shaped))) == near
-    begins = advice(load_config({}, ["kl.controller.name=dual", "kl.controller.target=0.05"]))
-    assert any("kl.beta is 0" in note and "kl.controller.low=1e-06" in note for note in begins)
-    assert "∇KL(ref‖policy)" in advice(load_config({}, ["kl.beta=0.01", "kl.gradient=plain"]))[0]
-    assert "kl/unneeded" in advice(load_config({}, ["kl.beta=0.01", "loss.loss_type=dr_grpo"]))[0]
-    biased = ["kl.beta=0.01", "kl.estimator=k1", "kl.gradient=plain", "kl.allow_biased=true"]
-    assert "regularises nothing" in advice(load_config({}, biased))[0]
-    assert "1 − rollout/kept_mass/mean" in advice(load_config({}, ["rollout.top_p=0.9"]))[0]
-    unweighted = advice(load_config({}, ["rollout.min_p=0.1", "loss.mismatch.kind=none"]))
-    assert "twice that without loss.mismatch" in unweighted[0]
-    by_sequence = advice(load_config({}, ["rollout.top_p=0.9", "loss.mismatch.level=sequence"]))
-    assert "twice that in the policy term at the sequence level" in by_sequence[0]
-    stale = advice(load_config({}, ["rollout.max_staleness=1", "kl.beta=0.01", "kl.estimator=k2", "kl.gradient=plain"]))
-    assert "biased by the drift between the sampler and the policy" in stale[0]
-
-
 def test_a_loss_without_a_ratio_takes_stale_samples():
     """Its one update is at the old policy, whose weight over the sampler it has."""
     config = load_config({}, ["rollout.max_staleness=1", "loss.loss_type=policy_gradient"])
@@ -305,97 +277,10 @@ def test_exact_and_episodes_follow_from_the_rest():
 # ------------------------------------------------------------------------------------------------ aliases
 
 
-def test_aliases_say_what_they_became():
-    config, notes = read_config({"kl_coef": 0.01, "max_steps": 5}, ["--kl-warmup-steps=10"])
-    assert config.kl.beta == 0.01
-    assert notes == [
-        "kl_coef became kl.beta=0.01",
-        "max_steps became run.max_steps=5",
-        "kl_warmup_steps became kl.controller.warmup_steps=10",
-    ]
-    config, notes = read_config({}, ["target_kl=0.05", "beta=0.1"])
-    assert (config.kl.controller.name, config.kl.controller.params) == ("step", {"target": 0.05})
-    config, _ = read_config({}, ["target_kl=0.05", "beta=0.1", "kl.controller.name=dual"])
-    assert config.kl.controller.name == "dual"
-    assert load_config({"kl": {"beta": 0.1}}, ["kl_beta=0.3"]).kl.beta == 0.3
-
-
 def test_aliases_that_disagree_are_refused():
     assert "both set kl.beta" in refused({"beta": 0.1, "kl_coef": 0.2})
     assert "both set kl.beta" in refused({"kl": {"beta": 0.1}, "kl_coef": 0.2})
     assert load_config({"beta": 0.1, "kl_coef": 0.1}).kl.beta == 0.1
-
-
-def test_a_trl_configuration():
-    config, notes = read_config(
-        {
-            "output_dir": "out/first",
-            "learning_rate": "1e-5",
-            "beta": 0.04,
-            "loss_type": "dapo",
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "num_generations": 4,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 4,
-            "use_bias_correction_kl": True,
-            "sync_ref_model": True,
-            "ref_model_mixup_alpha": 0.5,
-            "ref_model_sync_steps": 64,
-            "scale_rewards": False,
-            "bf16": True,
-            "optim": "adamw_torch_fused",
-            "report_to": "none",
-            "vllm_importance_sampling_cap": 3.0,
-            "max_completion_length": 256,
-            "disable_dropout": True,
-            "logging_steps": 1,
-        }
-    )
-    assert (config.run.dir, config.run.name) == ("out", "first")
-    assert config.rollout.prompts_per_step == 8
-    assert config.kl.gradient == "rho"
-    assert (config.reference.kind, config.reference.params) == ("ema", {"alpha": 0.5, "every": 64})
-    assert config.loss.scale_rewards == "none"
-    assert config.loss.mismatch.cap == 3.0
-    assert config.optim.precision == "bfloat16"
-    assert config.log.tensorboard is False
-    assert len(notes) == 21
-    assert "has no counterpart" in refused({"num_train_epochs": 3})
-    assert "no multiple of num_generations" in refused({"per_device_train_batch_size": 3})
-    assert "has no counterpart" in refused({"disable_dropout": False})
-
-
-def test_a_verl_configuration():
-    source = {
-        "actor_rollout_ref": {
-            "actor": {
-                "use_kl_loss": True,
-                "kl_loss_coef": 0.001,
-                "kl_loss_type": "low_var_kl",
-                "ppo_mini_batch_size": 32,
-            },
-            "rollout": {"n": 5, "top_k": -1},
-        },
-        "algorithm": {"use_kl_in_reward": False, "kl_penalty": "kl", "kl_ctrl": {"type": "fixed", "kl_coef": 0.01}},
-        "data": {"train_batch_size": 64, "max_prompt_length": 512, "max_response_length": 128},
-    }
-    config = load_config(source)
-    assert (config.kl.beta, config.kl.estimator, config.kl.gradient) == (0.001, "k3", "plain")
-    assert (config.kl.placement, config.kl.reduction) == ("loss", "loss")
-    assert (config.rollout.num_generations, config.rollout.prompts_per_step, config.rollout.top_k) == (5, 64, 0)
-    assert (config.optim.minibatches, config.data.max_prompt_length) == (2, 512)
-    source["algorithm"]["use_kl_in_reward"] = True
-    assert "both true" in refused(source)
-    source["actor_rollout_ref"]["actor"]["use_kl_loss"] = False
-    source["algorithm"]["kl_ctrl"] = {"type": "adaptive", "kl_coef": 0.01, "horizon": 10000, "target_kl": 0.1}
-    config = load_config(source)
-    assert (config.kl.beta, config.kl.estimator, config.kl.placement) == (0.01, "k1", "reward")
-    assert config.kl.controller.params == {"unit": "per_token", "horizon": 10000, "target": 0.1}
-    source["algorithm"]["use_kl_in_reward"] = False
-    assert load_config(source).kl.beta == 0.0
-    # verl's first estimator in the loss regularises nothing, and Keel says so
-    assert "zero" in refused({}, "actor_rollout_ref.actor.kl_loss_type=kl", "actor_rollout_ref.actor.kl_loss_coef=0.1")
 
 
 def test_every_alias_leads_to_an_option():

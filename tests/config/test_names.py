@@ -14,7 +14,7 @@ from keel.base.yaml_text import parse
 from keel.cli import main
 from keel.cli.app import split
 from keel.config import Config, load_config, read_config
-from keel.config.load import is_option, unknown_option
+from keel.config.load import unknown_option
 from keel.config.peers import table, tables
 from keel.envs.registry import TASKS, get_task
 
@@ -356,35 +356,6 @@ def test_a_short_word_is_not_taken_for_another():
     )
 
 
-def test_random_letters_get_no_suggestion():
-    """Fixed draws: of any, some spell most of a name."""
-    letters, also = random.Random(0), {name: alias.target for name, alias in table().items()}
-    words = ["".join(letters.choices(string.ascii_lowercase, k=letters.randint(6, 14))) for _ in range(200)]
-    assert [word for word in words if similar_options(word, OPTIONS, also)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("eval_intervall", "did you mean eval.every?"),
-        ("temprature", "did you mean eval.temperature or rollout.temperature?"),
-        ("kl.bta", "did you mean kl.beta?"),
-        ("max_gradient_norm", "did you mean optim.max_grad_norm or warmstart.max_grad_norm?"),
-        ("betas", "did you mean optim.betas?"),
-        ("wandb_name", "did you mean log.wandb.name?"),
-        ("kl.beta_start", "kl has allow_biased, beta, "),
-        ("training.optim.learning_rate", "did you mean optim.learning_rate"),
-        ("rank", "did you mean model.lora.r?"),
-        ("warmup", "optim.warmup_steps or reward.warmup_steps or warmstart.warmup_steps?"),
-        ("size", "no similar option"),
-        ("entropy_bonus_coefficient", "no similar option"),
-    ],
-)
-def test_words_and_letters_both_lead(name, says):
-    assert says in str(unknown_option(name))
-    assert not is_option(name)
-
-
 def test_a_parameter_of_a_task_leads_to_its_section():
     options = {name.rpartition(".")[2] for name in OPTIONS} | set(Config.model_fields) | set(table())
     for task in TASKS:
@@ -399,21 +370,3 @@ def test_a_parameter_of_a_task_leads_to_its_section():
         load_config({"task": {"name": "no_such_task"}, "level": 3})
     with pytest.raises(KeelError, match="unknown option noise_rate"):
         load_config({"task": {"name": ["multihop"]}, "noise_rate": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("model", "gpt2", "write model.name=gpt2"),
-        ("kl", "0.01", "write kl.beta=0.01"),
-        ("task", "countdown", "write task.name=countdown"),
-        ("kl.controller", "ziegler", "write kl.controller.name=ziegler"),
-        ("rewards", "exact", "write rewards=[{name: exact}]"),
-        ("rewards", "[exact]", "rewards[0] is the text exact: write {name: exact}"),
-        ("rewards", "{name: exact, weight: 2}", "write rewards=[{name: exact, weight: 2}]"),
-        ("rewards", "5", "expected a list of sections, with name, weight"),
-        ("log", "wandb", "expected a section, with tensorboard, wandb, console"),
-    ],
-)
-def test_a_value_in_place_of_a_section_leads_to_its_first_option(name, value, says):
-    assert says in refusal(name, value)

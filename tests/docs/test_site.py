@@ -12,9 +12,9 @@ import yaml
 
 import keel
 from keel.config import load_config
+from keel.doctor.findings import CODES
+from keel.doctor.thresholds import shipped_thresholds
 from keel.kl import FACTS
-from keel.lab.doctor.findings import CODES
-from keel.lab.thresholds import shipped_thresholds
 from keel.loggers.rundir import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -67,8 +67,8 @@ PAID: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     ("dataset", {"data": "letters"}, {}),
     ("dataset", {"data": "fractions", "answer": "math", "tag": "answer"}, {}),
     ("gsm8k", {"data": "worded"}, {}),
-    # two of the six problems are countdown's
-    ("mixture", {"tasks": [{"name": "arithmetic"}, {"name": "countdown"}]}, same(0.033, *FORM, *WRONG, *REPEATED)),
+    # three of the six problems are countdown's
+    ("mixture", {"tasks": [{"name": "arithmetic"}, {"name": "countdown"}]}, same(0.05, *FORM, *WRONG, *REPEATED)),
     ("tools", {"task": {"name": "arithmetic"}, "tools": [look]}, {}),
 ]
 
@@ -156,13 +156,19 @@ def puzzle_rows() -> list[dict[str, str]]:
 # legal moves, as an engine of the test gives them.
 READABLE = ("another problem's answer, endless", "every answer in a form of its own")
 LISTS = {"every answer without the form": 0.078, "another problem's answer": 0.01, **same(0.0, *READABLE)}
+MIXED = {  # two positions of six are of chess_env
+    "every answer in one form": -0.066,
+    "every answer without the form": -0.048,
+    "another problem's answer": 0.044,
+    **same(0.004, *READABLE),
+}
 CHESS: list[tuple[str, dict[str, Any], float, float, dict[str, float]]] = [
     ("chess_env", {}, 1.5, -0.3, {"another problem's answer": 0.113, **same(0.013, *READABLE)}),
     ("chess_env", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
     ("chess_policy", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.044}),
     ("chess_policy", {"system": "binary"}, 1.0, -1.0, {"another problem's answer": 0.0}),
     ("chess_puzzles", {}, 1.0, -0.3, same(0.0, *WRONG, *READABLE)),
-    ("chess", {}, 1.0, -0.3, {**LISTS, "every answer in one form": 0.04}),
+    ("chess", {}, 7 / 6, -0.3, MIXED),
 ]
 
 
@@ -180,7 +186,7 @@ def test_what_chess_pays_for_nothing(
     exploits = exploit(build_task(name, **params), count=COUNT)
     assert earned(exploits) == {**dict.fromkeys(EVERY, unreadable), **paid}
     assert {row.verdict for row in exploits.rows} == {"fine"}
-    assert exploits.rows[0].gold_reward == gold
+    assert exploits.rows[0].gold_reward == pytest.approx(gold)
 
 
 class Unanswered(TaskWrapper):
@@ -197,8 +203,12 @@ def test_nothing_is_said_about_attacks_that_could_not_be_made() -> None:
     assert (earn_less.ok, earn_less.detail) == (True, "skipped: the attacks could not be built")
 
 
+# test_code.py; above; what a server pays is the server's
+ELSEWHERE = {"code", "multihop", "reasoning_gym", "http", "openenv"}
+
+
 def test_every_task_has_its_figures() -> None:
-    assert {row[0] for row in (*PAID, *CHESS)} | {"code", "multihop", "reasoning_gym"} == set(TASKS)  # test_code.py
+    assert {row[0] for row in (*PAID, *CHESS)} | ELSEWHERE == set(TASKS)
 
 
 # Rewards by name, on `<answer>129</answer>`: what is not named earns nothing.
@@ -267,13 +277,13 @@ def test_length_pays_for_no_attack() -> None:
 def test_a_judge_elsewhere_is_attacked_on_few_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def generous(url: str, body: Any, *rest: Any) -> Any:
+    def generous(url: str, body: Any, **options: Any) -> Any:
         """Likes whatever is not empty."""
         text = body["completion"] if "completion" in body else body["messages"][0]["content"].split("=>")[1]
         asked.append(text)
         return {"score": float(bool(text)), "choices": [{"message": {"content": f"Score: {10 * bool(text)}"}}]}
 
-    monkeypatch.setattr(http, "_ask", generous)
+    monkeypatch.setattr(http, "ask", generous)
     for entry in (
         {"name": "http", "url": "http://127.0.0.1:1/judge"},
         {"name": "chat_judge", "url": "http://127.0.0.1:1/v1", "model": "m", "template": "{prompt}=>{completion}"},

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,9 @@ def look(query: str) -> str:
     return query
 
 
+PLAYS = {"plays", "playing"}  # a wrapper forwards them, and a mixture of tasks that play is refused
+
+
 class Full(Task):
     """A task whose every member says something that no default says."""
 
@@ -54,6 +58,9 @@ class Full(Task):
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         return Reward(float(len(turns)))
+
+    def stratum(self, problem: Problem) -> str:
+        return "hard"
 
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         return {"groups": float(len(groups))}
@@ -116,6 +123,8 @@ def values_of(task: Task) -> dict[str, Any]:
             found[name] = None if remaining is None else remaining[1]
         elif name == "start":
             found[name] = type(value(PROBLEM))
+        elif name == "playing":
+            found[name] = None if not task.plays else type(value(None))
         else:
             found[name] = value(*given.get(name, (PROBLEM,) * len(signature(value)))) if callable(value) else value
     return found
@@ -130,14 +139,32 @@ def test_every_wrapper_forwards_every_member() -> None:
     inner = Full()
     plain = values_of(inner)
     by_default = values_of(Default())
-    assert {name for name in MEMBERS if plain[name] == by_default[name]} == {"trusted", "multi_turn", "start"}
+    assert {name for name in MEMBERS if plain[name] == by_default[name]} == {"trusted", "multi_turn", "start", *PLAYS}
     assert values_of(Wrapped(inner)) == plain
     tools = values_of(with_tools(inner, [look]))
     changed = {name for name in MEMBERS if tools[name] != plain[name]}
     assert changed == {"name", "multi_turn", "start"}
     mixed = values_of(mixture([inner]))
     assert {name for name in MEMBERS if mixed[name] != plain[name]} == {"name", "extra_metrics"}
-    assert set(MEMBERS) - set(vars(Mixture)) == {"name"} - set(vars(Mixture)), "a mixture decides each of them itself"
+    assert set(MEMBERS) - set(vars(Mixture)) - PLAYS == {"name"} - set(vars(Mixture)), (
+        "a mixture decides each of them itself"
+    )
+
+
+class Playing(Full):
+    """A task whose episodes call the model by themselves."""
+
+    plays = True
+
+    def playing(self, model: Any) -> Any:
+        return nullcontext()
+
+
+def test_a_task_that_plays_is_wrapped_and_not_mixed() -> None:
+    assert values_of(Wrapped(Playing())) == values_of(Playing())
+    assert values_of(Playing())["playing"] is nullcontext
+    with pytest.raises(KeelError, match=r"mixture.*full"):
+        mixture([Full(), Playing()])
 
 
 def test_a_wrapper_of_a_task_of_several_turns_has_them_too() -> None:

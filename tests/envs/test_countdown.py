@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.base.types import Problem
 from keel.envs.countdown import countdown, solve, steps_of, value_of
 from keel.envs.registry import build_task
 from keel.envs.validity import check
@@ -121,16 +120,6 @@ def test_rows_are_a_sound_task(tmp_path: Path, form: str) -> None:
     assert len(task.train) + len(task.held) == 40
 
 
-def test_a_row_asks_what_a_made_problem_asks(tmp_path: Path) -> None:
-    made = countdown(target_high=100).sample(40, seed=1, step=0)
-    task = from_rows(tmp_path)
-    read = {p.key: p for p in (*task.train, *task.held)}
-    for number, problem in enumerate(made, start=1):
-        row = read[f"rows.jsonl:{number}"]
-        assert (row.prompt, row.info, row.answer) == (problem.prompt, problem.info, None)
-        assert task.reward(row, [task.gold(problem)]).total == 1.0
-
-
 def test_a_row_is_on_the_side_of_the_same_problem_made(tmp_path: Path) -> None:
     made = countdown(numbers=3, high=9, target_high=30)
     sides = made.sample(60, seed=0, step=0), made.held_out(20)
@@ -138,15 +127,6 @@ def test_a_row_is_on_the_side_of_the_same_problem_made(tmp_path: Path) -> None:
     task = from_rows(tmp_path, records)
     assert {int(p.key.partition(":")[2]) <= 60 for p in task.train} == {True}
     assert {int(p.key.partition(":")[2]) > 60 for p in task.held} == {True}
-
-
-def test_csv_and_columns_of_other_names(tmp_path: Path) -> None:
-    table = tmp_path / "rows.csv"
-    table.write_text("nums,target\n" + "".join(f'"[{n}, 2, 3]",{n + 5}\n' for n in range(4, 20)), encoding="utf-8")
-    task = build_task("countdown", data={"path": str(table)}, held_out=4)
-    assert task.train[0].info == {"numbers": (4, 2, 3), "target": 9}
-    with pytest.raises(KeelError, match=r"has no column nums, which countdown needs: it has numbers, target"):
-        from_rows(tmp_path, [{"numbers": [1, 2], "target": 3}])
 
 
 @pytest.mark.parametrize(
@@ -165,14 +145,3 @@ def test_a_broken_row_is_named_or_left_out(tmp_path: Path, record: dict[str, Any
         from_rows(tmp_path, records)
     task = from_rows(tmp_path, records, data={"on_broken": "skip"})
     assert any("1 broken rows skipped" in note for note in task.notes)
-
-
-def test_a_row_without_a_solution_is_named_when_its_solution_is_asked_for(tmp_path: Path) -> None:
-    task = from_rows(tmp_path)
-    with pytest.raises(KeelError, match=r"rows\.jsonl:9: its numbers cannot reach its target"):
-        task.gold(Problem("rows.jsonl:9", "", info={"numbers": (1, 1), "target": 50}))
-
-
-def test_what_goes_with_rows_is_refused_without_them() -> None:
-    with pytest.raises(KeelError, match=r"need data\.path"):
-        countdown(held_out=20)

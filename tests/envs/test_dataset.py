@@ -134,12 +134,6 @@ def test_how_answers_are_compared(
     assert task.reward(task.train[0], [task.gold(task.train[0])]).total == 1.0
 
 
-def test_the_comparison_that_was_chosen_is_said(tmp_path: Path) -> None:
-    assert any("task.answer=numeric" in note for note in task_of(tmp_path, sums()).notes)
-    words = [{"question": f"q{i}", "answer": f"word {i}"} for i in range(4)]
-    assert any("task.answer=exact" in note for note in task_of(tmp_path, words).notes)
-
-
 # ------------------------------------------------------------------------------------------------ bad input
 
 
@@ -175,37 +169,6 @@ def test_data_alone_chooses_the_task(tmp_path: Path, caplog: pytest.LogCaptureFi
     for override in ("data.path=a.jsonl", "datasets=a.jsonl", "dataset_name=a/b", "data.train_files=a.parquet"):
         assert choose([], overrides=[override]) == ("own_data", [])
     assert choose([], overrides=["kl.beta=1"]) == ("default", [])
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"dataset_name": "a/b", "dataset_config": "main"}, {"data.path": "a/b,main"}),
-        ({"dataset_name": "a/b", "dataset_test_split": "test"}, {"data.path": "a/b", "task.eval_split": "test"}),
-        ({"datasets": "a/b;c.jsonl"}, {"data.path": ("a/b", "c.jsonl")}),
-        ({"data.train_files": ["a.parquet", "b.parquet"]}, {"data.path": ("a.parquet", "b.parquet")}),
-        ({"data.train_files": "a.parquet", "data.val_files": "b.parquet"}, {"task.eval_path": "b.parquet"}),
-        ({"data.train_files": "a.parquet", "data.prompt_key": "ask"}, {"data.columns.prompt": "ask"}),
-        (
-            {"data.path": "a", "data.max_prompt_length": 9, "data.truncation": "error",
-             "data.filter_overlong_prompts": True},
-            {"data.truncation": "drop"},
-        ),
-        (
-            {"data.path": "a", "data.max_prompt_length": 9, "data.truncation": "left",
-             "data.filter_overlong_prompts": False},
-            {"data.truncation": "left"},
-        ),
-    ],
-)  # fmt: skip
-def test_options_of_trl_and_verl_about_data(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    config = load_config(given)
-    for name, value in expected.items():
-        section, _, option = name.partition(".")
-        found: Any = getattr(config, section)
-        for part in option.split("."):
-            found = found.params[part] if section == "task" else getattr(found, part)
-        assert found == value
 
 
 def test_each_task_gets_its_data(tmp_path: Path) -> None:

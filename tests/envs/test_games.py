@@ -42,7 +42,7 @@ class Coin(Game):
 
 
 def task(**options: Any) -> SeededTask:
-    return SeededTask("coins", Coin, player=lambda env, observation: "h", **options)
+    return SeededTask("coins", lambda problem: Coin(), player=lambda env, observation: "h", **options)
 
 
 def test_it_is_a_sound_task() -> None:
@@ -131,7 +131,7 @@ def test_a_view_is_what_the_model_and_the_player_read() -> None:
         seen.append(observation)
         return "h"
 
-    coins = SeededTask("coins", Coin, player, view=lambda text: text.upper()[:1])
+    coins = SeededTask("coins", lambda problem: Coin(), player, view=lambda text: text.upper()[:1])
     problem = coins.sample(1, seed=0, step=0)[0]
     assert problem.prompt == [{"role": "user", "content": "T"}]
     with play_turns(coins, problem, "h") as (_, replies):
@@ -144,7 +144,7 @@ def test_a_view_is_what_the_model_and_the_player_read() -> None:
 def test_an_environment_that_does_not_repeat_is_refused() -> None:
     ticks = iter(range(100))
     with pytest.raises(KeelError, match=r"^coins .*same seed"):
-        SeededTask("coins", lambda: Coin(lambda: str(next(ticks)))).check()
+        SeededTask("coins", lambda problem: Coin(lambda: str(next(ticks)))).check()
 
 
 def test_an_environment_that_does_not_start_is_one_line() -> None:
@@ -152,7 +152,7 @@ def test_an_environment_that_does_not_start_is_one_line() -> None:
         raise AssertionError("no server\nat all")
 
     with pytest.raises(KeelError, match=r"^coins does not start: AssertionError: no server$"):
-        SeededTask("coins", lambda: Coin(broken)).check()
+        SeededTask("coins", lambda problem: Coin(broken)).check()
 
 
 def test_a_game_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,25 +95,12 @@ def test_held_out_questions_are_never_trained_on_whatever_the_seed() -> None:
     assert not trained & held
 
 
-def test_equal_settings_are_equal_tasks() -> None:
-    """Evaluation leaves out a retention task that is the trained one."""
-    assert gym("chain_sum") == gym("chain_sum")
-    assert gym("chain_sum") != gym("chain_sum", max_terms=7)
-
-
 def test_without_a_gold_answer_it_still_has_problems_and_a_reward() -> None:
     task = gym("rush_hour")
     problem = task.sample(1, seed=0, step=0)[0]
     assert task.reward(problem, ["<answer>A+1</answer>"]).total < 1.0
     with pytest.raises(KeelError, match="has no gold answer"):
         task.gold(problem)
-
-
-def test_in_a_mixture_and_in_a_configuration() -> None:
-    spec = {"name": "reasoning_gym", "dataset": "chain_sum", "max_terms": 3, "min_terms": 2}
-    check(build_task("mixture", tasks=[spec, {"name": "arithmetic"}]), count=8)
-    config = load_config({"task": {"name": "arithmetic"}, "eval": {"tasks": [spec]}})
-    assert build_task(config.eval.tasks[0].name, **config.eval.tasks[0].params).name == "reasoning_gym/chain_sum"
 
 
 @pytest.mark.parametrize(
@@ -147,24 +134,6 @@ def test_a_completion_is_never_run(dataset: str, tmp_path: Any) -> None:
     reward = task.reward(problem, [f"<answer>{EVIL.format(path=str(target))}</answer>"])
     assert reward.parts["correct"] == 0.0
     assert not target.exists()
-
-
-def test_scoring_leaves_the_output_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """The library tells stdout of moves that it cannot make; `--json` is read from there."""
-    task = gym("tower_of_hanoi")
-    first, second = task.sample(16, seed=0, step=0)[:1], task.sample(16, seed=0, step=1)
-    for problem in second:
-        task.reward(first[0], [task.gold(problem)])
-    task.reward(first[0], ["<answer>Move disk 9 from Peg 9 to Peg 7</answer>"])
-    assert capsys.readouterr().out == ""
-
-
-def test_a_list_is_still_read_as_the_library_reads_it() -> None:
-    task = gym("spiral_matrix")
-    problem = task.sample(1, seed=0, step=0)[0]
-    as_list = "[" + ", ".join(problem.answer.split()) + "]"
-    entry = task.entry(problem.info["index"])
-    assert task.reward(problem, [f"<answer>{as_list}</answer>"]).total == task.score(as_list, entry) > 0.0
 
 
 @pytest.mark.parametrize("text", ["1+2*3", "(4 - 1) / 2", "x**2/2 + C", "sin(2*x)*exp(-x)", "x**(3/2)", "2.5*x"])

@@ -304,7 +304,7 @@ def test_a_redirect_to_another_origin_is_not_followed(
     try:
         redirecting(server, other.url + "?from=here", status)
         judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
-        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.*set url") as caught:
+        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.*rewards\.url") as caught:
             totals(judge, "7")
     finally:
         other.http.shutdown()

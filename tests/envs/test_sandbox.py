@@ -25,12 +25,12 @@ from keel.api import train
 from keel.base.errors import KeelError
 from keel.envs import programs
 from keel.envs.bubblewrap import _is_root
-from keel.envs.sandbox import LONGEST_ERROR, LONGEST_KIND, WORKER, Answer, Limits, Lost, Program, Sandbox
+from keel.envs.sandbox import LONGEST_ERROR, LONGEST_KIND, WORKER, Lost, Program, ProgramAnswer, Sandbox, SandboxLimits
 from keel.envs.sandbox import sandbox as shared
 from keel.envs.sandbox_worker import THREADS
 
 PATIENCE_S = 60.0  # for what takes milliseconds, on a machine that is busy
-LIMITS = Limits(timeout_s=2.0, memory_mb=192, disk_mb=8, output_kb=64, workers=2)
+LIMITS = SandboxLimits(timeout_s=2.0, memory_mb=192, disk_mb=8, output_kb=64, workers=2)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture
 def unconfined() -> Iterator[Sandbox]:
     """The same programs without a sandbox: shows that an attack would succeed there."""
-    started = Sandbox(Limits(sandbox="none", timeout_s=2.0, memory_mb=192, disk_mb=8, output_kb=64, workers=1))
+    started = Sandbox(SandboxLimits(sandbox="none", timeout_s=2.0, memory_mb=192, disk_mb=8, output_kb=64, workers=1))
     yield started
     started.close()
 
 
-def run(sandbox: Sandbox, code: str, stdin: str = "") -> Answer:
+def run(sandbox: Sandbox, code: str, stdin: str = "") -> ProgramAnswer:
     with sandbox.program() as program:
         return program.ask({"exec": code, "stdin": stdin}, time.monotonic() + PATIENCE_S)
 
@@ -187,7 +187,7 @@ def test_attacks_do_not_disturb_programs_beside_them(sandbox: Sandbox) -> None:
     attacks = ["fork bomb", "disk, one file", "memory", "killing the parent", "an open descriptor"]
     codes = [*(REFUSED[name][0] for name in attacks), *list(ENDLESS.values())[:4], "print('x' * 10**6)"]
 
-    def attack(code: str) -> Answer:
+    def attack(code: str) -> ProgramAnswer:
         with sandbox.program() as program:
             return program.ask({"exec": f"WARM = {warm}\n{code}"}, time.monotonic() + 0.3)
 
@@ -207,7 +207,7 @@ def test_attacks_do_not_disturb_programs_beside_them(sandbox: Sandbox) -> None:
 def test_attacks_are_held_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every completion and every reward is that of the same run without attacks in the same sandbox."""
     monkeypatch.setattr(programs, "_memory", programs._Memory(0))  # or the second run would run no program
-    box, over = shared(Limits(timeout_s=PATIENCE_S)), threading.Event()
+    box, over = shared(SandboxLimits(timeout_s=PATIENCE_S)), threading.Event()
     warm = box._process.pid
     known = f"HOME_FILE = SECRET_FILE = {__file__!r}\nPORT, WARM = 9, {warm}\n"
     codes = [*(code for code, _ in REFUSED.values()), *ENDLESS.values(), THREAD_BOMB.replace("print(count)", "raise")]
@@ -355,7 +355,7 @@ def test_unconfined_programs_have_all_rights(unconfined: Sandbox, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["auto", "none"])
 def test_no_program_outlives_its_sandbox(kind: str) -> None:
-    with Sandbox(Limits(sandbox=kind, workers=1)) as sandbox:
+    with Sandbox(SandboxLimits(sandbox=kind, workers=1)) as sandbox:
         warm = sandbox._process.pid
         program = sandbox.program()
         assert program.ask({"exec": "while True: pass"}, time.monotonic() + 0.1).fault == "timeout"
@@ -413,7 +413,7 @@ def test_without_a_sandbox_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize("wrong", [{"sandbox": "docker"}, {"timeout_s": 0}, {"memory_mb": 8}, {"workers": -1}])
 def test_limits_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(KeelError):
-        Limits(**wrong)  # type: ignore[arg-type]
+        SandboxLimits(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_warm_process_that_died_is_started_again(sandbox: Sandbox) -> None:
@@ -426,7 +426,7 @@ def test_a_warm_process_that_died_is_started_again(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("whom", ["bubblewrap", "the warm process", "both"])
 def test_no_program_outlives_the_warm_process(whom: str) -> None:
-    with Sandbox(Limits(workers=1)) as sandbox, ThreadPoolExecutor(1) as threads:
+    with Sandbox(SandboxLimits(workers=1)) as sandbox, ThreadPoolExecutor(1) as threads:
         outer = sandbox._process.pid
         program = sandbox.program()
         asked = threads.submit(program.ask, {"exec": "import time\ntime.sleep(999)"}, time.monotonic() + 999)
@@ -495,7 +495,7 @@ def test_a_connection_is_shut_though_another_process_has_a_copy(sandbox: Sandbox
 
 
 def test_a_fork_of_keel_ends_nothing_of_its_parent() -> None:
-    with Sandbox(Limits(workers=1)) as sandbox, sandbox.program() as program:
+    with Sandbox(SandboxLimits(workers=1)) as sandbox, sandbox.program() as program:
         fork = os.fork()
         if fork == 0:
             program.close()
@@ -569,7 +569,8 @@ def test_a_failed_start_leaks_no_descriptor(sandbox: Sandbox, monkeypatch: pytes
 @pytest.mark.processes
 def test_nothing_outlives_a_killed_keel() -> None:
     code = (
-        "import time\nfrom keel.envs.sandbox import Limits, Sandbox\ns = Sandbox(Limits(workers=1))\np = s.program()\n"
+        "import time\nfrom keel.envs.sandbox import SandboxLimits, Sandbox\n"
+        "s = Sandbox(SandboxLimits(workers=1))\np = s.program()\n"
         "print(s._process.pid, flush=True)\np.ask({'exec': 'while True: pass'}, time.monotonic() + 999)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as keel:

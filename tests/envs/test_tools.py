@@ -17,8 +17,8 @@ from keel.base.types import Problem
 from keel.envs.registry import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
 from keel.envs.tool_list import tools_of
-from keel.envs.toolbox import KINDS, MAX_CALLS, Toolbox
-from keel.envs.tools import Tool, coerce, json_type, tool
+from keel.envs.toolbox import MAX_CALLS, Toolbox
+from keel.envs.tools import Tool, coerce, tool
 
 PROBLEM = Problem("p", "?")
 RELEASE = threading.Event()
@@ -54,44 +54,6 @@ def talks(letters: int) -> str:
 
 def quiet() -> None:
     """Say nothing."""
-
-
-def test_the_schema_is_made_of_the_signature_and_the_docstring() -> None:
-    assert tool(search).schema == {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Look something up.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string", "description": "The words to look for, in any order."},
-                    "count": {"type": "integer", "description": "How many results."},
-                    "exact": {"type": "boolean"},
-                    "kind": {"type": "string", "enum": ["web", "news"]},
-                },
-                "required": ["query"],
-            },
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("hint", "schema"),
-    [
-        (str, {"type": "string"}),
-        (float, {"type": "number"}),
-        (list[int], {"type": "array", "items": {"type": "integer"}}),
-        (list, {"type": "array"}),
-        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}),
-        (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045 - as users write it
-        (str | list[str], {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-        (Literal[1, "a"], {"enum": [1, "a"]}),
-        (Any, {}),
-    ],
-)
-def test_types_as_json(hint: Any, schema: dict[str, Any]) -> None:
-    assert json_type(hint) == schema
 
 
 def test_our_schema_is_the_one_transformers_makes() -> None:
@@ -396,10 +358,6 @@ def test_too_many_calls_of_a_turn_are_not_answered() -> None:
     assert counted(toolbox, turn) == {"tool/calls": MAX_CALLS + 1, "tool/errors": 1.0, "tool/too_many": 1.0}
 
 
-def test_every_kind_is_counted_even_where_it_is_zero() -> None:
-    assert set(counts(box(quiet), PROBLEM, ["no call"])) == {"tool/calls", "tool/errors", *(f"tool/{k}" for k in KINDS)}
-
-
 def test_a_turn_without_a_call_and_a_tool_that_ends_end_the_episode() -> None:
     def stop(why: str) -> str:
         """Stop."""
@@ -421,11 +379,6 @@ def test_tags_are_answered_in_tags() -> None:
         "\n<result>\nx/3/False/web\n</result>\n"
         "<result>\nerror: <search> is not closed: write <search>…</search>\n</result>\n"
     )
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(KeelError, match="did you mean 'json'"):
-        box(quiet, format="jsn")
 
 
 def test_any_task_of_one_turn_can_have_tools() -> None:

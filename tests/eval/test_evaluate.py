@@ -18,6 +18,7 @@ from keel.base.types import Completion, Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.arithmetic import arithmetic
 from keel.envs.judge import Judge
+from keel.envs.mixture import mixture
 from keel.envs.rewards import wrap
 from keel.eval.evaluate import EvalResult, evaluate, paired_difference, summarise
 from keel.eval.statistics import normal_interval, paired_interval, pass_at_k, wilson
@@ -100,6 +101,18 @@ def test_summary_by_hand() -> None:
     assert (result.problems, result.samples) == (3, 4)
     line = json.loads(json.dumps(result.record("trained"), allow_nan=False))
     assert line["pass@k"]["2"] == pytest.approx(4 / 9)
+
+
+def test_each_task_of_a_mixture_has_figures_of_its_own() -> None:
+    def of(index: int, group: Group) -> Group:
+        return replace(group, problem=replace(group.problem, info={"mixture": index}))
+
+    groups = [of(0, group_of("7", "7")), of(1, group_of("7", "8")), of(0, group_of("8", "8"))]
+    result = summarise(mixture([TASK, arithmetic("sort"), arithmetic("copy")]), groups, [1])
+    figures = {"arithmetic/add/pass@1": 0.5, "arithmetic/sort/pass@1": 0.5}
+    assert result.extra == {**figures, "arithmetic/add/reward": 0.5, "arithmetic/sort/reward": 0.5}
+    assert result.record("trained")["extra"] == result.extra
+    assert summarise(TASK, groups, [1]).extra == {}
 
 
 def test_one_problem_still_makes_a_line_of_json() -> None:

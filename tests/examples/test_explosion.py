@@ -1,4 +1,4 @@
-"""The configurations of docs/case-explosion.md load, and the doctor finds in them what the page says."""
+"""The configurations of docs/cases.md load, and the doctor finds in them what the page says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from keel.base.types import Problem
 from keel.config import load_config
 from keel.config.schema import Config
-from keel.lab.doctor.preflight import preflight
-from keel.lab.doctor.probes.reference import probe_reference
-from keel.lab.doctor.setup import build_setup
-from keel.lab.thresholds import load_thresholds
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.preflight import preflight
+from keel.doctor.probes.reference import probe_reference
+from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 
@@ -61,6 +61,6 @@ def test_the_two_rewards_by_hand(text: str, cliff: float, steps: float) -> None:
 
 def test_sums_against_means_are_explained() -> None:
     config = example("explosion_cured.yaml", "warmstart=null", "model.scorer=start_kl:sums_against_means")
-    (finding,) = probe_reference(build_setup(config), load_thresholds()).findings
+    (finding,) = probe_reference(build_subject(config), load_thresholds()).findings
     assert finding.code == "kl/at-start"
     assert finding.cause.startswith("sums against means")

@@ -29,6 +29,7 @@ def test_the_page_is_what_the_installed_trl_gives():
     assert script().section(found) in PAGE.read_text(), "make peers"
     defaults = {row.name: row.gradient for row in found.rows if row.default}
     assert defaults["GRPOTrainer, KL term of dapo"] == "policy||ref"
+    assert defaults["GMPOTrainer"] == "ref||policy"
     assert defaults["GKDTrainer"] == "jsd"
     plain = next(row for row in found.rows if row.options == "use_bias_correction_kl=False")
     assert (plain.gradient, plain.off_policy) == ("ref||policy", "none")

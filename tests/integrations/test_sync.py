@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from integrations.fused import Fused
 from keel.base.errors import KeelError
-from keel.integrations.sync import Sampler, SyncLedger, _Worker
+from keel.integrations.sync import Sampler, SyncLedger, _SyncWorker
 
 
 def llama():
@@ -103,7 +103,7 @@ def test_each_of_several_servers_must_agree():
     stale.model.get_submodule("model.norm").weight.data.add_(1)
 
     def sampler(*runners):
-        return Sampler(lambda method, *args: [getattr(_Worker(runner), method)(*args) for runner in runners])
+        return Sampler(lambda method, *args: [getattr(_SyncWorker(runner), method)(*args) for runner in runners])
 
     for runners, wrong in (((runner, runner), ()), ((runner, stale), ("model.norm.weight",))):
         ledger = SyncLedger(sampler(*runners), policy)

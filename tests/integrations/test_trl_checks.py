@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 
+import keel.integrations.trl
 from integrations.fused import FusedGeneration, with_sampler
-from integrations.small_trl import build, lora
+from integrations.small_trl import build, keel_trainer, lines, lora
 from keel.base.errors import KeelError
+from keel.integrations import versions
 from keel.integrations.trl import DrawnCheck, SyncCheck, TraceRecorder
 from keel.lab.traces import check_depth, read_traces
 from keel.rollout.engine import StaleWeights
@@ -212,3 +216,24 @@ def test_traces_are_the_batch(tmp_path):
     gap = max(abs(x - y) for row in rows for x, y in zip(row.sample_logp, row.logp, strict=True))
     assert gap < 1e-4
     assert check_depth(rows).finding is None
+
+
+def test_the_checks_refuse_an_unknown_trl_in_one_line(monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda package: "9.9.0")
+    with pytest.raises(KeelError, match=r"TRL 9\.9\.0") as error:
+        importlib.reload(keel.integrations.trl)
+    assert "\n" not in str(error.value)
+
+
+def test_keels_trainer_logs_the_gap_by_depth(tmp_path):
+    """The numbers of check_depth on the recorded traces; the completions cross token 64."""
+    own = with_sampler(keel_trainer(tmp_path, max_steps=1), torch.bfloat16)
+    own.train_dataset = Dataset.from_dict({"prompt": [" ".join([f"w{row}"] * 62) for row in range(16)]})
+    own.add_callback(TraceRecorder(own, tmp_path / "traces.jsonl"))
+    own.train()
+    (line,) = lines(tmp_path)
+    bins = check_depth(read_traces(tmp_path / "traces.jsonl")).depth_bins
+    assert list(bins) == [0, 64]
+    for start, (mean, se) in bins.items():
+        assert line[f"kl/sampler_policy/depth_{start}/mean"] == pytest.approx(mean, rel=1e-3)
+        assert line[f"kl/sampler_policy/depth_{start}/se"] == pytest.approx(se, rel=1e-3)

@@ -15,9 +15,9 @@ from integrations.small_trl import WORDS, build, keel_trainer, lines, lora, smal
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
+from keel.doctor.runs import read_run
 from keel.integrations.trl import KeelGRPOTrainer, KeelRunCallback
 from keel.kl import KLOptions
-from keel.lab.runs import read_run
 from keel.run.resume import check_same_run
 
 KL = KLOptions(beta=0.1, controller={"name": "step", "target": 0.01})

@@ -240,7 +240,7 @@ def test_impossible_tokens_do_not_make_the_sequence_ratio_nan(estimator):
 
 def test_bad_input():
     x = torch.zeros(1, 2)
-    with pytest.raises(KeelError, match="needs the exact per-token KL"):
+    with pytest.raises(KeelError, match="exact needs its values per token"):
         sequence_estimate("exact", x, x)
     with pytest.raises(KeelError, match="unknown sequence-level estimator 'k4': did you mean 'k"):
         sequence_estimate("k4", x, x)

@@ -12,7 +12,6 @@ import sys
 import pytest
 
 import keel
-from keel.api import TrainResult
 from keel.base.errors import KeelError
 from keel.loggers import JsonlLogger, RunDirectory
 from lab.report.synthetic import make_run
@@ -68,13 +67,6 @@ def test_rollouts_are_the_records(run):
         run.rollouts(3)
 
 
-def test_a_run_shows_its_verdict_findings_and_curves(run):
-    page = framed(run._repr_html_())
-    assert "completed, 40 of 40 steps" in page.text
-    assert "raise rollout.max_completion_length to 48" in page.text
-    assert page.tags.count("svg") == 16
-
-
 def test_nothing_of_a_run_leaves_its_frame(tmp_path):
     with RunDirectory.create(tmp_path / "run") as directory:
         texts = {"evidence": ATTACK, "cause": ATTACK + "\ud83d", "advice": ATTACK}
@@ -90,17 +82,6 @@ def test_nothing_of_a_run_leaves_its_frame(tmp_path):
     assert "img" not in page.tags
     assert len(page.scripts) == 2
     assert "<img src=http://evil.example/x" in page.text
-
-
-def test_what_train_returns_can_be_shown(run):
-    result = TrainResult({"steps": 40}, run.path, 40)
-    assert result.run.metrics.equals(run.metrics)
-    assert "completed, 40 of 40 steps" in framed(result._repr_html_()).text
-    dry = TrainResult({"dry_run": True}, run.path, 1)
-    assert dry._repr_html_() is None
-    with pytest.raises(KeelError, match="a dry run writes no files"):
-        _ = dry.run
-    assert TrainResult({}, run.path / "deleted", 1)._repr_html_() is None
 
 
 def test_mistakes_are_one_line(run, tmp_path, monkeypatch):

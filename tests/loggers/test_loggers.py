@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import json
 import math
 import sys
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 
 from keel.base.errors import KeelError
-from keel.loggers import ConsoleLogger, JsonlLogger, Logger, MultiLogger, RunDirectory, build_loggers
+from keel.loggers import JsonlLogger, Logger, MultiLogger, RunDirectory, build_loggers
 from keel.loggers.build import check_loggers
-from keel.loggers.console import duration, evaluation_line, event_line, step_line
 from keel.loggers.options import LogOptions
 from keel.loggers.tensorboard import TensorBoardLogger, flat_numbers
 
@@ -117,64 +115,6 @@ def test_events_get_the_last_step_and_the_time(run):
         (3, "guard/skipped", 7.0),
         (2, "rollback", 7.0),
     ]
-
-
-def test_plain_lines_when_not_a_terminal():
-    ticks = iter([0.0, 0.0, 2.0, 4.0, 6.0])
-    stream = io.StringIO()
-    log = ConsoleLogger(10, stream=stream, clock=lambda: next(ticks))
-    log.event("start", step=0, time=1.0, message="with [brackets] and\nnew lines")
-    log.step(1, METRICS)
-    log.step(2, METRICS)
-    log.evaluation(2, EVALUATION)
-    log.close()
-    assert stream.getvalue().splitlines() == [
-        "· start: with [brackets] and new lines",
-        "step  1/10  reward 0.500  KL k3 0.0213 ± 0.0012  β 0.01  clipped 3.5%  grad 1.23  length 9.5  tok/s 3,123",
-        "step  2/10  reward 0.500  KL k3 0.0213 ± 0.0012  β 0.01  clipped 3.5%  grad 1.23  length 9.5  tok/s 3,123"
-        "  ETA 0s",
-        "eval at step 2: add pass@1 62.0% [55.0, 69.0], pass@8 80.0% (n 64)",
-    ]
-
-
-def test_the_eta_is_the_mean_time_of_the_steps_seen():
-    now = [0.0]
-    stream = io.StringIO()
-    log = ConsoleLogger(100, stream=stream, clock=lambda: now[0])
-    for step in (41, 42, 43):  # a resumed run: the steps before are not counted
-        now[0] += 2.0
-        log.step(step, {"reward/mean": 0.1})
-    assert stream.getvalue().splitlines()[-1].endswith("ETA 1m 54s")
-
-
-def test_a_stretch_without_steps_says_every_five_seconds_how_far_it_is():
-    now, stream = [0.0], io.StringIO()
-    log = MultiLogger(Logger(), {"console": ConsoleLogger(10, stream=stream, clock=lambda: now[0])})
-    for done in range(1, 9):
-        now[0] += 2
-        log.progress("warm start", done, 8, f"loss {done / 10}")
-    assert stream.getvalue() == "warm start 4/8  loss 0.4\nwarm start 7/8  loss 0.7\n"
-
-
-def test_the_live_panel_shows_the_figures():
-    stream = io.StringIO()
-    log = ConsoleLogger(10, stream=stream, live=True)
-    log.evaluation(0, EVALUATION)
-    log.step(1, METRICS)
-    log.step(2, METRICS)
-    log.close()
-    text = stream.getvalue()
-    for piece in ("step 2/10", "ETA", "reward 0.500", "0.0213 ± 0.0012", "β 0.01", "3,123", "eval add pass@1 62.0%"):
-        assert piece in text
-
-
-def test_lines_of_odd_records():
-    assert step_line(1, 5, {"reward/mean": math.nan}, None) == "step 1/5  reward nan"
-    assert step_line(1, 5, {"kl/policy_ref/k1/mean": -0.5}, 61.0) == "step 1/5  KL k1 -0.5000  ETA 1m 01s"
-    assert evaluation_line({}) == "task"
-    assert evaluation_line({"task": "t", "split": "retention", "pass@1": 1.0}) == "t (retention) pass@1 100.0%"
-    assert event_line("guard", {"step": 4, "time": 1.0, "norm": 12.34567}) == "· step 4 guard: norm=12.35"
-    assert [duration(value) for value in (0, 59.6, 3599, 7800)] == ["0s", "1m 00s", "59m 59s", "2h 10m"]
 
 
 def test_flat_numbers():
@@ -310,15 +250,3 @@ def test_importing_the_loggers_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_an_evaluation_prints_the_tasks_own_figures_beside_the_first_ones():
-    stream = io.StringIO()
-    log = ConsoleLogger(10, stream=stream, live=False)
-    log.evaluation(0, {**EVALUATION, "extra": {"exact_match": 0.25, "tool_calls": 1.5}})
-    log.evaluation(4, {**EVALUATION, "extra": {"exact_match": 0.5, "tool_calls": 2.0, "new": 3.0}})
-    log.evaluation(4, {**EVALUATION, "task": "other"})
-    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
-    assert lines[1:3] == ["exact_match 0.25", "tool_calls 1.5"]
-    assert lines[4:8] == ["step 0 step 4", "exact_match 0.25 0.5", "tool_calls 1.5 2", "new – 3"]
-    assert len(lines) == 9

@@ -136,9 +136,3 @@ def no_dropout(seed: int = 0) -> tuple[nn.Module, Any]:
     for name in NAMES:
         setattr(model.config, name, 0.0)
     return type(model)(model.config), tokenizer
-
-
-def test_dropout_asked_of_a_model_that_has_none_is_said_to_change_nothing() -> None:
-    notes = load_model(f"{__name__}:no_dropout", device="cpu", dropout=True, probe=False).notes
-    assert [note for note in notes if "model.dropout=true changes nothing" in note]
-    assert not load_model(f"{__name__}:small_gpt2", device="cpu", dropout=True, probe=False).notes

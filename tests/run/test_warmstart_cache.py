@@ -13,7 +13,7 @@ from torch import nn
 
 import keel
 from keel.config import load_config
-from keel.lab.doctor.setup import build_setup
+from keel.doctor.keel_subject import build_subject
 from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
 from keel.run import warmstart_cache
@@ -63,7 +63,7 @@ def test_a_run_from_the_cache_is_the_run_that_made_it(tmp_path: Path) -> None:
 
 def test_the_doctor_and_a_run_share_it(tmp_path: Path) -> None:
     config = load_config(BASE, [f"run.dir={tmp_path}", "run.max_steps=1", *START])
-    setup = build_setup(config, problems=2, generations=2)
+    setup = build_subject(config, problems=2, generations=2)
     setup.run.close()
     start = fingerprint(setup.policy.model)
     path = keel.train(config).directory

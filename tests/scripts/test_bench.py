@@ -69,19 +69,6 @@ def test_the_bridges_sides_never_work_at_the_same_time(monkeypatch: pytest.Monke
     assert {side: len(taken) for side, taken in times.items()} == {"trl": 2, "keel": 2}
 
 
-def test_a_side_that_fails_ends_the_bridges_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bridge = bench("trl_bridge", monkeypatch)
-
-    class Broken:
-        def train(self) -> None:
-            raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(bridge, "save_random_llama", lambda *_: None)
-    monkeypatch.setattr(bridge, "build", lambda *_, **__: Broken())
-    with pytest.raises(RuntimeError, match="out of memory"):
-        bridge.timed(tmp_path, 2, exact=False)
-
-
 def turn(tokens: float = 64.0, **figures: float) -> dict[str, float]:
     shown = ("rollout", "reference", "update", "rest", "total", "first", "second", "token_us", "peak_gib")
     return {**dict.fromkeys(shown, 1.0), "tokens": tokens, **figures}
@@ -105,13 +92,6 @@ def test_sides_with_different_work_are_not_compared(monkeypatch: pytest.MonkeyPa
     work = step.Work("tiny", step.JOBS["tiny"], "", 2, "cpu")
     with pytest.raises(SystemExit, match=r"\[64\.0, 65\.0\] tokens"):
         step.show(work, {"keel": [turn()], "trl": [turn(tokens=65.0)]})
-
-
-def test_the_first_step_is_shown_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [{"rollout": 1.0, "update": 0.5, "total": total, "tokens": 10.0, "peak_gib": 2.0} for total in (9, 2, 4, 3)]
-    figures = bench("step", monkeypatch).summarise(steps)
-    assert (figures["first"], figures["second"], figures["total"]) == (9, 2, 3)
-    assert (figures["reference"], figures["rest"], figures["token_us"]) == (0.0, 1.5, 3e5)
 
 
 @pytest.fixture
@@ -157,39 +137,3 @@ def test_the_reward_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here)
     assert len(set(here)) > 1
-
-
-def test_the_default_model_is_the_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KEEL_CACHE", str(tmp_path))
-    step = bench("step", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["step.py"])
-    assert step.default_folder() == tmp_path / "smollm2-135m-instruct"
-    with pytest.raises(SystemExit):
-        step.main()
-
-
-def test_the_floor_is_the_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = bench("decode", monkeypatch)
-    assert decode.summarise({"keel": [3.0], "rows": [2.0, 2.0], "columns": [1.0, 1.5, 9.0]})["floor"] == 1.5
-    assert decode.summarise({"keel": [3.0], "rows": [1.0], "columns": [2.0]}) == {"keel": 3.0, "floor": 1.0}
-
-
-def test_ranks_are_compared_with_one_process_within_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = bench("ranks", monkeypatch)
-    turns = {side: [[1.0, 1.0, 9.0], [2.0, 2.0, 0.5], [4.0, 4.0, 4.0]] for side in ranks.SIDES}  # a machine slows down
-    turns["replicated"] = [[1.1, 1.1, 3.0], [2.4, 2.4, 1.0], [3.6, 3.6, 3.6]]
-    figures = ranks.summarise(turns)
-    assert figures["threads"] == {"median": 2.0, "min": 1.0, "max": 4.0, "quiet": pytest.approx(2.5 / 3)}
-    assert figures["replicated"]["ratio"] == pytest.approx(1.1)
-    assert figures["replicated"]["ratio_max"] == pytest.approx(1.2)
-    assert figures["replicated"]["quiet_ratio"] == pytest.approx(3.2 / 2.5)
-
-
-def test_overlap_is_compared_within_turns_and_with_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlap = bench("overlap", monkeypatch)
-    after = [{"time/rollout_s": 3.0 * slow, "time/total_s": 10.0 * slow} for slow in (1, 2, 4)]
-    beside = [{"time/rollout_s": 0.5, "time/total_s": 8.0 * slow} for slow in (1, 2, 4)]
-    figures = overlap.summarise({"after": after, "beside": beside})
-    assert (figures["ratio"], figures["bound"]) == (0.8, 0.7)
-    assert (figures["ratio_min"], figures["ratio_max"]) == (0.8, 0.8)
-    assert figures["after"]["time/total_s"] == 20.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import doctor
+import faults
 from faults import logs
-from keel.lab.doctor.findings import CODES
+from faults.base import OPERATORS
+from keel.doctor.findings import CODES
 
-OPERATORS = doctor.register()
+for module in pkgutil.iter_modules(faults.__path__):
+    importlib.import_module(f"faults.{module.name}")  # which registers its operators
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +73,7 @@ def test_kl_and_groups_are_those_of_a_run_that_begins_at_its_reference(healthy: 
 
 
 def test_the_names_of_trl_are_those_of_its_own_log(tmp_path: Path) -> None:
-    own = json.loads((ROOT / "tests/lab/doctor/trl_runs/good-two-rewards/trainer_state.json").read_text())
+    own = json.loads((ROOT / "tests/doctor/trl_runs/good-two-rewards/trainer_state.json").read_text())
     written = set()
     for seed in range(8):  # a log may have lost a metric
         folder = logs.write_log(logs.healthy_log(seed, "trl", "state"), tmp_path / str(seed))

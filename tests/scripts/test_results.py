@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import results_page
-from keel.base.files import encode, read_json
+from keel.base.files import encode
 from keel.config import load_config
 from keel.lab.studies import read_study
 from results import CONFIGS, JOBS
@@ -176,35 +176,3 @@ def test_the_page_tells_of_what_was_run_and_nothing_else(tmp_path: Path) -> None
     finished(runs / "again", "keel", (0.1, 0.2))
     with pytest.raises(SystemExit, match="is a second"):
         results_page.table([runs], out)
-
-
-def test_a_page_of_two_jobs_and_the_study(tmp_path: Path) -> None:
-    """Columns that only one job has stay empty for the other; of the study means and intervals over seeds."""
-    runs, out = tmp_path / "runs", tmp_path / "results"
-    finished(runs / "gsm8k", "keel", (0.1, 0.2))
-    finished(runs / "countdown", "keel", (0.1, 0.2), name="countdown")
-    summary = read_json(runs / "countdown" / "summary.json")
-    summary["start"]["greedy_3_numbers"], summary["end"]["greedy_3_numbers"] = 0.2, 0.4
-    (runs / "countdown" / "summary.json").write_text(encode(summary))
-    study = tmp_path / "study"
-    (study / "points" / "00-beta=0-seed0").mkdir(parents=True)
-    (study / "points" / "00-beta=0-seed0" / "findings.json").write_text(
-        '[{"code": "kl/explosion", "severity": "error"}]'
-    )
-    for picture in ("curves.png", "frontier.png"):
-        (study / picture).write_bytes(b"")
-    before = {"accuracy_before": 0.25, "retention_before": 0.75, "share_in_band": 1.0}
-    ended = [(0, 0.3, 0.7), (1, 0.5, 0.7), (2, None, None)]  # the last one failed
-    rows = [{"point": "beta=0", "seed": s, "accuracy_after": a, "retention_after": r, **before} for s, a, r in ended]
-    results_page.write_csv(study / "points.csv", [{**row, "kl_policy_ref": 0.02} for row in rows])
-    results_page.table([runs, study], out)
-    results_page.page([out], tmp_path / "results.md")
-    text = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert text.count("of 3 numbers") == 1
-    assert "| the start |  |  |  |  |  | 10.0 % [8.0, 12.0] | 20.0 % | 5.0 % | 30.0 % [20.0, 40.0] |  |" in text
-    assert "| 10.0 % [8.0, 12.0] | 40.0 % | 5.0 % |" in text
-    margin = 100 * 0.1 * 12.7062047364  # t of one degree of freedom times the standard error, 0.1 by hand
-    assert f"| beta=0 | 2 | 40.0 % ± {margin:.1f} | 0.0200 | 70.0 % | 100.0 % |" in text
-    assert "| the start |  | 25.0 % | 0 | 75.0 % |  |" in text
-    assert "0 of 1 runs are healthy to the doctor; 00-beta=0-seed0 kl/explosion" in text
-    assert (out / "kl-curves.png").exists()

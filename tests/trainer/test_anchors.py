@@ -15,6 +15,7 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Scores
 from keel.config.checks import advice
+from keel.envs.curriculum import Curriculum
 from keel.kl import exact_kl
 from keel.kl.options import KLOptions, KLTermOptions, TeacherOptions
 from keel.losses import Counts, KLTerm, LossOptions, count_denominators, objective
@@ -191,7 +192,7 @@ def test_one_pass_serves_all_microbatches_of_both() -> None:
     config = small_config(TEACHER, "kl.teacher.estimator=exact", "optim.microbatch_tokens=24")
     run = build_run(config, build_policy(config)).run
     state = State(kl=run.controller.init())
-    groups, _ = sample_groups(run, run.collect, 0, 0)
+    groups = sample_groups(run, run.collect, 0, 0, Curriculum()).groups
     batch = score(pack_step(groups, run), run, state)
     assert len(batch.micros) > 1
     for micro in batch.micros:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.base.world import World, open_world
 from keel.config import load_config
+from keel.envs.curriculum import Curriculum
 from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import _check_ahead, build_policy, build_run
@@ -37,6 +38,7 @@ from trainer.small import Letters, small_config
 TIMED = ("time/", "speed/", "memory/")
 LORA = "model.lora={r: 4, targets: [q_proj, v_proj]}"
 DYNAMIC = ("loss.dynamic_sampling=true", "rollout.num_generations=2", "task.name=trainer.test_overlap:flat")
+CURRICULUM = (*DYNAMIC[:2], "data.curriculum={candidates: 3, half_life: 2}", "task.name=trainer.test_curriculum:uneven")
 LIMIT_S = 60.0
 
 
@@ -95,13 +97,18 @@ def take_steps(run: TrainingRun, state: State, steps: int) -> Iterator[tuple[Sta
 
 
 def plain_loop(run: TrainingRun, state: State, staleness: int, steps: int) -> list[dict[str, float]]:
-    """One thread: before each step the engine is given the weights of `staleness` steps before, or of the first."""
+    """One thread: before each step the engine is given the weights of `staleness` steps before, or of the first.
+
+    The problems are drawn by the curriculum of that step.
+    """
     run.queue, lines = None, []
-    old = [(copy.deepcopy(run.policy.model), 0)]
+    old, known = [(copy.deepcopy(run.policy.model), 0)], [state.curriculum]
     for step in range(steps):
         run.engine.sync(*old[max(0, step - staleness)])
-        state, metrics, _ = train_step(run, state)
+        state, metrics, batch = train_step(run, replace(state, curriculum=known[max(0, step - staleness)]))
         old.append((copy.deepcopy(run.policy.model), state.policy_version))
+        options = run.curriculum
+        known.append(known[-1].observe(run.task, batch.groups, options, step) if options else state.curriculum)
         lines.append(steady(metrics))
     return lines
 
@@ -109,8 +116,8 @@ def plain_loop(run: TrainingRun, state: State, staleness: int, steps: int) -> li
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "more"),
-    [(1, ()), (2, ()), (3, ()), (2, (LORA,)), (1, DYNAMIC)],
-    ids=["1", "2", "3", "lora", "dynamic"],
+    [(1, ()), (2, ()), (3, ()), (2, (LORA,)), (1, DYNAMIC), (2, CURRICULUM)],
+    ids=["1", "2", "3", "lora", "dynamic", "curriculum"],
 )
 def test_every_number_is_that_of_a_plain_loop_which_keeps_old_weights(staleness: int, more: tuple[str, ...]) -> None:
     options = (f"rollout.max_staleness={staleness}", *more)
@@ -194,7 +201,7 @@ def test_the_thread_leaves_the_main_threads_random_numbers_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("more", [(LORA,), DYNAMIC], ids=["lora", "dynamic"])
+@pytest.mark.parametrize("more", [(LORA,), DYNAMIC, CURRICULUM], ids=["lora", "dynamic", "curriculum"])
 def test_a_checkpoint_of_any_step_goes_on_exactly(tmp_path: Path, staleness: int, more: tuple[str, ...]) -> None:
     options, folders, lines = (f"rollout.max_staleness={staleness}", *more), [], []
     run, state = make(*options)
@@ -285,11 +292,9 @@ def test_after_an_error_in_the_thread_the_engine_is_given_the_weights_anew() -> 
         synced.append(version)
 
     engine: Any = SimpleNamespace(sync=sync, interrupt=lambda: None)
-    with closing(
-        RolloutQueue(engine, policy, lambda attempt, step: StepRollouts([], {}), list, max_staleness=2)
-    ) as queue:
+    with closing(RolloutQueue(engine, policy, lambda *request: StepRollouts([], {}), list, max_staleness=2)) as queue:
         with pytest.raises(ZeroDivisionError):
-            queue.take(0, 0, 7)
+            queue.take(0, 0, 7, Curriculum())
         queue.wait_for_sampler(7)
     assert synced == [7]
 
@@ -310,7 +315,7 @@ def drop_unevenly() -> None:
     with open_world() as opened:
         world, apart, begun = Asked(opened.rank, opened.size), opened.new_group(), threading.Event()
 
-        def sample(attempt: int, step: int) -> StepRollouts:
+        def sample(attempt: int, step: int, curriculum: Curriculum) -> StepRollouts:
             if step == 1:
                 begun.set()
             elif not world.is_main:
@@ -320,13 +325,13 @@ def drop_unevenly() -> None:
         engine: Any = SimpleNamespace(sync=lambda model, version: None, interrupt=lambda: None)
         queue = RolloutQueue(engine, nn.Linear(1, 1), sample, list, max_staleness=2, world=world, thread_world=apart)
         with closing(queue):
-            queue.sample_ahead(0, -1, 0)
+            queue.sample_ahead(0, -1, 0, Curriculum())
             if world.is_main:
                 assert begun.wait(LIMIT_S)
             else:
                 queue._pending[0].add_done_callback(lambda future: world.asked.wait(LIMIT_S))
             queue.clear()
-            assert queue.take(0, 0, 0).counts == {"steps": 0.0}
+            assert queue.take(0, 0, 0, Curriculum()).counts == {"steps": 0.0}
 
 
 def test_processes_drop_the_same_rollouts() -> None:

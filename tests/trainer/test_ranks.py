@@ -23,6 +23,11 @@ CASES = {  # each on 2 processes, some on 4; 5 groups of unequal lengths
         "kl.level=sequence",
     ],
     "replicated, LoRA, KL in the reward": [LORA, "kl.placement=reward", "kl.estimator=k1", "kl.level=sequence"],
+    "replicated, a mixture under a curriculum": [
+        "task={name: mixture, tasks: [{name: arithmetic}, {name: arithmetic, skill: sort}], weights: [1, 2]}",
+        "data.curriculum={candidates: 3, half_life: 5}",
+        "rollout.num_generations=2",
+    ],
     "sharded": [FULL],
     "sharded, exact KL, empty shares": [
         FULL,

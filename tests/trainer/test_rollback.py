@@ -95,22 +95,6 @@ def test_the_next_attempt_meets_other_problems(recovered: Any) -> None:
     assert not problems(run, 5) & problems(run / "abandoned" / "attempt-0", 5)
 
 
-def test_the_finding_and_the_report_tell_the_story(recovered: Any) -> None:
-    run = recovered.directory
-    finding = findings(run)["guard/rolled-back"]
-    assert "step 11" in finding["evidence"]
-    assert finding["evidence"].startswith("explained by reward/non-finite")
-    assert "steps 7, 8, 9, 10, 11" in findings(run)["reward/non-finite"]["evidence"]
-    page = (run / "report.html").read_text()
-    for text in (
-        "5 updates in a row were skipped up to step 11: back to checkpoint step-3, attempt 1, learning rate × 0.5",
-        "an update was skipped: the advantage is not finite",
-        "abandoned attempt 0",
-        "1 rollback",
-    ):
-        assert text in page, text
-
-
 def killed_then_resumed(folder: Path, settings: dict[str, str]) -> Path:
     extra = {"log.extra": "[{name: trainer.faults:KilledAt, kind: rollback}]"}
     killed = processes.run(train, command_line(folder, {**settings, **extra}))

@@ -13,13 +13,11 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
+from keel.envs.curriculum import Curriculum
 from keel.kl.measure import controlled_kl
-from keel.losses import MismatchOptions
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_policy, score_reference
 from keel.trainer.final import measure_final
-from keel.trainer.guards import sampler_events
-from keel.trainer.options import GuardLimits
 from keel.trainer.sample import sample_groups, wait_for_sampler
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step
@@ -150,7 +148,9 @@ def test_the_final_policy_is_measured_on_fresh_samples() -> None:
         state = train_step(run, train_step(run, state).state).state
         wait_for_sampler(run, state)
         measured = measure_final(run, state)
-        batch = score_policy(score_reference(pack_step(sample_groups(run, run.collect, 0, 2)[0], run), run), run)
+        batch = score_policy(
+            score_reference(pack_step(sample_groups(run, run.collect, 0, 2, Curriculum()).groups, run), run), run
+        )
     rows = batch.rows
     u = (rows.old_logp - rows.ref_logp)[rows.action_mask].double()  # type: ignore[operator]
     assert measured["kl/policy_ref/k1/mean"] == pytest.approx(u.mean().item(), rel=1e-9)
@@ -174,37 +174,3 @@ def test_an_engine_that_reports_nothing_is_counted_and_cannot_be_stale() -> None
     ) as caught:
         train_step(run, state)
     assert "\n" not in str(caught.value)
-
-
-def test_events_on_samples() -> None:
-    limits, on, off = GuardLimits(), MismatchOptions(), MismatchOptions(kind="none")
-    fine = {"kl/sampler_policy/k3/mean": 1e-6, "mismatch/ess": 0.99, "mismatch/unreported_fraction": 0.0}
-    assert sampler_events(fine, on, limits) == sampler_events(fine, off, limits) == {}
-    far = {**fine, "kl/sampler_policy/k3/mean": 0.02}
-    assert sampler_events(far, on, limits) == {}
-    assert list(sampler_events(far, off, limits)) == ["sampler/uncorrected"]
-    for name, value, kind in (
-        ("mismatch/ess", 0.2, "sampler/ess"),
-        ("mismatch/unreported_fraction", 0.01, "sampler/unreported"),
-        ("rollout/kept_mass/mean", 0.85, "sampler/filter"),
-    ):
-        (event,) = sampler_events({**fine, name: value}, on, limits).items()
-        assert event[0] == kind
-        assert "\n" not in event[1]["message"]
-
-
-def test_a_run_whose_sampler_differs_says_when_nothing_corrects_it() -> None:
-    def notes(*overrides: str) -> list[str]:
-        config = small_config("loss.mismatch.kind=none", *overrides)
-        return [n for n in build_run(config, build_policy(config)).notes if n.startswith("loss.mismatch.kind=none")]
-
-    assert notes() == []
-    for override, why in (
-        ("optim.precision=bfloat16", "training passes run in bfloat16"),
-        ("rollout.dtype=bfloat16", "samples with weights and numbers of its own"),
-        ("rollout.top_p=0.9", "cut what is sampled"),
-    ):
-        (note,) = notes(override)
-        assert why in note
-    config = small_config("rollout.dtype=bfloat16")
-    assert not any("mismatch" in note for note in build_run(config, build_policy(config)).notes)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from keel.base.errors import KeelError
-from keel.integrations.others import in_advantage, in_loss
-from keel.verify.peer_terms import PeerTerm, examine_term
+from keel.verify.peer_terms import PeerTerm, examine_term, in_advantage, in_loss
 
 
 def k3(logp, ref, old):

@@ -19,6 +19,12 @@ def is_import_path(name: object) -> bool:
     return isinstance(name, str) and bool(_IMPORT_PATH.fullmatch(name))
 
 
+def add_working_folder() -> None:
+    """Import modules of the working folder too, as with `python -m`."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
     """Import `module:attr`; the working folder is on the path.
 
@@ -27,8 +33,7 @@ def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
     label = f"{part}={spec}" if "." in part else f"{part} {spec!r}"
     if not is_import_path(spec):
         raise KeelError(f"{label} is not module:attr, such as my_module:my_part")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as with python -m
+    add_working_folder()
     module, _, attribute = spec.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute)

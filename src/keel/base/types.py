@@ -35,7 +35,9 @@ class Completion:
     any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
     stop, length, or `turns` if an episode reached its turn limit. `counts` are an episode's figures, by the
     metric names they are logged under. `turns` describe an episode's turns, for `keel show` and the report: the numbers
-    of sampled `tokens` and of tokens of the `reply`, the turn's own `stop_reason`, and the episode's `note`.
+    of sampled `tokens` and of tokens of the `reply`, the turn's own `stop_reason`, and the episode's `note`. `branches`
+    are further contexts of the same episode, whose program rewrote its history: a token that several of them share is
+    trained in one.
     """
 
     tokens: tuple[int, ...]
@@ -47,6 +49,7 @@ class Completion:
     counts: Mapping[str, float] = field(default_factory=dict)
     policy_version: int | None = None  # of the weights that sampled it, if the engine reports it
     turns: tuple[Mapping[str, Any], ...] = ()
+    branches: tuple[Completion, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Batch:
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
     of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is the contribution of a
     KL penalty in the reward, kept separate from the rewards' advantages. `group` `[B]` numbers the group of each row.
+    `weight` `[B]` is a row's share of its episode's tokens, None where each row is an episode.
     `filtered_logp` is the log-probability under the filtered distribution (top-p, top-k, min-p), NaN where the engine
     did not report it. `stale`: the samples may come from a policy older than the old one.
     """
@@ -125,4 +129,5 @@ class Batch:
     rewards: Tensor | None = None
     group: Tensor | None = None
     kl_advantages: Tensor | None = None
+    weight: Tensor | None = None
     stale: bool = False

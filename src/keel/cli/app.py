@@ -110,7 +110,7 @@ def configuration(args: list[str], *, resume: bool = False, notes: bool = True) 
     """Load the configuration that the arguments name. `notes` prints renamed options and advice to stderr."""
     from keel.config.checks import advice
     from keel.config.load import choose, read_config
-    from keel.lab.thresholds import check_thresholds
+    from keel.doctor.thresholds import check_thresholds
 
     paths, overrides = split(args)
     source, implied = choose(paths, resume=resume, overrides=overrides)

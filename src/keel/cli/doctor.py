@@ -14,8 +14,8 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, configuration, print_json, split
 
 if TYPE_CHECKING:
-    from keel.lab.doctor.diagnosis import Diagnosis
-    from keel.lab.doctor.probes import ProbeResult
+    from keel.doctor.diagnosis import Diagnosis
+    from keel.doctor.verdict import Outcome
 
 DOCTOR_HELP = """Diagnose a run, a log, or a configuration before it runs. The worst finding comes first.
 
@@ -103,16 +103,16 @@ def doctor(
             raise KeelError(f"--quick needs a configuration, and {log} is a run or a log: leave --quick out")
         if overrides:
             raise KeelError(f"{overrides[0]} has no effect on {log}, which is a run or a log: leave it out")
-        from keel.lab.doctor.examine import examine, write_findings
-        from keel.lab.doctor.readers import parse_map
+        from keel.doctor.examine import examine, write_findings
+        from keel.doctor.readers import parse_map
 
         name, diagnosis = log.resolve().name, examine(log, parse_map(columns), threshold or [])
         if write:
             typer.echo(f"wrote {write_findings(log, diagnosis)}", err=True)
-    from keel.lab.doctor.display import show_diagnosis, verdict
+    from keel.doctor.display import show_diagnosis, verdict
 
     if html is not None:
-        from keel.lab.doctor.page import write_diagnosis
+        from keel.lab.report.diagnosis import write_diagnosis
 
         typer.echo(f"wrote {write_diagnosis(diagnosis, verdict(diagnosis, name), html)}", err=True)
     if as_json:
@@ -148,19 +148,19 @@ def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
     config = configuration(args)  # before torch is loaded
-    from keel.lab.doctor.preflight import preflight
-    from keel.lab.doctor.probes import PROBES
-    from keel.lab.thresholds import thresholds_of
+    from keel.doctor.measures import MEASURES
+    from keel.doctor.preflight import preflight
+    from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of(config.model_dump(), threshold)
-    with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
+    with _progress(as_json, verbose, [measure.name for measure in MEASURES]) as on_probe:
         diagnosis = preflight(config, limits, on_probe, quick=quick)
     return f"{'quick ' if quick else ''}preflight of {config.run.name}", diagnosis
 
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
     """Test the user's TRL trainer; its own output goes to stderr, so that --json prints only data."""
-    from keel.lab.thresholds import thresholds_of
+    from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)
     with redirect_stdout(sys.stderr):
@@ -172,9 +172,7 @@ def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool
 
 
 @contextmanager
-def _progress(
-    as_json: bool, verbose: bool, names: Sequence[str]
-) -> Iterator[Callable[[ProbeResult, float], None] | None]:
+def _progress(as_json: bool, verbose: bool, names: Sequence[str]) -> Iterator[Callable[[Outcome, float], None] | None]:
     """The callback after each probe: a progress bar on a terminal, or one line each with `--verbose`."""
     from rich.console import Console
 
@@ -191,14 +189,14 @@ def _progress(
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"building the parts, {names[0]}", total=len(names))
 
-        def advance(outcome: ProbeResult, seconds: float) -> None:
+        def advance(outcome: Outcome, seconds: float) -> None:
             done = names.index(outcome.name) + 1 if outcome.name in names else len(names)
             bar.update(task, completed=done, description=names[done] if done < len(names) else "")
 
         yield advance
 
 
-def _print_outcome(outcome: ProbeResult, seconds: float) -> None:
+def _print_outcome(outcome: Outcome, seconds: float) -> None:
     """Print one line per probe to stderr."""
     codes = ", ".join(finding.code for finding in outcome.findings) or "nothing found"
     typer.echo(f"keel: {outcome.name}: {codes} ({seconds:.1f} s)", err=True)

@@ -26,8 +26,8 @@ def report(
         Path | None, typer.Option(help="Output file (default: report.html in the first run's folder).")
     ] = None,
 ) -> int:
-    from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report
+    from keel.lab.report.diagnosis import looked_at
 
     typer.echo(f"wrote {write_report(runs, out, looked_at)}")
     return 0

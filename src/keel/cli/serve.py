@@ -13,10 +13,11 @@ import typer
 from keel.base.errors import KeelError, unknown
 from keel.cli.app import app
 
-SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine.
+SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine, or a model's HTTP endpoint.
 
-The trainer sends weights and requests completions. The server listens on 127.0.0.1 unless --host is given. Requests
-need its secret: KEEL_SERVE_SECRET, or a random one that is printed.
+--engine vllm: the trainer sends weights and requests completions. --engine native, or a user's module:attr: POST
+/inference/v1/generate takes token ids and returns token ids and log-probabilities (docs/vllm.md). Both listen on
+127.0.0.1 unless --host is given. Requests need a secret: KEEL_SERVE_SECRET, or a random one that is printed.
 
 Examples:
 
@@ -25,6 +26,8 @@ Examples:
   KEEL_SERVE_SECRET=... keel serve ./my-model --host 0.0.0.0 --tensor-parallel-size 4
 
   keel serve tiny --max-lora-rank 16
+
+  keel serve runs/my-run --engine native --max-batch 16
 
 On the training machine:
 
@@ -35,6 +38,7 @@ On the training machine:
 @app.command(help=SERVE_HELP)
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL|RUN|CONFIG", help="The model to train.")],
+    engine: Annotated[str, typer.Option(help="The engine: vllm, native, or a user's module:attr.")] = "vllm",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
     dtype: Annotated[str, typer.Option(help="dtype of the weights; auto is the model's own.")] = "auto",
@@ -51,17 +55,25 @@ def serve(
         bool, typer.Option(help="Compile and decode with CUDA graphs; start-up takes longer.")
     ] = True,
     max_lora_rank: Annotated[int, typer.Option(help="Maximum LoRA rank; 0 disables adapters.", min=0)] = 0,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests sampled at a time, without vllm; 16 by default, where rows still join on a CPU.", min=1
+        ),
+    ] = None,
 ) -> None:
+    from keel.envs.endpoint import SECRET
     from keel.models.adapters import is_lora
     from keel.models.dtypes import DTYPES
     from keel.models.head import causal_lm
-    from keel.rollout.options import VllmOptions
-    from keel.rollout.vllm.client import SECRET
+    from keel.rollout.options import RolloutOptions, VllmOptions
+    from keel.rollout.registry import build_engine, check_rollout
     from keel.rollout.vllm.transfer import checkpoint_weights, save_shards
     from keel.run.model_ref import resolve_model
     from keel.trainer.checkpoint import save_weights
 
     try:
+        from keel.rollout.serving import serve as serve_engine
         from keel.rollout.vllm.serve import serve as serve_model
     except ModuleNotFoundError as error:
         raise KeelError(f"keel serve needs {error.name}: pip install 'keel-rl[serve]'") from error
@@ -77,14 +89,37 @@ def serve(
         cuda_graphs=cuda_graphs,
     )
 
+    if dtype not in ("auto", *DTYPES):
+        raise unknown("--dtype", dtype, ("auto", *DTYPES))
+    shown = "" if given else f"{SECRET}={secret} "
+    if engine != "vllm":
+        read = {"--max-lora-rank": max_lora_rank, "--transfer": transfer != "http", "--max-model-len": max_model_len}
+        read |= {"--tensor-parallel-size": tensor_parallel_size != 1}
+        read |= {"--gpu-memory-utilization": gpu_memory_utilization != 0.9}
+        if ignored := next((flag for flag, given in read.items() if given), None):
+            raise KeelError(f"{ignored} is for --engine vllm: leave it out with --engine {engine}")
+        loaded = resolve_model(model).load()
+        rollout = RolloutOptions(engine=engine, dtype=dtype, cuda_graphs=cuda_graphs)  # type: ignore[arg-type]
+        check_rollout(rollout)
+        serve_engine(
+            build_engine(rollout, loaded.model, loaded.tokenizer),
+            name=model,
+            vocabulary=causal_lm(loaded.model).get_output_embeddings().weight.shape[0],
+            max_batch=max_batch or 16,
+            host=host,
+            port=port,
+            secret=secret,
+            ready=lambda url: typer.echo(f"{shown}serving {model}: POST {url}/inference/v1/generate"),
+        )
+        return
+    if max_batch is not None:
+        raise KeelError("--max-batch is for other engines: vLLM decides by --gpu-memory-utilization")
+
     def ready(url: str) -> None:
-        shown = "" if given else f"{SECRET}={secret} "
         settings = f"rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url={url}"
         settings += "" if transfer == "http" else f" rollout.vllm.transfer={transfer}"
         typer.echo(f"serving {model}; train with: {shown}keel train CONFIG {settings}")
 
-    if dtype not in ("auto", *DTYPES):
-        raise unknown("--dtype", dtype, ("auto", *DTYPES))
     loaded = resolve_model(model, ["model.device=cpu"]).load()  # leave the GPU to vLLM
     with tempfile.TemporaryDirectory(prefix="keel-serve-model-") as folder:
         base = causal_lm(loaded.model)

@@ -13,10 +13,12 @@ from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
 from keel.kl import KLOptions, Pairing, advise, check_kl, controller_from_options
 from keel.kl.controllers import RuleController
+from keel.kl.facts import over_vocabulary
 from keel.kl.options import KLTermOptions, check_term
 from keel.loggers.build import check_loggers
 from keel.losses import check_loss, get_loss, scale_rewards
 from keel.models.options import check_quantization
+from keel.reference.base import is_server
 from keel.reference.kinds import check_reference, check_teacher
 from keel.trainer.options import check_optim, warmup_within
 from keel.verify.custom import estimator_facts
@@ -38,8 +40,10 @@ def _packages(config: Config) -> None:
     """Check that optional packages are installed."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return
-    if config.model.quantization is not None:
-        raise KeelError(f"model.quantization={config.model.quantization} needs bitsandbytes: pip install bitsandbytes")
+    quantized = {section: params.get("quantization") for section, (_, params) in config.teachers.items()}
+    for section, bits in {"model": config.model.quantization, **quantized}.items():
+        if bits is not None:
+            raise KeelError(f"{section}.quantization={bits} needs bitsandbytes: pip install bitsandbytes")
     if config.optim.optimizer == "adamw8bit":
         raise KeelError("optim.optimizer=adamw8bit needs bitsandbytes: pip install bitsandbytes, or use adamw")
 
@@ -49,6 +53,10 @@ def _loss(config: Config) -> None:
     check_loss(loss)
     if loss.policy_weight == 0:
         _check_distillation(config)
+    if config.data.curriculum is not None and loss.baseline == "none":
+        raise KeelError(
+            "data.curriculum does not apply to loss.baseline=none, where equal rewards have a gradient: leave it out"
+        )
     if group < 2 and loss.baseline != "none":
         raise KeelError(
             f"rollout.num_generations is {group}: loss.baseline={loss.baseline} compares the completions of a "
@@ -74,16 +82,18 @@ def _check_distillation(config: Config) -> None:
     if not any(term.penalizes for term in terms.values()):
         beta = [*terms][-1] + ".beta"
         raise KeelError(f"loss.policy_weight=0 trains on the KL alone, and {beta} is 0: set {beta}=1")
-    elsewhere = config.reference.params.get("model") is not None or is_import_path(config.reference.kind)
+    elsewhere = "reference" in config.teachers or is_import_path(config.reference.kind)
     if not elsewhere and not (config.kl.teacher is not None and config.kl.teacher.penalizes):
         raise KeelError(
             "loss.policy_weight=0 trains on the KL alone, and the KL to the initial policy has no gradient: set "
             "reference.model to a teacher, or kl.teacher"
         )
-    if config.loss.dynamic_sampling:
-        raise KeelError(
-            "loss.dynamic_sampling has no effect with loss.policy_weight=0, which ignores rewards: leave it out"
-        )
+    for option, given in (
+        ("loss.dynamic_sampling", config.loss.dynamic_sampling),
+        ("data.curriculum", config.data.curriculum is not None),
+    ):
+        if given:
+            raise KeelError(f"{option} has no effect with loss.policy_weight=0, which ignores rewards: leave it out")
     in_reward = next((o for o, term in terms.items() if term.penalizes and term.placement == "reward"), None)
     if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(
@@ -112,15 +122,37 @@ def _kl(config: Config) -> None:
 
 def _reference(config: Config) -> None:
     check_reference(config.reference.kind, **config.reference.params)
-    if config.kl.teacher is not None:
-        if config.reference.params.get("model") is not None:
-            raise KeelError(
-                "kl.teacher stands beside a reference that is the policy's own start, and reference.model is a teacher "
-                "as well: leave one of them out"
-            )
-        check_teacher("kl.teacher", **config.kl.teacher.params)
+    if len(config.teachers) > 1:
+        raise KeelError(
+            "kl.teacher stands beside a reference that is the policy's own start, and reference.model is a teacher "
+            "as well: leave one of them out"
+        )
+    for section, (model, params) in config.teachers.items():
+        check_teacher(section, model, **params)
+        if is_server(model):
+            _check_server(config, section)
     if config.reference.kind == "adapter_off" and config.model.lora is None:
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
+
+
+def _check_server(config: Config, section: str) -> None:
+    """Refuse what needs more of a teacher than a server tells: its top tokens, at temperature 1."""
+    option, term = ("kl.teacher", config.kl.teacher) if section == "kl.teacher" else ("kl", config.kl)
+    assert term is not None
+    if over_vocabulary(term.estimator) and not term.estimator.startswith("topk"):
+        raise KeelError(
+            f"{option}.estimator={term.estimator} needs the teacher's whole distribution, and {section}.model is a "
+            f"server, which gives its top tokens: use topk, topk_unbiased, or k1 with {option}.placement=advantage"
+        )
+    if term.exact:
+        raise KeelError(
+            f"{option}.exact needs the teacher's whole distribution, and {section}.model is a server: leave it out"
+        )
+    if config.rollout.temperature != 1:
+        raise KeelError(
+            f"{section}.model is a server, whose log-probabilities are at temperature 1, and rollout.temperature is "
+            f"{config.rollout.temperature:g}: set it to 1"
+        )
 
 
 def _model(config: Config) -> None:
@@ -209,7 +241,7 @@ def advice(config: Config) -> list[str]:
         controller = controller_from_options(kl, config.episodes_per_step)
         if isinstance(controller, RuleController) and (low := controller.bounds[0]) > 0:
             notes.append(f"kl.beta is 0: kl.controller.name={kl.controller.name} starts at kl.controller.low={low:g}")
-    if config.reference.params.get("model") is None:
+    if "reference" not in config.teachers:
         notes += advise(config.loss.loss_type, kl.beta)
     notes += _warmups(config)
     if config.rollout.filtered:

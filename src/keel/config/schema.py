@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -117,6 +118,17 @@ class Config(Options):
     def needs_reference(self) -> bool:
         """Whether the reference is ever evaluated: not if β = 0 and the KL is not measured."""
         return self.kl.penalizes or self.kl.measure_every > 0
+
+    @property
+    def teachers(self) -> dict[str, tuple[str | Mapping[str, str], Mapping[str, Any]]]:
+        """The model of each teacher, or its models by task, and its parameters, by the section that names it."""
+        named: dict[str, tuple[str | Mapping[str, str], Mapping[str, Any]]] = {}
+        params = dict(self.reference.params)
+        if self.reference.kind in ("auto", "frozen") and (model := params.pop("model", None)) is not None:
+            named["reference"] = model, params
+        if self.kl.teacher is not None:
+            named["kl.teacher"] = self.kl.teacher.model, self.kl.teacher.params
+        return named
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (dicts, lists, numbers, strings) that loads to the same configuration."""

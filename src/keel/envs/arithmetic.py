@@ -97,6 +97,10 @@ class Arithmetic(Task):
         rng = seeded_rng("arithmetic", self.skill, "held-out", seed)
         return held_out_problems(self._draw, count, rng, self._is_held_out)
 
+    def stratum(self, problem: Problem) -> str:
+        """The lengths of the operands, in ascending order."""
+        return str(problem.info["lengths"])
+
     def gold(self, problem: Problem) -> str:
         """The answer in the requested format."""
         return f"<answer>{problem.answer}</answer>" if self.format == "answer_tag" else str(problem.answer)
@@ -162,7 +166,7 @@ class Arithmetic(Task):
             key=f"{self.skill}:{','.join(operands)}",
             prompt=self._ask(skill, operands),
             answer=skill.answer(*operands),
-            info={"skill": self.skill},
+            info={"skill": self.skill, "lengths": "+".join(sorted(str(len(operand)) for operand in operands))},
         )
 
     def _ask(self, skill: ArithmeticSkill, operands: Sequence[str]) -> str | list[dict[str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +15,10 @@ from keel.envs.episode import Episode, Reply, SingleTurn, Transcript, close_sync
 
 if TYPE_CHECKING:
     from keel.envs.attacks import Attack
+    from keel.envs.endpoint import ModelAccess
+    from keel.envs.episode import PlayedEpisode
+
+    Play = Callable[[Problem, int], Awaitable[PlayedEpisode]]  # of a problem and the number of the completion
 
 REQUIRED = ("sample", "held_out", "gold", "reward")  # methods without a default
 
@@ -52,8 +56,13 @@ class Task:
         def prompts_repeat(self) -> bool:
             """Whether different problems may have the same prompt, because only their episodes differ."""
 
+        @property
+        def plays(self) -> bool:
+            """Whether its episodes call the model by themselves: then it implements `playing`."""
+
     else:
         notes, prompts_only, evaluation_only, reward_concurrency, prompts_repeat = (), False, False, 1, False
+        plays = False
 
     @property
     def trusted(self) -> bool:
@@ -80,6 +89,10 @@ class Task:
     def label(self, problem: Problem) -> str:
         """Which of `labels` a problem is of."""
         return self.name
+
+    def stratum(self, problem: Problem) -> str:
+        """A name for the problems of a task that are about as hard: a curriculum estimates a new problem by them."""
+        return ""
 
     def gold(self, problem: Problem) -> str:
         """A completion that earns the full reward; for multi-turn tasks, the last turn."""
@@ -109,6 +122,10 @@ class Task:
     def start(self, problem: Problem) -> Episode:
         """Start a new episode for one completion. A task that implements this is multi-turn."""
         return SingleTurn(partial(self.reward, problem))
+
+    def playing(self, model: ModelAccess) -> AbstractAsyncContextManager[Play]:
+        """Play whole episodes with a model behind an endpoint: gives the function that plays one of a problem."""
+        raise NotImplementedError
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Additional metrics over the graded groups of an evaluation."""

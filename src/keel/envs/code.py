@@ -17,7 +17,7 @@ from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import source_of
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
 from keel.envs.programs import need_sandbox
-from keel.envs.sandbox import Limits
+from keel.envs.sandbox import SandboxLimits
 
 FORMATS = ("chat", "plain")
 TESTS = 6
@@ -170,7 +170,7 @@ def code(
         raise unknown("code format", format, FORMATS)
     if not 0 <= partial < 1:
         raise KeelError(f"code partial is {partial}: it must be at least 0 and below 1")
-    limits = Limits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers)
+    limits = SandboxLimits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers)
     need_sandbox(limits)
     source = source_of(data)
     if source.path is None:

@@ -17,7 +17,7 @@ from keel.envs.options import SourceOptions
 from keel.envs.programs import check_tests
 from keel.envs.rewards.code import judge
 from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
-from keel.envs.sandbox import Limits
+from keel.envs.sandbox import SandboxLimits
 
 INSTRUCTION = "Answer with the whole program in one ```python block."
 LARGEST_TESTS = 1 << 28  # bytes of the tests of one problem, unpacked
@@ -29,7 +29,7 @@ Tests = list[dict[str, Any]]
 class CodeGrader:
     """Runs the program of a completion against the problem's tests; `fenced` writes gold programs in a block."""
 
-    limits: Limits
+    limits: SandboxLimits
     partial: float
     fenced: bool
 

@@ -149,6 +149,10 @@ class Countdown(Task):
         """A fixed set of problems that `sample` never returns."""
         return held_out_problems(self._draw, count, seeded_rng("countdown", "held-out", seed))
 
+    def stratum(self, problem: Problem) -> str:
+        """The number of numbers."""
+        return str(len(problem.info["numbers"]))
+
     def gold(self, problem: Problem) -> str:
         """The solution that the problem was generated from, in the requested format."""
         return self.grader.gold(problem)

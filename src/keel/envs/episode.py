@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
+from dataclasses import dataclass, field
 from typing import Any
 
 from keel.base.types import Message, Problem, Reward
@@ -43,6 +44,30 @@ class Episode:
 
     def close(self) -> Any:
         """Release the resources of the episode."""
+
+
+@dataclass(frozen=True)
+class PlayedEpisode(Episode):
+    """A finished episode that called the model by itself.
+
+    `branches` are its contexts as (tokens, whether the model sampled each): several if its program rewrote the history,
+    the one that it ended with last. `text` is what followed the prompt in that one, `turns` the model's turns in it,
+    `stop` is `turns` if the number of turns ended it. `failure` says why the episode has no reward.
+    """
+
+    branches: Sequence[tuple[Sequence[int], Sequence[bool]]] = ()
+    text: str = ""
+    turns: Sequence[str] = ()
+    stop: str | None = None
+    earned: Reward = field(default_factory=lambda: Reward(0.0))
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+    def reward(self) -> Reward:
+        return self.earned
+
+    def counts(self) -> Mapping[str, float]:
+        return self.figures
 
 
 class SingleTurn(Episode):
@@ -191,21 +216,22 @@ class EpisodeRunner:
 
 def start_sync(start: Callable[[Problem], Episode], problem: Problem) -> Episode:
     """Start an episode synchronously, without a time limit."""
-    episode: Episode = _now(start, problem)
+    episode: Episode = run_sync(start, problem)
     return episode
 
 
 def step_sync(episode: Episode, text: str) -> Reply | None:
     """Step an episode synchronously, without a time limit."""
-    return _checked(_now(episode.step, text))
+    return _checked(run_sync(episode.step, text))
 
 
 def close_sync(episode: Episode) -> None:
     """Close an episode synchronously."""
-    _now(episode.close)
+    run_sync(episode.close)
 
 
-def _now(function: Callable[..., Any], *args: Any) -> Any:
+def run_sync(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function or a coroutine function, without a time limit."""
     if not is_async(function):
         return function(*args)
     try:

@@ -1,7 +1,7 @@
 """What the adapters to other packages' environments share: episodes, their randomness, demonstrations, problems.
 
-An adapter derives from `Game`. A package whose environments make their own problems gets them as a `SeededTask`: a
-problem is a seed, and the first observation under it is the prompt.
+An adapter derives from `Game`. Where environments make their own problems, they are a `SeededTask`: a problem is a
+seed, and the first observation under it is the prompt. Where they are given problems, they are a `GivenTask`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from keel.base.errors import KeelError, first_line, nearest
 from keel.base.imports import import_object
 from keel.base.types import Message, Problem, Reward
-from keel.envs.base import Task
-from keel.envs.episode import Episode
+from keel.envs.base import Task, TaskWrapper
+from keel.envs.calls import is_async
+from keel.envs.episode import Episode, close_sync, run_sync, step_sync
 from keel.envs.problems import held_out_problems, seeded_rng, training_problems
 
 SEEDS = 2**31
@@ -42,24 +43,27 @@ class Outcome:
 
 
 class Game:
-    """One environment of a package; `env` is the package's own object, which players may look into."""
+    """One environment of a package; `env` is the package's own object, which players may look into.
+
+    Those behind a server (`RemoteEpisode`) have coroutine functions `reset`, `step` and `close`.
+    """
 
     env: Any
 
-    def reset(self, problem: Problem) -> Messages:
-        """Begin the episode of a problem; the first observation, as the prompt's messages."""
+    def reset(self, problem: Problem) -> Any:
+        """Begin the episode of a problem; returns the first observation, as the prompt's `Messages`."""
         raise NotImplementedError
 
-    def step(self, text: str) -> Outcome:
-        """Play one turn of the model."""
+    def step(self, text: str) -> Any:
+        """Play one turn of the model; returns an `Outcome`."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, float]:
         """Figures of the environment's own, which are logged."""
         return {}
 
-    def close(self) -> None:
-        """Release the environment's resources."""
+    def close(self) -> Any:
+        """Release the environment's resources; may be called twice."""
 
 
 class RandomStream:
@@ -108,24 +112,39 @@ def _set_states(states: tuple[Any, Any]) -> None:
 
 
 class GameEpisode(Episode):
-    """One episode of a game: its reward is the sum of what its turns earned, and `correct` from `success` on."""
+    """One episode of a game: its reward is the sum of what its turns earned, and `correct` from `success` on.
+
+    `opening` are the messages that the model reads first, `observation` is the text of the last ones, and `schemas` are
+    the tools that the prompt offers.
+    """
+
+    schemas: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, task: GameTask, problem: Problem) -> None:
-        self.task, self.total, self._notes = task, 0.0, list[str]()
+        self.task, self.problem, self.total = task, problem, 0.0
+        self._notes = list[str]()
+        self.opening, self.observation = list[Message](), ""
         self.random = RandomStream(task.name, task.identity(problem))
         with self.random:
             self.game = task.game(problem)
-            try:
-                self.opening = task.viewed(self.game.reset(problem))
-            except BaseException:
-                with suppress(Exception):
-                    self.game.close()
-                raise
-        self.observation = _text(self.opening)
 
-    def step(self, text: str) -> Messages | str | None:
+    def begin(self) -> Any:
+        """Reset the game."""
+        with self.random:
+            self.see(self.game.reset(self.problem))
+
+    def step(self, text: str) -> Any:
         with self.random:
             outcome = self.game.step(text)
+        return self.seen(outcome)
+
+    def see(self, messages: Messages) -> None:
+        """Keep the first observation."""
+        self.opening = self.task.viewed(messages)
+        self.observation = _text(self.opening)
+
+    def seen(self, outcome: Outcome) -> Messages | str | None:
+        """Count what a turn earned; what the model reads next, or None."""
         self.total += float(outcome.reward)
         unread = _text(outcome.messages) if outcome.over or self.task.view else ""
         self._notes.append(f"reward {outcome.reward:g}\n{unread[:NOTED_CHARACTERS]}".strip())
@@ -145,8 +164,27 @@ class GameEpisode(Episode):
         """What each turn earned, and the environment's answer where the model does not read it as it is."""
         return self._notes
 
-    def close(self) -> None:
+    def close(self) -> Any:
         self.game.close()
+
+
+class RemoteEpisode(GameEpisode):
+    """An episode of an environment behind a server. It begins with its first step, so that it waits beside others."""
+
+    async def begin(self) -> None:
+        self.see(await self.game.reset(self.problem))
+
+    async def step(self, text: str) -> Messages | str | None:
+        if not self.opening:
+            await self.begin()
+            self.task.check_opening(self)
+        outcome = await self.game.step(text)
+        if outcome.over:
+            await self.game.close()  # servers limit how many episodes are open
+        return self.seen(outcome)
+
+    async def close(self) -> None:
+        await self.game.close()
 
 
 class GameTask(Task):
@@ -155,11 +193,16 @@ class GameTask(Task):
     player: Player | None
     view: View | None
     success: float
-    advice: str = ""  # behind the line that says why an environment does not start
+    kind: type[GameEpisode]
+    advice: str  # behind the line that says why an environment does not start
 
     @property
     def trusted(self) -> bool:
         return False  # environments are others' code
+
+    @property
+    def prompts_only(self) -> bool:
+        return False
 
     def game(self, problem: Problem) -> Game:
         """The environment of a problem, not reset yet."""
@@ -171,11 +214,21 @@ class GameTask(Task):
 
     def start(self, problem: Problem) -> Episode:
         """A new game, whose first observation must be the problem's prompt."""
-        episode = GameEpisode(self, problem)
-        if episode.opening != problem.prompt:
-            episode.close()
-            raise KeelError(f"{self.name} began problem {problem.key!r} with another observation than its prompt")
+        episode = self.kind(self, problem)
+        if not is_async(episode.begin):
+            try:
+                episode.begin()
+                self.check_opening(episode)
+            except BaseException:
+                with suppress(Exception):
+                    episode.close()
+                raise
         return episode
+
+    def check_opening(self, episode: GameEpisode) -> None:
+        """Refuse an episode that does not begin with its problem's prompt."""
+        if episode.opening != episode.problem.prompt:
+            raise KeelError(f"{self.name} began {episode.problem.key!r} with another observation than its prompt")
 
     def gold(self, problem: Problem) -> str:
         return self.gold_turns(problem)[-1]
@@ -186,29 +239,34 @@ class GameTask(Task):
             raise KeelError(
                 f"{self.name} has no gold answer: give task.player=module:attr for a warm start and keel check-task"
             )
-        episode = GameEpisode(self, problem)
         own, turns = RandomStream(self.name, "player", self.identity(problem)), list[str]()
-        try:
+        with self._begun(problem) as episode:
             while len(turns) < LONGEST_GAME:
                 with own:
                     turns.append(self.player(episode.game.env, episode.observation))
-                if episode.step(turns[-1]) is None:
+                if step_sync(episode, turns[-1]) is None:
                     return turns
-        finally:
-            episode.close()
         raise KeelError(f"{self.name}: the game of task.player is not over after {LONGEST_GAME} turns")
 
-    def opening(self, problem: Problem) -> list[Message]:
-        """The first observation of a problem's episodes, which is its prompt."""
+    def opened(self, problem: Problem) -> Problem:
+        """The problem with the first observation of its episodes as its prompt, and their tools."""
         try:
-            episode = GameEpisode(self, problem)
-            episode.close()
+            with self._begun(problem) as episode:
+                return replace(problem, prompt=episode.opening, tools=episode.schemas)
         except KeelError:
             raise
         except Exception as error:  # environments may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise KeelError(f"{self.name} does not start: {cause}{self.advice}") from error
-        return episode.opening
+
+    @contextmanager
+    def _begun(self, problem: Problem) -> Iterator[GameEpisode]:
+        episode = self.kind(self, problem)
+        try:
+            run_sync(episode.begin)
+            yield episode
+        finally:
+            close_sync(episode)
 
     def viewed(self, messages: Messages) -> list[Message]:
         """The messages as the model reads them."""
@@ -217,26 +275,29 @@ class GameTask(Task):
 
 @dataclass(frozen=True)
 class SeededTask(GameTask):
-    """Problems are seeds; a hash of the seed decides which are held out. `make` makes one environment."""
+    """Problems are seeds; a hash of the seed decides which are held out. `make` makes the environment of a problem."""
 
     name: str
-    make: Callable[[], Game]
+    make: Callable[[Problem], Game]
     player: Player | None = None
     view: View | None = None
     success: float = 1.0
+    kind: type[GameEpisode] = GameEpisode
     advice: str = ""
     prompts_repeat: bool = field(default=True, init=False)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems of one step."""
-        return self._opened(training_problems(_draw, count, seeded_rng(self.name, "train", seed, step)))
+        drawn = training_problems(_draw, count, seeded_rng(self.name, "train", seed, step))
+        return [self.opened(problem) for problem in drawn]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         """A fixed set of seeds that training never draws."""
-        return self._opened(held_out_problems(_draw, count, seeded_rng(self.name, "held-out", seed)))
+        drawn = held_out_problems(_draw, count, seeded_rng(self.name, "held-out", seed))
+        return [self.opened(problem) for problem in drawn]
 
     def game(self, problem: Problem) -> Game:
-        return self.make()
+        return self.make(problem)
 
     def identity(self, problem: Problem) -> str:
         return str(problem.info["seed"])
@@ -244,14 +305,55 @@ class SeededTask(GameTask):
     def check(self) -> None:
         """Refuse an environment that cannot start, or that begins anew in another way under the same seed."""
         problem = Problem("0", "", info={"seed": 0})
-        if self.opening(problem) != self.opening(problem):
+        if self.opened(problem) != self.opened(problem):
             raise KeelError(
                 f"{self.name} gives another first observation under the same seed: its problems cannot be repeated, "
                 "so no group of completions could share one"
             )
 
-    def _opened(self, problems: Iterable[Problem]) -> list[Problem]:
-        return [Problem(p.key, self.opening(p), info=p.info) for p in problems]
+
+@dataclass(frozen=True)
+class GivenTask(GameTask, TaskWrapper):
+    """The problems of `inner`, played in an environment that `make` makes of them.
+
+    `info["asked"]` is a problem's own prompt.
+    """
+
+    inner: Task
+    name: str = field()  # no default: the wrapper has an attribute of that name
+    make: Callable[[Problem], Game]
+    player: Player | None = None
+    view: View | None = None
+    success: float = 1.0
+    kind: type[GameEpisode] = GameEpisode
+    advice: str = ""
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """The task's own problems, as the environment presents them."""
+        return [self.opened(problem) for problem in self.inner.sample(count, seed=seed, step=step)]
+
+    def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
+        return [self.opened(problem) for problem in self.inner.held_out(count, seed=seed)]
+
+    def game(self, problem: Problem) -> Game:
+        return self.make(problem)
+
+    def identity(self, problem: Problem) -> str:
+        return str(asked(problem))
+
+    def opened(self, problem: Problem) -> Problem:
+        opened = super().opened(problem)
+        return replace(opened, info={**problem.info, "asked": asked(problem)})
+
+    def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
+        """What fits as the environment presents it."""
+        return TaskWrapper.filter_problems(self, lambda problem: fits(self.opened(problem)))
+
+
+def asked(problem: Problem) -> str | Messages:
+    """The prompt of a `GivenTask`'s problem before the environment presented it."""
+    own: str | Messages = problem.info.get("asked", problem.prompt)
+    return own
 
 
 def _draw(rng: random.Random) -> tuple[str, Problem]:
@@ -263,7 +365,7 @@ def _text(messages: Messages) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def users(text: str) -> Messages:
+def users(text: str) -> list[Message]:
     """A text as a user's message."""
     return [{"role": "user", "content": text}]
 

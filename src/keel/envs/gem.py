@@ -39,7 +39,7 @@ def gem(
     check_known("gem", environment, library.envs.registration.ENV_REGISTRY, "gem.print_envs()")
     task = SeededTask(
         f"gem:{environment}",
-        lambda: GemGame(library.make(environment, **params)),
+        lambda problem: GemGame(library.make(environment, **params)),
         imported("player", player),
         imported("view", view),
         success,

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Self
 
@@ -14,7 +15,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.envs.attacks import Attack
 from keel.envs.base import Task
 from keel.envs.episode import Episode
-from keel.envs.problems import seeded_rng
+from keel.envs.problems import seeded_rng, shares_of
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,15 @@ class Mixture(Task):
         return replace(self, tasks=tasks), sum(result[1] for result in filtered if result is not None)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems; the task of each is drawn by weight."""
-        rng = seeded_rng("mixture", "train", seed, step)
-        picked = rng.choices(range(len(self.tasks)), self.weights, k=count)
-        drawn = [iter(t.sample(picked.count(i), seed=seed, step=step)) for i, t in enumerate(self.tasks)]
+        """Training problems in proportion to the weights; a share that is no whole number is rounded at random.
+
+        A task is always asked for its largest share, since data count their epochs in steps of equal size.
+        """
+        rng, total = seeded_rng("mixture", "train", seed, step), sum(map(Fraction, self.weights))
+        largest = [math.ceil(count * Fraction(weight) / total) for weight in self.weights]
+        drawn = [iter(t.sample(size, seed=seed, step=step)) for t, size in zip(self.tasks, largest, strict=True)]
+        picked = [i for i, share in enumerate(shares_of(self.weights, count, rng)) for _ in range(share)]
+        rng.shuffle(picked)
         return [self._mark(i, next(drawn[i])) for i in picked]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
@@ -133,6 +139,10 @@ class Mixture(Task):
     def label(self, problem: Problem) -> str:
         return self._label(problem.info["mixture"])
 
+    def stratum(self, problem: Problem) -> str:
+        """The stratum within the problem's own task."""
+        return self._of(problem).stratum(problem)
+
     def _label(self, index: int) -> str:
         """The name of a task, prefixed with its index if it is not unique."""
         name = self.tasks[index].name
@@ -150,6 +160,10 @@ def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mi
     shares = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(tasks)
     if not tasks:
         raise KeelError("a mixture needs at least one task")
+    if playing := [task.name for task in tasks if task.plays]:
+        raise KeelError(
+            f"a mixture cannot contain {playing[0]}, whose episodes call the model themselves: train it alone"
+        )
     if len(shares) != len(tasks):
         raise KeelError(f"a mixture of {len(tasks)} tasks has {len(shares)} weights: give one per task")
     if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:

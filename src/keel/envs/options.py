@@ -62,8 +62,23 @@ class PromptOptions(Options):
     )
 
 
+class CurriculumOptions(Options):
+    """Problems are drawn in proportion to how often their groups carry signal, that is, have different rewards."""
+
+    candidates: Annotated[PositiveInt, Field(ge=2)] = Field(
+        default=4, description="Problems that the task draws for each one that is trained on."
+    )
+    half_life: PositiveFloat = Field(default=50.0, description="Steps after which a group counts half.")
+
+
 class DataOptions(PromptOptions, SourceOptions):
     """Problems from a file or a hub, for tasks that read data."""
+
+    curriculum: CurriculumOptions | None = Field(
+        default=None,
+        description="Draw problems in proportion to how often their groups carry signal, with any task; null: as the "
+        "task draws them.",
+    )
 
     @property
     def source(self) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
@@ -71,6 +74,17 @@ def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
     if count < 1 or remaining or count >= total:
         raise KeelError(f"held_out is {count}, but the range has {total} problems: give a number from 1 to {total - 1}")
     return frozenset(chosen)
+
+
+def shares_of(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """How many of `count` each weight gets: in proportion, rounded at random so that expectations are exact.
+
+    This is systematic sampling: one offset for all, so that each gets its share rounded down or up.
+    """
+    edges = [*accumulate(map(Fraction, weights), initial=Fraction(0))]
+    offset = Fraction(rng.random())
+    marks = [math.floor(count * edge / edges[-1] + offset) for edge in edges]
+    return [after - before for before, after in pairwise(marks)]
 
 
 Draw = Callable[[random.Random], tuple[str, Problem]]

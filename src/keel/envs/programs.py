@@ -18,7 +18,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from keel.base.errors import KeelError
-from keel.envs.sandbox import FAULTS, LONGEST_ERROR, TRIES, Answer, Limits, Lost, Program, Sandbox, sandbox
+from keel.envs.sandbox import (
+    FAULTS,
+    LONGEST_ERROR,
+    TRIES,
+    Lost,
+    Program,
+    ProgramAnswer,
+    Sandbox,
+    SandboxLimits,
+    sandbox,
+)
 from keel.envs.sandbox_worker import encode
 
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
@@ -32,7 +42,7 @@ _KEYS = ({"stdin", "stdout"}, {"call", "args", "returns"}, {"code"})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """One test: its name, whether it passed, and what happened, in a line. `kind` is the error's type, if any."""
 
     name: str
@@ -92,7 +102,7 @@ def check_tests(value: Any) -> list[dict[str, Any]]:
     return checked
 
 
-def run_tests(program: str, tests: Sequence[Mapping[str, Any]], limits: Limits) -> tuple[Outcome, ...]:
+def run_tests(program: str, tests: Sequence[Mapping[str, Any]], limits: SandboxLimits) -> tuple[CaseOutcome, ...]:
     """The outcome of every test; the same program, tests and limits are run once, unless a test ran out of time.
 
     A test after one that ran out of time has not passed, and is not begun any more.
@@ -112,16 +122,16 @@ class _Memory:
 
     def __init__(self, most: int) -> None:
         self.most, self.size = most, 0
-        self._kept: OrderedDict[bytes, tuple[Outcome, ...]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[CaseOutcome, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> tuple[Outcome, ...] | None:
+    def get(self, key: bytes) -> tuple[CaseOutcome, ...] | None:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
-    def put(self, key: bytes, outcomes: tuple[Outcome, ...]) -> None:
+    def put(self, key: bytes, outcomes: tuple[CaseOutcome, ...]) -> None:
         with self._lock:
             self.size += _size(outcomes) - _size(self._kept.get(key, ()))
             self._kept[key] = outcomes
@@ -130,7 +140,7 @@ class _Memory:
                 self.size -= _size(self._kept.popitem(last=False)[1])
 
 
-def _size(outcomes: tuple[Outcome, ...]) -> int:
+def _size(outcomes: tuple[CaseOutcome, ...]) -> int:
     """About the bytes of outcomes: their texts, and their objects."""
     return sum(500 + len(o.name) + len(o.shown) + len(o.kind) for o in outcomes)
 
@@ -140,11 +150,11 @@ Result = TypeVar("Result")
 Late = set[int]  # numbers of tests that ran out of time, shared by the threads of one program
 
 
-def _run(program: str, tests: Sequence[Mapping[str, Any]], limits: Limits) -> tuple[Outcome, ...]:
+def _run(program: str, tests: Sequence[Mapping[str, Any]], limits: SandboxLimits) -> tuple[CaseOutcome, ...]:
     box, late = sandbox(limits), Late()
     numbered = list(enumerate(tests))
     together = [(i, test) for i, test in numbered if "stdin" not in test]
-    jobs: list[Callable[[], list[tuple[int, Outcome]]]] = [partial(_functions, box, program, together, late)]
+    jobs: list[Callable[[], list[tuple[int, CaseOutcome]]]] = [partial(_functions, box, program, together, late)]
     jobs += [partial(_printed, box, program, i, test, late) for i, test in numbered if "stdin" in test]
     work = [box.threads.submit(_again, job) for job in jobs[0 if together else 1 :]]
     outcomes = dict(pair for done in work for pair in done.result())
@@ -165,8 +175,8 @@ def _is_over(number: int, late: Late) -> bool:
     return any(other < number for other in list(late))
 
 
-def _not_run(test: Mapping[str, Any]) -> Outcome:
-    return Outcome(_name(test), False, f"{_asked(test)}: not run", "timeout")
+def _not_run(test: Mapping[str, Any]) -> CaseOutcome:
+    return CaseOutcome(_name(test), False, f"{_asked(test)}: not run", "timeout")
 
 
 def _name(test: Mapping[str, Any]) -> str:
@@ -190,7 +200,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _printed(box: Sandbox, program: str, number: int, test: Mapping[str, Any], late: Late) -> list[tuple[int, Outcome]]:
+def _printed(
+    box: Sandbox, program: str, number: int, test: Mapping[str, Any], late: Late
+) -> list[tuple[int, CaseOutcome]]:
     """The program run from its start to its end on an input: lines are compared, spaces at their ends aside."""
     if _is_over(number, late):
         return [(number, _not_run(test))]
@@ -203,7 +215,7 @@ def _printed(box: Sandbox, program: str, number: int, test: Mapping[str, Any], l
     what = f"printed {_short(answer.output)}" + (f", {answer.error}" if answer.error else "")
     what += f", errors {_short(answer.errors)}" if answer.errors else ""
     expected = "" if right else f", expected {_short(test['stdout'])}"
-    return [(number, Outcome(_name(test), right, f"{_asked(test)}: {what}{expected}", answer.kind))]
+    return [(number, CaseOutcome(_name(test), right, f"{_asked(test)}: {what}{expected}", answer.kind))]
 
 
 def _lines(text: str) -> list[str]:
@@ -218,7 +230,7 @@ class _Solver:
         self.process: Program | None = None
         self.output, self.fault = "", ""
 
-    def ready(self, until: float) -> Answer | None:
+    def ready(self, until: float) -> ProgramAnswer | None:
         """Load the program unless it is; an answer only where that failed."""
         self.output, self.fault = "", ""
         if self.process is not None and not self.process.closed:
@@ -253,9 +265,9 @@ class _Solver:
 
 def _functions(
     box: Sandbox, program: str, tests: Sequence[tuple[int, Mapping[str, Any]]], late: Late
-) -> list[tuple[int, Outcome]]:
+) -> list[tuple[int, CaseOutcome]]:
     """Tests that call the program's functions: one process for the program, another for tests that are code."""
-    solver, outcomes = _Solver(box, program), list[tuple[int, Outcome]]()
+    solver, outcomes = _Solver(box, program), list[tuple[int, CaseOutcome]]()
     try:
         for number, test in tests:
             outcome = _not_run(test) if _is_over(number, late) else _function(box, solver, test)
@@ -267,7 +279,7 @@ def _functions(
     return outcomes
 
 
-def _function(box: Sandbox, solver: _Solver, test: Mapping[str, Any]) -> Outcome:
+def _function(box: Sandbox, solver: _Solver, test: Mapping[str, Any]) -> CaseOutcome:
     until = time.monotonic() + box.limits.timeout_s
     failed = solver.ready(until)
     if failed is not None:
@@ -275,7 +287,7 @@ def _function(box: Sandbox, solver: _Solver, test: Mapping[str, Any]) -> Outcome
     return _called(solver, test, until) if "call" in test else _asserted(box, solver, test, until)
 
 
-def _called(solver: _Solver, test: Mapping[str, Any], until: float) -> Outcome:
+def _called(solver: _Solver, test: Mapping[str, Any], until: float) -> CaseOutcome:
     """`call` with `args` must return `returns`, all of them as JSON has them; a tuple is a list."""
     reply = solver.call({"call": test["call"], "args": encode(test["args"]), "kwargs": {"dict": []}}, until)
     if "value" not in reply:
@@ -289,7 +301,7 @@ def _called(solver: _Solver, test: Mapping[str, Any], until: float) -> Outcome:
     return _outcome(test, right, f"returned {returned}{expected}", solver.output)
 
 
-def _asserted(box: Sandbox, solver: _Solver, test: Mapping[str, Any], until: float) -> Outcome:
+def _asserted(box: Sandbox, solver: _Solver, test: Mapping[str, Any], until: float) -> CaseOutcome:
     """Code that must run to its end, in a process of its own."""
     request = {"exec": test["code"], "setup": test.get("setup", ""), "remote": test.get("remote", {})}
     with box.program() as tester:
@@ -299,9 +311,9 @@ def _asserted(box: Sandbox, solver: _Solver, test: Mapping[str, Any], until: flo
     return _outcome(test, right, why, solver.output, solver.fault or answer.kind)
 
 
-def _outcome(test: Mapping[str, Any], right: bool, why: str, output: str, kind: str = "") -> Outcome:
+def _outcome(test: Mapping[str, Any], right: bool, why: str, output: str, kind: str = "") -> CaseOutcome:
     printed = f", printed {_short(output)}" if output else ""
-    return Outcome(_name(test), right, f"{_asked(test)}: {why}{printed}", kind)
+    return CaseOutcome(_name(test), right, f"{_asked(test)}: {why}{printed}", kind)
 
 
 def _same(value: Any, expected: Any, depth: int = 0) -> bool:
@@ -330,10 +342,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def need_sandbox(limits: Limits) -> None:
+def need_sandbox(limits: SandboxLimits) -> None:
     """Raise a KeelError if these limits cannot be enforced, before a model is loaded."""
 
-    def tried() -> Answer:
+    def tried() -> ProgramAnswer:
         with sandbox(limits).program() as program:
             return program.ask({"exec": "print(6 * 7)"}, time.monotonic() + 30.0)
 

@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.parts import part_arguments
 from keel.envs.programs import need_sandbox, program_of
-from keel.envs.sandbox import Limits, Lost, Program, sandbox
+from keel.envs.sandbox import Lost, Program, SandboxLimits, sandbox
 from keel.envs.tools import Tool, tool
 
 SLACK_S = 5.0  # a call's own limit comes first
@@ -20,7 +20,7 @@ SLACK_S = 5.0  # a call's own limit comes first
 class PythonSession:
     """One episode's Python: a process that is started at the first call, and ends with the episode."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self.program: Program | None = None
 
@@ -61,7 +61,7 @@ def python_tool(params: Mapping[str, Any] | None) -> Tool:
     """The tool of `{python: {timeout_s: …, …}}`, which takes the limits of the sandbox."""
     if params is not None and not isinstance(params, Mapping):
         raise KeelError(f"task.tools: python is {params!r}: give limits of the sandbox, such as {{timeout_s: 2}}")
-    limits = Limits(**part_arguments("tool python", Limits, params or {}))
+    limits = SandboxLimits(**part_arguments("tool python", SandboxLimits, params or {}))
     need_sandbox(limits)
     made: Tool = tool(python, timeout_s=limits.timeout_s + SLACK_S, at_once=limits.at_once)
     return replace(made, session=partial(PythonSession, limits))

@@ -17,14 +17,20 @@ from keel.envs.capitals import capitals
 from keel.envs.code import code
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
+from keel.envs.games import GameTask, GivenTask
 from keel.envs.gem import gem
 from keel.envs.gsm8k import gsm8k
+from keel.envs.http import http
 from keel.envs.mixture import Mixture, mixture
+from keel.envs.openenv import openenv
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
-from keel.envs.skyrl_gym import SkyRL, skyrl_gym
+from keel.envs.skyrl_gym import skyrl_gym
 from keel.envs.textarena import textarena
 from keel.envs.tool_list import tools_of
+from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S
+from keel.envs.trl import trl
+from keel.envs.verifiers import verifiers
 from keel.envs.with_tools import WithTools, with_tools
 
 
@@ -37,9 +43,7 @@ def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | No
 
 def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
     """The task `tools`: another task, written as in `task:`, with tools (see `tools_of`)."""
-    if not isinstance(task, Mapping) or "name" not in task:
-        raise KeelError("the task tools takes a task with a name, such as {name: arithmetic, style: words}")
-    return with_tools(build_task(**task), tools_of(tools), format)
+    return with_tools(_inner("the task tools", task), tools_of(tools), format)
 
 
 def skyrl_gym_around(
@@ -50,16 +54,44 @@ def skyrl_gym_around(
     player: str | None = None,
     view: str | None = None,
     success: float = 1.0,
-) -> SkyRL:
+) -> GivenTask:
     """An environment of skyrl-gym around the problems of `task`, written as in `task:`; answers are its ground truth.
 
     `extras` are further fields of a row, such as max_turns, and `env_config` the environment's configuration. `player`
     and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
     `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
     """
+    inner = _inner(f"skyrl_gym:{environment}", task)
+    return skyrl_gym(environment, inner, extras, env_config, player, view, success)
+
+
+def trl_around(
+    factory: str,
+    task: Mapping[str, Any] | None = None,
+    reward: str | None = None,
+    format: str = "json",
+    timeout_s: float | None = TIMEOUT_S,
+    max_characters: int = MAX_CHARACTERS,
+    at_once: int | None = None,
+    player: str | None = None,
+    success: float = 1.0,
+) -> GameTask:
+    """An environment_factory of TRL, or a dict of them, around the rows of `task`, written as in `task:`.
+
+    Without a task a problem is a seed of `random`. `reward` is a reward function of TRL, `module:attr`, beside the
+    environment's `get_reward`. `format`, `timeout_s`, `max_characters` and `at_once` are those of tools. `player(env,
+    observation)`, `module:attr`, gives the next turn of a demonstration. Rewards of at least `success` count as
+    correct.
+    """
+    inner = None if task is None else _inner(f"trl:{factory}", task)
+    return trl(factory, inner, reward, format, timeout_s, max_characters, at_once, player, success)
+
+
+def _inner(what: str, task: Any) -> Task:
+    """The task that another one is made of."""
     if not isinstance(task, Mapping) or "name" not in task:
-        raise KeelError(f"skyrl_gym:{environment} takes a task with a name, such as {{name: arithmetic, skill: add}}")
-    return skyrl_gym(environment, build_task(**task), extras, env_config, player, view, success)
+        raise KeelError(f"{what} takes a task with a name, such as {{name: arithmetic, style: words}}")
+    return build_task(**task)
 
 
 class LazyTask:
@@ -96,13 +128,21 @@ TASKS: dict[str, Callable[..., Task]] = {
     "countdown": countdown,
     "dataset": dataset,
     "gsm8k": gsm8k,
+    "http": http,
     "mixture": mixture_of,
     "multihop": LazyTask("keel.recipes.multihop:multihop", "retrieval"),
+    "openenv": openenv,
     "reasoning_gym": reasoning_gym,
     "tools": tools_around,
 }
 # Environments of other packages, as `task.name: PACKAGE:ENVIRONMENT`.
-PACKAGES: dict[str, Callable[..., Task]] = {"gem": gem, "skyrl_gym": skyrl_gym_around, "textarena": textarena}
+PACKAGES: dict[str, Callable[..., Task]] = {
+    "gem": gem,
+    "skyrl_gym": skyrl_gym_around,
+    "textarena": textarena,
+    "trl": trl_around,
+    "verifiers": verifiers,
+}
 # Tasks whose parameters the signature alone does not tell.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 

@@ -47,7 +47,7 @@ FAULTS = {  # what a program did instead of answering
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The limits of a program. `sandbox` is auto, bubblewrap, or none (the program has your own permissions)."""
 
     sandbox: str = "auto"
@@ -81,7 +81,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramAnswer:
     """The result of one request: the process's message, its output, and a fault of `FAULTS` if there is no message.
 
     Message and output are the program's words: data, whose size is limited, and never a verdict.
@@ -160,7 +160,7 @@ class Program:
         """Wait until the process is confined. Nothing of a program has been sent, so its message can be trusted."""
         try:
             message, _ = self._exchange(b"", time.monotonic() + START_S)
-        except _Fault:
+        except _SandboxFault:
             message = {}
         if message.get("ready") is True:
             return True
@@ -175,7 +175,7 @@ class Program:
         request: Mapping[str, Any],
         until: float,
         answer: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    ) -> Answer:
+    ) -> ProgramAnswer:
         """Send a request and wait for its message; calls that the process makes meanwhile are handed to `answer`.
 
         `until` is a time of `time.monotonic`. With `stdin` the process must then end by itself. After a fault it is
@@ -193,7 +193,7 @@ class Program:
                     message, pending = self._exchange(_line(answer(message)), until)
                 if "stdin" in request:
                     self._end(until)
-            except _Fault as error:
+            except _SandboxFault as error:
                 fault = str(error)
             except RecursionError:  # data that is nested too deep to be read
                 fault = "ended"
@@ -206,7 +206,7 @@ class Program:
                 message = {}
                 self.close()
             output, errors = (text.decode("utf-8", "replace") for text in self._cut())
-            return Answer(message, output, errors, fault)
+            return ProgramAnswer(message, output, errors, fault)
         finally:
             self._asked.release()
 
@@ -214,11 +214,11 @@ class Program:
         """Wait for the end of the process: its message alone is no proof that it has ended."""
         try:
             self._exchange(b"", until)
-        except _Fault as fault:
+        except _SandboxFault as fault:
             if str(fault) == "ended" and not self._received:
                 return
             raise
-        raise _Fault("ended")
+        raise _SandboxFault("ended")
 
     def _cut(self) -> list[bytes]:
         """Both texts, within the limit together."""
@@ -237,7 +237,7 @@ class Program:
             while b"\n" not in self._received:
                 events = selector.select(max(0.0, until - time.monotonic()))
                 if time.monotonic() >= until:
-                    raise _Fault("timeout")
+                    raise _SandboxFault("timeout")
                 for key, event in events:
                     if key.fd in self._pipes:
                         if not self._read(key.fd):
@@ -253,9 +253,9 @@ class Program:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            raise _Fault("ended") from None
+            raise _SandboxFault("ended") from None
         if not isinstance(message, dict):
-            raise _Fault("ended")
+            raise _SandboxFault("ended")
         return message, pending
 
     def _send(self, pending: bytes) -> bytes:
@@ -264,7 +264,7 @@ class Program:
         except BlockingIOError:
             return pending
         except OSError:
-            raise _Fault("ended") from None
+            raise _SandboxFault("ended") from None
 
     def _receive(self) -> None:
         try:
@@ -274,10 +274,10 @@ class Program:
         except OSError:
             data = b""
         if not data:
-            raise _Fault("ended")
+            raise _SandboxFault("ended")
         self._received += data
         if len(self._received) > LARGEST_MESSAGE:
-            raise _Fault("output")
+            raise _SandboxFault("output")
 
     def _read(self, pipe: int) -> bool:
         """Read what is there; false at the end."""
@@ -287,7 +287,7 @@ class Program:
             return True
         self._pipes[pipe] += data
         if sum(map(len, self._pipes.values())) > self.limits.output_kb * 1024:
-            raise _Fault("output")
+            raise _SandboxFault("output")
         return bool(data)
 
     def _drain(self) -> None:
@@ -298,7 +298,7 @@ class Program:
                     read += data
 
 
-class _Fault(Exception):
+class _SandboxFault(Exception):
     """Why there is no message: a name of `FAULTS`."""
 
 
@@ -309,7 +309,7 @@ class Lost(Exception):
 class Sandbox:
     """A warm process, and the programs that are forked from it; some are forked ahead, so that none has to wait."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self.threads = ThreadPoolExecutor(limits.at_once, "keel-sandbox")
         self._lock = threading.Lock()
@@ -438,7 +438,7 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def sandbox(limits: Limits) -> Sandbox:
+def sandbox(limits: SandboxLimits) -> Sandbox:
     """The sandbox of these limits, started once a process."""
     started = Sandbox(limits)
     atexit.register(started.close)

@@ -73,11 +73,11 @@ def textarena(
     count = num_players or (1 if others is None else 2)
     task = SeededTask(
         f"textarena:{game}",
-        lambda: TextArenaGame(library, library.make(game, **params), count, others),
+        lambda problem: TextArenaGame(library, library.make(game, **params), count, others),
         imported("player", player),
         imported("view", view),
         success,
-        ""
+        advice=""
         if num_players
         else f" (with {count} players: task.num_players and task.opponent say how many and who plays)",
     )

@@ -48,15 +48,7 @@ class WithTools(TaskWrapper):
         return super().filter_problems(lambda problem: fits(self._offered(problem)))
 
     def _offered(self, problem: Problem) -> Problem:
-        if self.format == "json":
-            return replace(problem, tools=[tool.schema for tool in self.tools])
-        usage = "\n".join(
-            f"<{tool.tag}> {', '.join(tool.hints)} </{tool.tag}> {tool.description}" for tool in self.tools
-        )
-        instructions = f"You may call these tools, and are told the result:\n{usage}"
-        if isinstance(problem.prompt, str):
-            return replace(problem, prompt=f"{instructions}\n{problem.prompt}")
-        return replace(problem, prompt=[{"role": "system", "content": instructions}, *problem.prompt])
+        return offer(problem, self.tools, self.format)
 
 
 class WithToolsEpisode(ToolEpisode):
@@ -68,6 +60,17 @@ class WithToolsEpisode(ToolEpisode):
 
     def reward(self) -> Reward:
         return self.task.reward(self.problem, [self.turns[-1] if self.is_over else ""])
+
+
+def offer(problem: Problem, tools: Sequence[Tool], format: str) -> Problem:
+    """The problem with its tools: as schemas, or described in the prompt."""
+    if format == "json":
+        return replace(problem, tools=[tool.schema for tool in tools])
+    usage = "\n".join(f"<{tool.tag}> {', '.join(tool.hints)} </{tool.tag}> {tool.description}" for tool in tools)
+    instructions = f"You may call these tools, and are told the result:\n{usage}"
+    if isinstance(problem.prompt, str):
+        return replace(problem, prompt=f"{instructions}\n{problem.prompt}")
+    return replace(problem, prompt=[{"role": "system", "content": instructions}, *problem.prompt])
 
 
 def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithTools:

@@ -25,7 +25,8 @@ class EvalResult:
     None if problems have no answers and only the reward counts.
 
     Intervals are 95 %: Wilson's with an effective sample size for fractions (`wilson`), normal over the problems' means
-    for the reward. `extra` holds the task's `extra_metrics`, `shares` each problem's fraction of correct samples.
+    for the reward. `extra` holds pass@1 and reward of each task of a mixture, and the task's `extra_metrics`; `shares`
+    each problem's fraction of correct samples.
     """
 
     task: str
@@ -107,6 +108,7 @@ def summarise(
     shown = k if answered else ()
     rewards = [fmean(r.total for r in group.rewards) for group in groups]
     completions = [c for group in groups for c in group.completions]
+    extra = extra_metrics(task, groups)
     return EvalResult(
         task=task.name,
         problems=len(groups),
@@ -121,10 +123,21 @@ def summarise(
         truncated_fraction=fmean(c.stop_reason == "length" for c in completions),
         length_mean=fmean(sum(c.action) for c in completions),
         greedy=greedy,
-        extra=extra_metrics(task, groups),
+        extra={**_by_task(task, groups, {"reward": rewards, **({"pass@1": shares[1]} if answered else {})}), **extra},
         shares=tuple(shares[1]),
         groups=tuple(groups),
     )
+
+
+def _by_task(task: Task, groups: Sequence[Group], figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mean of each figure, one value a group, over the groups of each task that `task` is made of."""
+    labels = [task.label(group.problem) for group in groups]
+    return {
+        f"{label}/{name}": fmean(value for value, own in zip(figure, labels, strict=True) if own == label)
+        for label in (task.labels() if len(task.labels()) > 1 else ())
+        if label in labels
+        for name, figure in figures.items()
+    }
 
 
 def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:

@@ -1,42 +1,20 @@
 """KL terms of trainers that Keel has no bridge to: OpenRLHF, AReaL, tinker-cookbook and prime-rl, one function each.
 
-A penalty in the reward or the advantage is put under the plain policy term −ρ·A, because these trainers compute their
-own on workers or servers.
+These trainers compute their policy term on workers or servers, so a penalty in the reward or the advantage is
+examined under the plain one, −ρ·A.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keel.verify.peer_terms import Losses, PeerTerm
-
-
-def in_loss(formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Losses:
-    """A formula of (logp, ref, old), each `[V, 1]`, as a loss."""
-
-    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
-        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
-        value = formula(logp, ref_logp, old)[:, 0].double()
-        return value.detach(), value
-
-    return losses
-
-
-def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """A penalty of (old, ref), each `[V, 1]`, taken off the advantage."""
-
-    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
-        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
-        value = penalty(old.detach(), ref_logp)[:, 0].double()
-        return value, (logp - old.detach()).exp()[:, 0] * value
-
-    return losses
+from keel.verify.peer_terms import Losses, PeerTerm, in_advantage, in_loss
 
 
 def openrlhf() -> Sequence[PeerTerm]:

@@ -40,7 +40,7 @@ class Sampler:
             try:
                 runner = llm.llm_engine.model_executor.driver_worker.model_runner
                 refuse_shards(runner.model)
-                return [getattr(_Worker(runner), method)(*args)]
+                return [getattr(_SyncWorker(runner), method)(*args)]
             except AttributeError as error:
                 raise KeelError(
                     f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error})"
@@ -90,7 +90,7 @@ def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
 
-class _Worker(KeelWorker):
+class _SyncWorker(KeelWorker):
     """Keel's methods on a worker in this process."""
 
     def __init__(self, runner: Any) -> None:

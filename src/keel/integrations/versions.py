@@ -73,4 +73,4 @@ VERL = Bridge(
     base="verl==0.9.*",
     overridden=("_step_once", "_compute_advantage", "_update_actor", "_save_checkpoint", "_load_checkpoint"),
 )
-VERLS_WORKER = ("set_loss_fn", "update_actor")  # methods that Keel calls on verl's workers
+VERL_WORKER_METHODS = ("set_loss_fn", "update_actor")  # that Keel calls

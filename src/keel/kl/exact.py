@@ -55,12 +55,12 @@ def jsd(policy_logprobs: Tensor, ref_logprobs: Tensor, weight: float = 0.5) -> T
     return (1 - weight) * own + weight * (reference.exp() * (reference - mixture)).sum(dim=-1)
 
 
-def _split(policy: Tensor, reference: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The policy's top k tokens as a boolean head mask `[..., V]`, and their part of the exact KL."""
+def _split(policy: Tensor, reference: Tensor, k: int, of: str) -> tuple[Tensor, Tensor]:
+    """The top k tokens of policy or reference as a boolean head mask `[..., V]`, and their part of the exact KL."""
     vocabulary = policy.shape[-1]
     if not 0 < k < vocabulary:
         raise KeelError(f"k must be between 1 and the vocabulary less one ({vocabulary - 1}), got {k}")
-    index = policy.detach().topk(k, dim=-1).indices
+    index = {"policy": policy, "reference": reference}[of].detach().topk(k, dim=-1).indices
     head = torch.zeros_like(policy, dtype=torch.bool).scatter_(-1, index, True)
     terms = policy.exp() * (policy - reference)
     return head, torch.where(head, terms, torch.zeros_like(terms)).sum(dim=-1)
@@ -72,19 +72,21 @@ def _log_tail(logprobs: Tensor, head: Tensor) -> Tensor:
     return torch.logsumexp(torch.where(head, torch.full_like(logprobs, floor), logprobs), dim=-1)
 
 
-def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int) -> Tensor:
-    """KL of the (k+1)-category distribution: the policy's top k tokens and one bucket for all others.
+def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int, of: str = "policy") -> Tensor:
+    """KL of the (k+1)-category distribution: the top k tokens of policy or reference, and one bucket for all others.
 
     Σ_head π u + (1−Π) log((1−Π)/(1−P)). Never negative, and a lower bound of the exact KL. The head sum alone is
     neither, and can be negative.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
-    head, head_sum = _split(policy, reference, k)
+    head, head_sum = _split(policy, reference, k, of)
     log_policy_tail, log_ref_tail = _log_tail(policy, head), _log_tail(reference, head)
     return head_sum + log_policy_tail.exp() * (log_policy_tail - log_ref_tail)
 
 
-def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
+def topk_kl_unbiased(
+    policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tensor, k: int, of: str = "policy"
+) -> Tensor:
     """Exact head plus, for a sampled token outside it, that token's own u: unbiased for KL(π‖p), value and gradient.
 
     Gradient Σ_head π u s, and u_y·s_y for a token y outside the head. The terms without u are left out: their
@@ -97,7 +99,7 @@ def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tens
         raise KeelError(
             f"tokens must be integer ids of shape {tuple(policy.shape[:-1])}, got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    head, _ = _split(policy, reference, k)
+    head, _ = _split(policy, reference, k, of)
     u = (policy - reference).detach()
     head_sum = torch.where(head, policy.exp() * u, torch.zeros_like(u)).sum(dim=-1, keepdim=True)
     index = tokens.long() if several else tokens.long().unsqueeze(-1)
@@ -107,10 +109,13 @@ def topk_kl_unbiased(policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tens
     return values if several else values.squeeze(-1)
 
 
-def penalty_divergence(kl: KLTermOptions) -> Divergence | None:
-    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include."""
+def penalty_divergence(kl: KLTermOptions, top_of: str = "policy") -> Divergence | None:
+    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include.
+
+    `top_of`: whose top tokens `topk` and `topk_unbiased` take, the policy's or the reference's.
+    """
     if kl.estimator == "jsd":
         return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)
     if kl.estimator == "topk":
-        return lambda policy, ref, tokens: topk_kl(policy, ref, kl.topk)
-    return partial(topk_kl_unbiased, k=kl.topk) if kl.estimator == "topk_unbiased" else None
+        return lambda policy, ref, tokens: topk_kl(policy, ref, kl.topk, top_of)
+    return partial(topk_kl_unbiased, k=kl.topk, of=top_of) if kl.estimator == "topk_unbiased" else None

@@ -19,6 +19,7 @@ WEIGHTS = ("rho", "sg_rho")
 POLICY_REF, REF_POLICY, JSD, TOPK = "policy||ref", "ref||policy", "jsd", "topk"
 NEAR = f"near {POLICY_REF}"
 LENGTH_WEIGHTED = "length-weighted "
+ALONG = "along "  # of a divergence that is summed over the tokens of the policy's own completions
 
 _GRADIENTS = {
     POLICY_REF: "∇KL(policy‖ref)",
@@ -37,6 +38,7 @@ MEANINGS = {
     "total-variation": "∇‖policy − ref‖₁, twice the total variation",
     JSD: "∇JSD(policy, ref), the generalised Jensen-Shannon divergence",
     TOPK: "∇KL of the policy's top k tokens and one bucket for the rest, a lower bound of KL(policy‖ref)",
+    **{f"{ALONG}{name}": f"{_GRADIENTS[name]}, summed along own completions" for name in (REF_POLICY, JSD, TOPK)},
     **{f"near {name}": f"near {gradient}, and biased by {_DRIFT}" for name, gradient in _GRADIENTS.items()},
     **{
         f"{LENGTH_WEIGHTED}{name}": f"near {gradient}: {_BY_LENGTH}, which is exact where lengths are equal"
@@ -150,7 +152,8 @@ _VALUE = {"k1": POLICY_REF, "k2": "none", "k3": POLICY_REF, "abs": "none", "exac
 _VALUE |= {"exact_reverse": REF_POLICY, "jsd": JSD, "topk": TOPK, "topk_unbiased": POLICY_REF}
 
 # The sequence level, in the loss: on samples from the policy, or from μ weighted by the sequence's ratio.
-_SEQUENCE = {"k1": POLICY_REF, "k2": POLICY_REF, "k3": REF_POLICY, "exact": POLICY_REF}
+_SEQUENCE = {"k1": POLICY_REF, "k2": POLICY_REF, "k3": REF_POLICY, "exact": POLICY_REF, "topk_unbiased": POLICY_REF}
+_SEQUENCE |= {"exact_reverse": f"{ALONG}{REF_POLICY}", "jsd": f"{ALONG}{JSD}", "topk": f"{ALONG}{TOPK}"}
 
 
 def _value_of(estimator: str, form: str, sampling: str) -> str:
@@ -170,15 +173,17 @@ def _rows() -> tuple[Fact, ...]:
                 value = _value_of(estimator, "rho", sampling)
                 rows.append(Fact(estimator, placement, sampling, "score", value, verdict))
     for estimator, verdict in _SEQUENCE.items():
+        value = verdict if over_vocabulary(estimator) else _VALUE[estimator]
         for sampling in ("on", "off"):
-            rows.append(Fact(estimator, "loss", sampling, "sequence", _VALUE[estimator], verdict, level="sequence"))
+            rows.append(Fact(estimator, "loss", sampling, "sequence", value, verdict, level="sequence"))
     for placement in ("reward", "advantage"):
         for sampling in ("on", "off"):
             # off-policy the policy term's token ratio ρ_t is not the sequence's
             verdict = POLICY_REF if sampling == "on" else NEAR
             rows.append(Fact("k1", placement, sampling, "score", POLICY_REF, verdict, level="sequence"))
-            for estimator in ("k2", "k3", "abs", "exact"):
-                rows.append(Fact(estimator, placement, sampling, "score", _VALUE[estimator], "wrong", level="sequence"))
+            for estimator in ("k2", "k3", "abs", *_SUMMED):
+                value = _SEQUENCE[estimator] if over_vocabulary(estimator) else _VALUE[estimator]
+                rows.append(Fact(estimator, placement, sampling, "score", value, "wrong", level="sequence"))
     return tuple(rows)
 
 

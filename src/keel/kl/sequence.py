@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
 from keel.kl.estimators import k2, k3
+from keel.kl.facts import over_vocabulary
 from keel.kl.ratios import (
     DEFAULT_CLAMP,
     at_least_fp32,
@@ -93,10 +94,11 @@ def rao_blackwell(
     *,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Exact per-token KL plus its future sum as a score-function term: gradient ∇KL_t + (Σ_{j>t} KL_j)·s_t.
+    """Per-token KL plus its future sum as a score-function term: gradient ∇KL_t + (Σ_{j>t} KL_j)·s_t.
 
-    `kl_per_token` is the exact full-vocabulary KL `[B, T]`, carrying gradient. Value: Σ_t KL_t. Unbiased; its
-    variance is usually, but not always, lower than that of the sampled forms.
+    `kl_per_token` `[B, T]` is a divergence over the vocabulary, carrying gradient. Value: Σ_t KL_t. Its gradient is
+    unbiased for that of E[Σ_t KL_t], which is KL_seq(π‖p) for the exact KL; its variance is usually, but not always,
+    lower than that of the sampled forms.
     """
     if kl_per_token.shape != logp.shape:
         raise KeelError(
@@ -124,10 +126,12 @@ def sequence_estimate(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """The sequence-level loss of that name, `[B]`; `exact` is the Rao-Blackwell form and needs `exact_kl`."""
-    if estimator == "exact":
+    """The sequence-level loss of that name, `[B]`; over the vocabulary the Rao-Blackwell form of `exact_kl`, the
+    divergence per token.
+    """
+    if over_vocabulary(estimator):
         if exact_kl is None:
-            raise KeelError("the sequence-level exact KL needs the exact per-token KL: score with kl.exact=true")
+            raise KeelError(f"the sequence level of {estimator} needs its values per token: score with kl.exact=true")
         return rao_blackwell(exact_kl, logp, mask, old_logp, ratio_cap=ratio_cap)
     if estimator not in SEQUENCE_ESTIMATORS:
         raise unknown("sequence-level estimator", estimator, [*SEQUENCE_ESTIMATORS, "exact"])

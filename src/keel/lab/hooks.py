@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.files import read_json
-from keel.lab.judge import finding_sentence, worst_finding
+from keel.doctor.judge import finding_sentence, worst_finding
 from keel.loggers.rundir import FINDINGS
 from keel.run.result import EndHooks
 
 
 def findings(run: Path) -> list[dict[str, Any]]:
     """The doctor's findings of a finished run."""
-    from keel.lab.doctor.examine import examine
+    from keel.doctor.examine import examine
 
     return [dict(finding) for finding in examine(run).as_dict()["findings"]]
 
 
 def report(run: Path) -> None:
     """Write report.html of a finished run."""
-    from keel.lab.doctor.page import looked_at
     from keel.lab.report import write_report
+    from keel.lab.report.diagnosis import looked_at
 
     write_report([run], run / "report.html", looked_at)
 

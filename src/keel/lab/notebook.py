@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError
-from keel.lab.judge import describe_state
+from keel.doctor.judge import describe_state
+from keel.doctor.runs import ROLLOUT_BYTES, Record, RunReader, RunRecord, number
 from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, document, verdict
 from keel.lab.report.rollouts import read_step
-from keel.lab.runs import ROLLOUT_BYTES, Record, RunReader, RunRecord, number
 from keel.loggers.rundir import EVAL, METRICS
 from keel.loggers.tensorboard import flat_numbers
 

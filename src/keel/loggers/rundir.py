@@ -56,6 +56,10 @@ _ALL_FILES = (*_WRITTEN, WARMSTART, SKIPPED, ABANDONED, ROLLBACK)
 HISTORY = ("rollback", "stop")
 
 
+class RunExists(KeelError):
+    """The folder of a new run holds another."""
+
+
 class RunDirectory:
     """One run's folder, locked for one writer: whole files are replaced atomically, lines are appended complete.
 
@@ -79,7 +83,7 @@ class RunDirectory:
             existing = [name for name in _RESULTS if _has_content(path / name)]
             if existing and not overwrite:
                 state = "a finished run" if _has_content(path / SUMMARY) else "an unfinished run"
-                raise KeelError(
+                raise RunExists(
                     f"{path} already holds {state} ({', '.join(existing)}): continue it with --resume, "
                     "choose another run.name, or discard it with run.if_exists=replace"
                 )

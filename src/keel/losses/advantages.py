@@ -27,15 +27,19 @@ def _floating(rewards: Tensor) -> Tensor:
     return rewards if wide else rewards.float()
 
 
-def group_statistics(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; one completion has std 0."""
+def group_statistics(rewards: Tensor, group: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; one completion has std 0.
+
+    `weight` `[B]` adds up to 1 over the rows of one episode.
+    """
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
     rewards = _floating(rewards)
     index = _group_index(group)
-    size = _group_sums(torch.ones_like(rewards), index)
-    mean = _group_sums(rewards, index) / size
-    squares = _group_sums((rewards - mean[index]).square(), index)
+    weight = torch.ones_like(rewards) if weight is None else weight.to(rewards.dtype)
+    size = _group_sums(weight, index)
+    mean = _group_sums(weight * rewards, index) / size
+    squares = _group_sums(weight * (rewards - mean[index]).square(), index)
     std = (squares / (size - 1).clamp_min(1)).sqrt()
     return mean[index], std[index], size[index]
 
@@ -54,11 +58,11 @@ def advantages(
     return centred(rewards, group, baseline) / sigma
 
 
-def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Tensor:
+def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean", weight: Tensor | None = None) -> Tensor:
     """R − baseline `[B]`. With a baseline, groups of equal rewards are exactly 0, whatever the mean's rounding."""
     if baseline not in BASELINES:
         raise unknown("baseline", baseline, BASELINES)
-    mean, _, size = group_statistics(rewards, group)
+    mean, _, size = group_statistics(rewards, group, weight)
     rewards = _floating(rewards)
     if baseline == "none":
         return rewards
@@ -69,7 +73,13 @@ def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean") -> Ten
 
 
 def deviation(
-    rewards: Tensor, group: Tensor, *, baseline: str = "group_mean", scale: str = "group", epsilon: float = EPSILON
+    rewards: Tensor,
+    group: Tensor,
+    *,
+    baseline: str = "group_mean",
+    scale: str = "group",
+    epsilon: float = EPSILON,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """σ + ε, the divisor of the advantages, `[B]`; 1 for scale `none`.
 
@@ -78,17 +88,27 @@ def deviation(
     """
     if scale not in SCALES:
         raise unknown("scale_rewards", scale, SCALES)
-    _, std, _ = group_statistics(rewards, group)
+    _, std, _ = group_statistics(rewards, group, weight)
     rewards = _floating(rewards)
     if scale == "none":
         return torch.ones_like(rewards)
     if baseline == "none":
-        squares = group_statistics(rewards.square(), group)[0] if scale == "group" else rewards.square().mean()
+        squares = (
+            group_statistics(rewards.square(), group, weight)[0]
+            if scale == "group"
+            else _mean(rewards.square(), weight)
+        )
         return squares.sqrt().expand_as(rewards) + epsilon
     if scale == "group":
         return std + epsilon
+    if weight is not None:
+        return group_statistics(rewards, torch.zeros_like(group), weight)[1] + epsilon
     std = rewards.std() if rewards.numel() > 1 else rewards.new_zeros(())
     return std.expand_as(rewards) + epsilon
+
+
+def _mean(values: Tensor, weight: Tensor | None) -> Tensor:
+    return values.mean() if weight is None else (values * weight).sum() / weight.sum()
 
 
 def zero_variance(rewards: Tensor, group: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def global_denominators(batch: Batch, max_completion_length: int | None = None) 
     """Count a minibatch's denominators before its microbatch loop."""
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     return Counts(
-        count_denominators(policy_mask, max_completion_length),
-        count_denominators(batch.action_mask, max_completion_length),
+        count_denominators(policy_mask, max_completion_length, batch.weight),
+        count_denominators(batch.action_mask, max_completion_length, batch.weight),
     )
 
 
@@ -89,7 +89,7 @@ def kl_term(
     )
     if pairing.level == "sequence":
         return divide(values.sum(), by.sequences)
-    return get_reduction(kl.effective_reduction(loss_reduction))(values, batch.action_mask, by)
+    return get_reduction(kl.effective_reduction(loss_reduction), batch.weight)(values, batch.action_mask, by)
 
 
 def kl_penalty(
@@ -114,7 +114,7 @@ def kl_penalty(
         sampled = behaviour_logp(batch, old, mismatch.level)
         if sampled is not None and not sampled_off_policy(batch):  # otherwise its ratio is already π/μ
             per_token = per_token * mismatch_weights(old, sampled, batch.action_mask, mismatch, mask_out=False)
-        value = get_reduction(loss_reduction)(per_token, batch.action_mask, by)
+        value = get_reduction(loss_reduction, batch.weight)(per_token, batch.action_mask, by)
         return value, beta * mean_penalty(kl, scores, batch, by)
     value = scores.logp.new_zeros(())
     if pairing is not None and beta != 0.0 and kl.placement == "loss":
@@ -188,7 +188,7 @@ def objective(
         raise KeelError(f"batch.kl_advantages needs kl.placement=reward, got {kl.placement}: leave it out")
     counts = counts or global_denominators(batch, max_completion_length)
     recipe = get_loss(loss.loss_type)
-    reduce = get_reduction(recipe.reduction)
+    reduce = get_reduction(recipe.reduction, batch.weight)
     if beta != 0.0 and pairing is None:
         off_policy = batch.stale or batch.old_logp is not None or batch.filtered_logp is not None
         pairing = kl.pairing(recipe.reduction, off_policy=off_policy, acts=True)

@@ -24,10 +24,13 @@ class Denominators:
     max_completion_length: int | None = None
 
 
-def count_denominators(mask: Tensor, max_completion_length: int | None = None) -> Denominators:
-    """Sequences and tokens of a minibatch `[B, T]`."""
+def count_denominators(
+    mask: Tensor, max_completion_length: int | None = None, weight: Tensor | None = None
+) -> Denominators:
+    """Sequences and tokens of a minibatch `[B, T]`; the rows of one episode are one sequence, of total `weight` 1."""
     check_mask(mask, mask.shape)
-    return Denominators(float(len(mask)), mask.sum().double(), max_completion_length)
+    sequences = float(len(mask)) if weight is None else weight.sum().double()
+    return Denominators(sequences, mask.sum().double(), max_completion_length)
 
 
 def divide(total: Tensor, count: Number) -> Tensor:
@@ -68,8 +71,10 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-def get_reduction(name: str) -> Reduction:
-    """The named reduction."""
+def get_reduction(name: str, weight: Tensor | None = None) -> Reduction:
+    """The named reduction. The means of an episode's rows are added by their `weight`: the mean over its tokens."""
     if name not in REDUCTIONS:
         raise unknown("reduction", name, REDUCTIONS)
-    return REDUCTIONS[name]
+    if weight is None or name != "sequence_mean":
+        return REDUCTIONS[name]
+    return lambda values, mask, by: sequence_mean(values * weight.unsqueeze(-1).to(values.dtype), mask, by)

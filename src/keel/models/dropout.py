@@ -17,7 +17,7 @@ def disable_dropout(model: nn.Module) -> None:
 
     `original_dropout` restores the config for saving.
     """
-    for module, key, _ in _module_dropouts(model):
+    for _, module, key, _ in module_dropouts(model):
         setattr(module, key, 0.0)
     settings = [(config, key, value) for config in _configs(model) for key, value in _dropouts(config)]
     for config, key, _ in settings:
@@ -28,7 +28,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether any dropout is above 0."""
-    values = [value for _, _, value in _module_dropouts(model)]
+    values = [value for _, _, _, value in module_dropouts(model)]
     values += [v for config in _configs(model) for key, v in _dropouts(config) if not key.startswith(_OTHER_HEADS)]
     return any(value > 0.0 for value in values)
 
@@ -47,11 +47,11 @@ def original_dropout(model: nn.Module) -> Iterator[None]:
             setattr(config, key, value)
 
 
-def _module_dropouts(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """Every dropout probability in the modules, with its module and attribute."""
+def module_dropouts(model: nn.Module) -> list[tuple[str, nn.Module, str, float]]:
+    """Every dropout probability in the modules: the module's path, the module, the attribute, the value."""
     return [
-        (module, key, value)
-        for module in model.modules()
+        (path, module, key, value)
+        for path, module in model.named_modules()
         for key, value in (
             *_dropouts(module),
             *([("p", module.p)] if isinstance(module, nn.modules.dropout._DropoutNd) else []),

@@ -49,7 +49,7 @@ class Head:
 class JoinedHeads:
     """The heads of several models, each with its width, for hidden states whose last number says whose they are."""
 
-    heads: tuple[tuple[Head, int], ...]
+    heads: tuple[tuple[LogitsOf, int], ...]
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -23,7 +23,7 @@ from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora, check_adapter, lora_options_of
-from keel.models.options import LoraOptions, ModelOptions
+from keel.models.options import ModelOptions, check_quantization
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model, tiny_tokenizer
@@ -53,6 +53,8 @@ def load_model(
     probe: bool = True,
     longest: int | None = None,
     loader: Loader | None = None,
+    section: str = "model",
+    frozen: bool = False,
     **overrides: Any,
 ) -> LoadedModel:
     """Load and check a model with its tokenizer.
@@ -62,7 +64,8 @@ def load_model(
     those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
     saved config keeps its own values. A tokenizer without pad token uses EOS; one without EOS raises an error.
     The model is in eval mode unless an option needs train mode (dropout, gradient checkpointing).
-    `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) and needs bitsandbytes.
+    `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) or for a model that is
+    `frozen` as a whole; it needs bitsandbytes. `section` is where the options stand, for errors.
     `probe` checks that the model computes shared-prefix rows correctly (a few short forwards); `longest` is the job's
     longest prompt plus completion (None: the context), so that larger attention windows are ignored. Without the probe,
     every completion is one row. `loader` replaces the default loader.
@@ -70,10 +73,12 @@ def load_model(
     options = model_options(model, **overrides)
     name, lora = options.name, options.lora
     check_adapter(lora)
-    device = _resolve_device(options.device)
-    dtype, dtype_notes = resolve_dtype(options.dtype, device)
+    device = _resolve_device(options.device, section)
+    dtype, dtype_notes = resolve_dtype(options.dtype, device, section)
     loader = loader or find_loader(name)
-    quantization = _quantization_kwargs(options.quantization, loader, lora, device)
+    if not frozen:
+        check_quantization(options)
+    quantization = _quantization_kwargs(options.quantization, loader, device, section)
     read = Loaded(*loader(options, dtype=dtype, seed=seed, quantization=quantization))
     policy, tokenizer, notes = read.model, read.tokenizer, read.notes
     notes += (*dtype_notes, *check_tokenizer(tokenizer, policy, name))
@@ -185,23 +190,24 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
-def _resolve_device(name: str) -> torch.device:
+def _resolve_device(name: str, section: str) -> torch.device:
     """The named device, or for `auto` the accelerator if there is one; a missing device is refused."""
     try:
         device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
-        raise KeelError(f"unknown model.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
+        raise KeelError(f"unknown {section}.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KeelError(
-            f"model.device is {device}, but there are {torch.cuda.device_count()} CUDA devices: use cpu, or auto"
+            f"{section}.device is {device}, but there are {torch.cuda.device_count()} CUDA devices: use cpu, or auto"
         )
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype | str, tuple[str, ...]]:
+def resolve_dtype(name: str, device: torch.device, section: str = "model") -> tuple[torch.dtype | str, tuple[str, ...]]:
     """The dtype of the weights, "auto" for the checkpoint's own, and a note if the GPU lacks bfloat16."""
     if name != "auto":
-        check_bfloat16("model.dtype", DTYPES[name], device, "model.dtype=float32 with optim.precision=float16")
+        fix = "model.dtype=float32 with optim.precision=float16" if section == "model" else f"{section}.dtype=float32"
+        check_bfloat16(f"{section}.dtype", DTYPES[name], device, fix)
         return DTYPES[name], ()
     if device.type == "cpu":
         return torch.float32, ()
@@ -217,22 +223,16 @@ def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -
     return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
 
-def _quantization_kwargs(
-    bits: str | None, loader: Loader, lora: LoraOptions | None, device: torch.device
-) -> dict[str, Any] | None:
+def _quantization_kwargs(bits: str | None, loader: Loader, device: torch.device, section: str) -> dict[str, Any] | None:
     """Arguments of `from_pretrained` for a base in 4 or 8 bits; unsupported setups are refused."""
     if bits is None:
         return None
-    if lora is None:
-        raise KeelError(f"model.quantization={bits} freezes the base, so there is nothing to train: set model.lora too")
     if loader is not _from_transformers:
-        raise KeelError(f"model.quantization={bits} needs a transformers folder or hub name in model.name")
+        raise KeelError(f"{section}.quantization={bits} needs a transformers folder or hub name")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise KeelError(
-            f"model.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
+            f"{section}.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
         )
-    if device.type != "cuda":
-        raise KeelError(f"model.quantization={bits} needs a CUDA device: set model.quantization=null")
     from transformers import BitsAndBytesConfig
 
     half = torch.bfloat16 if has_bfloat16(device) else torch.float16

@@ -92,11 +92,12 @@ def score_hidden(
     """
     _, tokens = packed.scored()
     exact_kl = exact_kl or ref_policy
-    if exact_kl and (ref_hidden is None or ref_head is None):
+    compared = exact_kl or divergence is not None
+    if compared and (ref_hidden is None or ref_head is None):
         raise KeelError("exact KL needs the reference's hidden states and head: pass ref_hidden and ref_head")
     if temperature <= 0:
         raise KeelError(f"temperature must be positive for scoring, got {temperature}")
-    if exact_kl and ref_hidden is not None and len(ref_hidden) != len(tokens):
+    if compared and ref_hidden is not None and len(ref_hidden) != len(tokens):
         raise KeelError(f"ref_hidden scores {len(ref_hidden)} tokens, this batch has {len(tokens)}: pack both alike")
     if chunk_tokens is None:
         weight = getattr(head.module, "weight", None)
@@ -104,7 +105,7 @@ def score_hidden(
     options = StatsOptions(
         temperature, entropy, ref_policy, ref_head, chunk_tokens, ref_policy_grad, divergence=divergence
     )
-    stats = token_stats(hidden, head, tokens, options, ref_hidden if exact_kl else None)
+    stats = token_stats(hidden, head, tokens, options, ref_hidden if compared else None)
 
     def scatter(values: Tensor | None) -> Tensor | None:
         return None if values is None else packed.scatter(values)
@@ -112,7 +113,7 @@ def score_hidden(
     return FullScores(
         logp=packed.scatter(stats.logp),
         entropy=scatter(stats.entropy),
-        exact_kl=scatter(stats.kl),
+        exact_kl=scatter(stats.kl) if exact_kl else None,
         ref_logp=scatter(stats.ref_logp),
         ref_policy_kl=scatter(stats.ref_policy_kl),
         divergence=scatter(stats.divergence),

@@ -46,7 +46,7 @@ class ModelOptions(Options):
     lora: LoraOptions | None = Field(default=None, description="LoRA settings; null trains all weights.")
     quantization: Literal["4bit", "8bit"] | None = Field(
         default=None,
-        description="Bits of the frozen base under LoRA (QLoRA; needs bitsandbytes and CUDA); null for none.",
+        description="Bits of the frozen base under LoRA (QLoRA; needs bitsandbytes); null for none.",
     )
     dropout: Flag = Field(default=False, description="Keep the model's own dropout; then the KL at step 0 is not 0.")
     gradient_checkpointing: Flag = Field(

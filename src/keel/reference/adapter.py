@@ -16,8 +16,10 @@ from keel.base.errors import KeelError
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
 from keel.models.head import evaluating
+from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
-from keel.reference.weights import OffloadedTensors, Sharder, unwrap
+from keel.reference.full import FullCopy
+from keel.reference.weights import OffloadedTensors, ReferenceWeights, Sharder, unwrap
 
 
 class AdapterWeights:
@@ -259,3 +261,25 @@ def _add_delta(delta: Tensor) -> Any:
         return output + functional.linear(inputs[0].to(delta.dtype), delta).to(output.dtype)
 
     return hook
+
+
+def has_adapter(policy: nn.Module) -> bool:
+    """Whether the policy has a LoRA adapter."""
+    return is_lora(unwrap(policy))
+
+
+def copied(policy: nn.Module, offload: bool) -> ReferenceWeights:
+    """A copy of the current policy's weights."""
+    return AdapterWeights(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)
+
+
+def base_of(loaded: LoadedModel, model: str) -> ReferenceWeights | None:
+    """The policy's base without its adapters, if `model` names it; else None."""
+    if model != loaded.name or not has_adapter(loaded.model):
+        return None
+    return AdapterWeights(loaded.model, base=True)
+
+
+def averaged(policy: nn.Module, offload: bool) -> ReferenceWeights:
+    """A copy that can be averaged with the policy; adapters by their products BA."""
+    return DeltaAverage(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)

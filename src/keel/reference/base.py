@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from keel.base.errors import KeelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from keel.reference.server import ServerTeacher
     from keel.reference.weights import ReferenceWeights, Sharder
 
 
@@ -50,7 +52,8 @@ class RuleReference:
 
     `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
     several completions in one row, `context_length` is its largest number of tokens. `by_task` are several teachers,
-    each for the problems of a task.
+    each for the problems of a task; `server` scores instead of a model. `device` is where a teacher is that is not on
+    the policy's device.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class RuleReference:
         teacher: str | None = None,
         shared_prefix: bool = True,
         context_length: int | None = None,
-        by_task: Mapping[str, Reference] = MappingProxyType({}),
+        by_task: Mapping[str, RuleReference] = MappingProxyType({}),
+        server: ServerTeacher | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.by_task = by_task
+        self.by_task, self.server, self.device = by_task, server, device
         self.kind, self.teacher, self.shared_prefix, self.context_length = kind, teacher, shared_prefix, context_length
         self.reset_optimizer = reset_optimizer
         self.moves = 0
@@ -124,6 +129,19 @@ class RuleReference:
 def starts_at_policy(reference: Reference | None) -> bool:
     """True for the built-in kinds without a teacher, whose weights are the policy's before the first update."""
     return isinstance(reference, RuleReference) and reference.teacher is None
+
+
+def is_server(model: str | Mapping[str, str]) -> bool:
+    """Whether the teacher of that name, or any of those by task, is behind a server: a URL."""
+    names = [model] if isinstance(model, str) else model.values()
+    return any(name.startswith(("http://", "https://")) for name in names)
+
+
+def knows_top_only(reference: Reference | None) -> bool:
+    """Whether a teacher is behind a server, which tells the log-probabilities of its top tokens."""
+    if not isinstance(reference, RuleReference):
+        return False
+    return any(each.server is not None for each in (reference, *reference.by_task.values()))
 
 
 def shortest_context(policy: int | None, *references: Reference | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
+from keel.base.json_http import shown
 from keel.base.parts import Range, make_part, part_arguments
 from keel.models.loaded import LoadedModel
-from keel.reference.base import Reference, RuleReference, When, packs_rows, shortest_context
+from keel.reference.base import Reference, RuleReference, When, is_server, packs_rows, shortest_context
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,91 +31,133 @@ Steps = Annotated[
     int, Range("a whole number of steps, at least 1", lambda v: _number(v) and isinstance(v, int) and v >= 1)
 ]
 Nats = Annotated[float, Range("a positive number of nats per token", lambda value: _number(value) and value > 0)]
+Seconds = Annotated[float, Range("a positive number of seconds", lambda value: _number(value) and value > 0)]
+Template = Literal["same", "student"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Flag = Annotated[bool, Range("true or false", lambda value: isinstance(value, bool))]
 
 
-def frozen(
-    loaded: LoadedModel,
-    *,
-    offload: Flag = False,
-    model: str | dict[str, str] | None = None,
-    dtype: Dtype = "auto",
-    trust_remote_code: Flag = False,
-    chat_template: Literal["same", "student"] = "same",
-) -> Reference:
-    """A frozen copy of the initial policy, or the model named by `model`, a teacher; or one teacher a task.
+def frozen(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
+    """A frozen copy of the initial policy; under LoRA of the starting adapter, over the shared base.
 
-    Under LoRA the copy is the starting adapter over the shared base. A teacher has the policy's dtype unless `dtype`
-    names another. Its chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts
-    as the policy's template renders them. The base model under LoRA as teacher needs no second copy.
+    With `reference.model` the reference is a `teacher` instead.
     """
-    if model is None:
-        for name, given in (
-            ("dtype", dtype != "auto"),
-            ("chat_template", chat_template != "same"),
-            ("trust_remote_code", trust_remote_code),
-        ):
-            if given:
-                raise KeelError(
-                    f"reference.{name} applies only with reference.model: set it, or leave reference.{name} out"
-                )
-        return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
-    return teacher(
-        loaded, "reference", model, offload=offload, dtype=dtype, chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
 
 
 def teacher(
     loaded: LoadedModel,
     section: str,
-    model: str | Mapping[str, str],
+    model: str,
     *,
     offload: Flag = False,
     dtype: Dtype = "auto",
+    device: str = "auto",
+    quantization: Literal["4bit", "8bit"] | None = None,
     trust_remote_code: Flag = False,
-    chat_template: Literal["same", "student"] = "same",
+    chat_template: Template = "same",
 ) -> RuleReference:
-    """The model named by `model`, frozen, with the parameters that `frozen` has for it; they stand in `section`.
+    """The model named by `model`, frozen. Its options stand in `section`.
 
-    A mapping names the teacher of each task; a model that teaches several of them is loaded once.
+    It has the policy's dtype and device unless `dtype` and `device` name others; `quantization` needs bitsandbytes. Its
+    chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts as the policy's
+    template renders them. The base model under LoRA as teacher needs no second copy.
     """
-    from keel.reference.copies import base_of
-    from keel.reference.teacher import TaskTeachers, TeacherWeights, load_teacher
+    from keel.reference.adapter import base_of
+    from keel.reference.teacher import TeacherWeights, load_teacher
 
-    if not isinstance(model, str):
-        load = partial(
-            teacher, loaded, section, offload=offload, dtype=dtype, trust_remote_code=trust_remote_code,
-            chat_template=chat_template,
-        )  # fmt: skip
-        by_name = {name: load(name) for name in dict.fromkeys(model.values())}
-        by_task = {task: by_name[name] for task, name in model.items()}
-        return RuleReference(
-            "frozen",
-            TaskTeachers(by_task),
-            when=_never,
-            move=_assign,
-            teacher=", ".join(f"{name} for {task}" for task, name in model.items()),
-            shared_prefix=packs_rows(*by_name.values()),
-            context_length=shortest_context(None, *by_name.values()),
-            by_task=by_task,
-        )
-    if dtype == "auto" and (base := base_of(loaded, model)) is not None:
+    if (dtype, device, quantization) == ("auto", "auto", None) and (base := base_of(loaded, model)) is not None:
         if offload:
             raise KeelError(f"{section}.offload has no use with the policy's own base as teacher: leave it out")
         return RuleReference("frozen", base, when=_never, move=_assign, teacher=model)
+    if offload and quantization is not None:
+        raise KeelError(f"{section}.offload moves no quantized weights: leave it or {section}.quantization out")
     other = load_teacher(
-        loaded, model, dtype=dtype, chat_template=chat_template, trust_remote_code=trust_remote_code, section=section
+        loaded,
+        model,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+        section=section,
     )
+    place, own = (next(each.model.parameters()).device for each in (other, loaded))
+    elsewhere = None if place == own else place
     return RuleReference(
         "frozen",
-        TeacherWeights(other, offload=offload),
+        TeacherWeights(other, elsewhere=elsewhere, offload=offload),
         when=_never,
         move=_assign,
         teacher=model,
         shared_prefix=other.shared_prefix,
         context_length=other.context_length,
+        device=elsewhere,
+    )
+
+
+def server_teacher(
+    loaded: LoadedModel,
+    section: str,
+    model: str,
+    *,
+    served_model_name: str | None = None,
+    chat_template: Template = "same",
+    headers: dict[str, str] | None = None,
+    timeout_s: Seconds = 120.0,
+    concurrency: Steps = 16,
+) -> RuleReference:
+    """A teacher behind an OpenAI-compatible server whose completions have vLLM's `prompt_logprobs`.
+
+    `model` is its URL, such as http://host:8000/v1; `served_model_name` one of its models, by default the first.
+    `headers` may contain environment variables, such as {Authorization: Bearer $KEY}. A server does not tell its chat
+    template, so `chat_template` must be `student` if the policy has one.
+    """
+    from keel.reference.server import ServerTeacher
+    from keel.reference.teacher import template_of
+
+    if chat_template == "same" and template_of(loaded) is not None:
+        raise KeelError(
+            f"{section}.model={shown(model)} is a server, whose chat template cannot be read: set "
+            f"{section}.chat_template=student if the teacher was trained on that of {loaded.name}"
+        )
+    server = ServerTeacher(
+        loaded,
+        model,
+        option=f"{section}.model",
+        served_model_name=served_model_name,
+        headers=headers,
+        timeout_s=timeout_s,
+        concurrency=concurrency,
+    )
+    return RuleReference(
+        "frozen",
+        server,
+        when=_never,
+        move=_assign,
+        teacher=str(server),
+        server=server,
+        context_length=server.context_length,
+    )
+
+
+def teachers(
+    loaded: LoadedModel, section: str, models: Mapping[str, str], load: Callable[[str], RuleReference]
+) -> RuleReference:
+    """The teacher of each task; a model that teaches several of them is loaded once."""
+    from keel.reference.teacher import TaskTeachers
+
+    by_name = {name: load(name) for name in dict.fromkeys(models.values())}
+    by_task = {task: by_name[name] for task, name in models.items()}
+    return RuleReference(
+        "frozen",
+        TaskTeachers(by_task),
+        when=_never,
+        move=_assign,
+        teacher=", ".join(f"{each.teacher} for {task}" for task, each in by_task.items()),
+        shared_prefix=packs_rows(*by_name.values()),
+        context_length=shortest_context(None, *by_name.values()),
+        by_task=by_task,
     )
 
 
@@ -124,7 +168,7 @@ def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
     only, and a run says so where it is not. Fresh LoRA costs no memory this way, so there is nothing that `offload`
     would have to move.
     """
-    from keel.reference.copies import has_adapter
+    from keel.reference.adapter import has_adapter
 
     if not has_adapter(loaded.model):
         raise KeelError("reference.kind=adapter_off needs LoRA: set model.lora, or use reference.kind=frozen")
@@ -136,7 +180,7 @@ def ema(loaded: LoadedModel, *, alpha: Alpha = 0.6, every: Steps = 512, offload:
 
     The same α and period as TRL's `ref_model_mixup_alpha` and `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656).
     """
-    from keel.reference.copies import averaged
+    from keel.reference.adapter import averaged
 
     average = averaged(loaded.model, offload)
     return RuleReference("ema", average, when=_every(every), move=lambda weights, policy: weights.blend(policy, alpha))
@@ -159,7 +203,7 @@ def kl_triggered(
 
 
 def _weights(loaded: LoadedModel, offload: bool) -> ReferenceWeights:
-    from keel.reference.copies import copied  # here alone, as in the kinds above: checks of an option need no torch
+    from keel.reference.adapter import copied  # here alone, as in the kinds above: checks of an option need no torch
 
     return copied(loaded.model, offload)
 
@@ -192,14 +236,22 @@ KINDS: Mapping[str, Callable[..., Reference]] = MappingProxyType(
 )
 
 
-def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
-    """The reference called `kind`, or a user's `module:attr`; `auto` is adapter_off for LoRA, frozen for full weights
-    and for a teacher.
-    """
-    if kind == "auto":
-        from keel.reference.copies import has_adapter
+TEACHERS: Mapping[str, Callable[..., RuleReference]] = MappingProxyType(
+    {"a model": teacher, "a server": server_teacher}
+)
 
-        kind = "adapter_off" if has_adapter(loaded.model) and params.get("model") is None else "frozen"
+
+def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
+    """The reference called `kind`, or a user's `module:attr`; `auto` is adapter_off for LoRA, frozen for full weights.
+
+    With the parameter `model`, auto and frozen are a teacher.
+    """
+    if _is_teacher(kind, params):
+        return build_teacher("reference", loaded, **params)
+    if kind == "auto":
+        from keel.reference.adapter import has_adapter
+
+        kind = "adapter_off" if has_adapter(loaded.model) else "frozen"
     reference = make_part(f"reference.kind={kind}", get_reference(kind), loaded, **_arguments(kind, params))
     if not isinstance(reference, Reference):
         raise KeelError(
@@ -209,23 +261,56 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
 
 
 def build_teacher(section: str, loaded: LoadedModel, model: str | Mapping[str, str], **params: Any) -> Reference:
-    """The teacher that a section names, with the parameters that stand there."""
-    return teacher(loaded, section, model, **check_teacher(section, **params))
+    """The teacher that a section names, or one a task, with the parameters that stand there."""
+    factory, given = _teacher_kind(section, model), check_teacher(section, model, **params)
+    load = partial(factory, loaded, section, **given)
+    return load(model) if isinstance(model, str) else teachers(loaded, section, model, load)
 
 
-def check_teacher(section: str, **params: Any) -> dict[str, Any]:
+def check_teacher(section: str, model: str | Mapping[str, str], **params: Any) -> dict[str, Any]:
     """Check a teacher's parameters before any model is loaded."""
-    return part_arguments("teacher", teacher, params, section=section, positional=3)
+    names = [model] if isinstance(model, str) else model
+    if not names or not all(isinstance(name, str) and name for name in (*names, *_names(model))):
+        raise KeelError(f"{section}.model is {model!r}: give the name of a model, or one for each task")
+    return part_arguments("teacher", _teacher_kind(section, model), params, section=section, positional=3)
+
+
+def _names(model: str | Mapping[str, str]) -> tuple[str, ...]:
+    return (model,) if isinstance(model, str) else tuple(model.values())
+
+
+def _teacher_kind(section: str, model: str | Mapping[str, str]) -> Callable[..., RuleReference]:
+    servers = [is_server(name) for name in _names(model)]
+    if any(servers) and not all(servers):
+        raise KeelError(f"{section}.model names servers for some tasks only: name servers for all of them, or for none")
+    return server_teacher if any(servers) else teacher
+
+
+def _is_teacher(kind: str, params: Mapping[str, Any]) -> bool:
+    """Whether the reference is another model. A parameter of a teacher without a model is refused."""
+    if kind not in ("auto", "frozen"):
+        return False
+    if params.get("model") is not None:
+        return True
+    of_teachers = {name for factory in TEACHERS.values() for name in inspect.signature(factory).parameters}
+    for name in params:
+        if name in of_teachers - {"offload", "model"}:
+            raise KeelError(f"reference.{name} applies only with reference.model: set it, or leave {name} out")
+    return False
 
 
 def check_reference(kind: str, **params: Any) -> None:
     """Check the name and its parameters before any model is loaded."""
-    _arguments("frozen" if kind == "auto" else kind, params)
+    if _is_teacher(kind, params):
+        check_teacher("reference", **params)
+    else:
+        _arguments("frozen" if kind == "auto" else kind, params)
 
 
 def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in params.items() if (name, value) != ("model", None)}
     factory = get_reference(kind)
-    return part_arguments(f"reference {kind}", factory, params, section="reference", positional=1)
+    return part_arguments(f"reference {kind}", factory, given, section="reference", positional=1)
 
 
 def get_reference(kind: str) -> Callable[..., Reference]:

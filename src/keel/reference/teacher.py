@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.reference.base import RuleReference
 from keel.reference.full import movable
-from keel.reference.weights import OffloadedTensors, Sharder
+from keel.reference.weights import NoSingleModel, OffloadedTensors, Sharder
 
 
 class _Frozen:
@@ -42,8 +42,9 @@ class _Frozen:
 class TeacherWeights(_Frozen):
     """Another model's weights."""
 
-    def __init__(self, teacher: LoadedModel, *, offload: bool = False) -> None:
+    def __init__(self, teacher: LoadedModel, *, elsewhere: torch.device | None = None, offload: bool = False) -> None:
         self._model = teacher.model.eval().requires_grad_(False)
+        self._elsewhere = elsewhere
         self._offloaded = OffloadedTensors(movable(self._model)) if offload else None
 
     @contextmanager
@@ -55,6 +56,11 @@ class TeacherWeights(_Frozen):
         return fingerprint(self._model)
 
     def shard(self, sharder: Sharder) -> None:
+        if self._elsewhere is not None:
+            raise KeelError(
+                f"the teacher's device is {self._elsewhere}, and its weights would be sharded beside the policy's: "
+                "set parallel.sharding=none, or leave the teacher's device out"
+            )
         offloaded, self._offloaded = self._offloaded, None
         if offloaded is not None:
             offloaded.restore()
@@ -69,7 +75,7 @@ class TaskTeachers(_Frozen):
         self._teachers = tuple({id(teacher): teacher for teacher in by_task.values()}.values())
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise KeelError("teachers by task are several models: this needs one, so name one teacher for all tasks")
+        raise NoSingleModel("teachers by task are several models: this needs one, so name one teacher for all tasks")
 
     def fingerprint(self) -> str:
         """The same in any order of the tasks."""
@@ -87,11 +93,13 @@ def load_teacher(
     name: str,
     *,
     dtype: str = "auto",
+    device: str = "auto",
+    quantization: Literal["4bit", "8bit"] | None = None,
     chat_template: str = "same",
     trust_remote_code: bool = False,
     section: str = "reference",
 ) -> LoadedModel:
-    """The model called `name`, on the policy's device, as a teacher of the policy: refused unless the KL is defined.
+    """The model called `name`, by default on the policy's device, as a teacher: refused unless the KL is defined.
 
     `section` is where its options stand.
     """
@@ -100,8 +108,11 @@ def load_teacher(
     attention = getattr(causal_lm(policy.model).config, "_attn_implementation", None) or "sdpa"
     teacher = load_model(
         name,
+        section=section,
+        frozen=True,
         dtype=wanted,
-        device=policy.device,
+        device=str(policy.device) if device == "auto" else device,
+        quantization=quantization,
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
     )

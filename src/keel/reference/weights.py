@@ -9,6 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from keel.base.errors import KeelError
+
+
+class NoSingleModel(KeelError):
+    """The reference is no one model: teachers by task, or a server."""
+
 
 class Sharder(Protocol):
     """Shards a model's weights over the processes, in place."""

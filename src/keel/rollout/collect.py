@@ -114,7 +114,7 @@ class Collector:
             raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
         if self.max_turns > 1 and not task.multi_turn:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
-        _check_keys(problems)
+        check_keys(problems)
         all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
         full_prompts = [self.renderer.prompt(problem) for problem in problems]
         longest, cut_by = self.max_prompt_length, self.truncation
@@ -122,7 +122,7 @@ class Collector:
         noise = {"seed": self.seed, "attempt": attempt, "step": step}
         budget = sampling.max_completion_length
         limit = None if self.max_turn_length is None else min(self.max_turn_length, budget)
-        _check_context(engine, problems, prompts, sampling)
+        check_context(engine, problems, prompts, sampling)
         requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
         group_of = {problem.key: group for group, problem in enumerate(problems)}
         trajectories: dict[tuple[int, int], _Trajectory] = {}
@@ -164,12 +164,12 @@ class Collector:
             cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
             noted = [with_prompt_tokens_cut(problem, count) for problem, count in zip(problems, cut, strict=True)]
             finished = [trajectories[key] for key in sorted(trajectories)]
-            groups = _judged(task, noted, prompts, finished, runner.episodes, judge, version)
+            groups = judged(task, noted, prompts, finished, runner.episodes, judge, version)
         finally:
             failures = runner.close()
         for key, failure in failures:
             judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
-        groups = _of_all(self.world, groups, judge, recorded, all_problems)
+        groups = of_all(self.world, groups, judge, recorded, all_problems)
         if all_problems and not groups:
             raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
         if self.release:
@@ -177,7 +177,7 @@ class Collector:
         return groups
 
 
-def _of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
+def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
     """Gather the groups of all processes in the order of the problems, and their failures after `recorded`."""
     if world.size == 1:
         return groups
@@ -243,7 +243,7 @@ def _request(
     )
 
 
-def _judged(
+def judged(
     task: Task,
     problems: Sequence[Problem],
     prompts: Sequence[tuple[int, ...]],
@@ -317,7 +317,7 @@ def with_prompt_tokens_cut(problem: Problem, cut: int) -> Problem:
     return replace(problem, info=info)
 
 
-def _check_context(
+def check_context(
     engine: Engine, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> None:
     """Refuse an episode that could exceed the model's context, before sampling."""
@@ -331,7 +331,7 @@ def _check_context(
             )
 
 
-def _check_keys(problems: Sequence[Problem]) -> None:
+def check_keys(problems: Sequence[Problem]) -> None:
     seen: set[str] = set()
     for problem in problems:
         if problem.key in seen:

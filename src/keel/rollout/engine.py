@@ -51,6 +51,10 @@ class Engine:
         if cls.__mro__.index(generate) < cls.__mro__.index(converse):
             cls.converse = Engine.converse  # type: ignore[method-assign]
 
+    def check(self, request: Request, sampling: SamplingParams) -> None:
+        """Refuse a request that cannot be sampled."""
+        request.check(sampling, self.context)
+
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:

@@ -19,7 +19,8 @@ class Request:
     `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue an
     episode, request one sample with all its tokens (prompt, completion and tool output, never re-encoded) and `start`,
     the number of tokens after the original prompt, where the noise continues. `max_new` is this request's limit, if
-    earlier turns used part of max_completion_length.
+    earlier turns used part of max_completion_length. `noise` is the key of its noise if the sender chose it: such a
+    request may be repeated, and gives the same tokens again.
     """
 
     key: str
@@ -27,6 +28,7 @@ class Request:
     samples: tuple[int, ...] | None = None
     start: int = 0
     max_new: int | None = None
+    noise: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))
@@ -133,9 +135,13 @@ def open_rows(
     for request in batch:
         request.check(sampling, context)
     if not sampling.greedy:
-        check_noise(batch, sampling, seen)
+        check_noise([request for request in batch if request.noise is None], sampling, seen)
+
+    def key(request: Request, sample: int) -> int:
+        return row_key(*noise, request.key, sample) if request.noise is None else request.noise
+
     return [
-        OpenRow(request, sample, row_key(*noise, request.key, sample), request.limit(sampling))
+        OpenRow(request, sample, key(request, sample), request.limit(sampling))
         for request in batch
         for sample in request.drawn(sampling)
     ]

@@ -23,7 +23,8 @@ class SamplingParams:
     """Sampling parameters: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all).
 
     `max_batch` bounds memory: the KV cache of running rows is allocated at full length, and twice for a moment when
-    rows join. `ignore_eos` samples every row to its full length, for benchmarks.
+    rows join. `ignore_eos` samples every row to its full length, for benchmarks. `stop_ids` are tokens that end a row
+    beside the model's own.
     """
 
     temperature: float = 1.0
@@ -34,6 +35,7 @@ class SamplingParams:
     num_generations: int = 8
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
     max_batch: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class SamplingParams:
     @classmethod
     def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
         """The options of `rollout` that have the same names, with changes."""
-        shared = {field.name for field in fields(cls)} - {"ignore_eos"}  # not a configuration option
+        shared = {field.name for field in fields(cls)} - {"ignore_eos", "stop_ids"}  # not configuration options
         return cls(**{**{name: getattr(rollout, name) for name in shared}, **changes})
 
     @property

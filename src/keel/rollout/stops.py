@@ -37,7 +37,7 @@ class StopStrings:
         self, tokens: list[int], limit: int, sampling: SamplingParams, eos_ids: Collection[int]
     ) -> tuple[str, str | None]:
         """The stop reason at the newest token ("" if none), and the text if a stop string truncated it."""
-        if tokens[-1] in eos_ids and not sampling.ignore_eos:
+        if tokens[-1] in sampling.stop_ids or (tokens[-1] in eos_ids and not sampling.ignore_eos):
             return "eos", None
         if sampling.stop and (text := self.cut(tokens, sampling.stop)) is not None:
             return "stop", text

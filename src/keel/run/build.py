@@ -16,6 +16,7 @@ from keel.base.types import Problem
 from keel.base.world import SINGLE_PROCESS, World
 from keel.config import Config, TaskOptions, kl_pairing, kl_terms
 from keel.envs import Task
+from keel.envs.curriculum import Curriculum
 from keel.envs.dataset import PromptsTooLong
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
@@ -31,10 +32,13 @@ from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
 from keel.reference import Reference, packs_rows
+from keel.reference.base import is_server
 from keel.reference.kinds import build_reference, build_teacher
+from keel.reference.server import check_server
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
+from keel.rollout.play import PlayCollector
 from keel.rollout.registry import build_engine
 from keel.rollout.render import Renderer, fit
 from keel.run.layout import build_layout, sampler_options, shard_run
@@ -214,8 +218,8 @@ def _build_run(
     build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
-    _check_tasks("reference", config.reference.params.get("model"), task)
-    _check_tasks("kl.teacher", None if config.kl.teacher is None else config.kl.teacher.model, task)
+    for section, (model, _) in config.teachers.items():
+        _check_tasks(section, model, task)
     judge = build_judge(config, task, reward)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
@@ -232,7 +236,7 @@ def _build_run(
     scorer = build_scorer(config.model.scorer)
     differs = _sampler_differs(config, engine, amp_dtype, scorer)
     reference, teacher = reference_of(config, loaded), teacher_of(config, loaded)
-    for other in (teacher, None if config.reference.params.get("model") is None else reference):
+    for other in (teacher, reference if "reference" in config.teachers else None):
         if other is not None:
             _check_same("weights of the teacher", other.fingerprint(), world)
     off_policy = config.off_policy or bool(differs)
@@ -268,6 +272,7 @@ def _build_run(
         scorer=scorer,
         world=world,
         teacher=_teacher_anchor(config, teacher, off_policy),
+        curriculum=config.data.curriculum,
     )
     if ahead:
         run.queue = _queue(config, run, collector, tokenizer, engine_world)
@@ -354,9 +359,11 @@ def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool)
 
 def _check_teachers(config: Config) -> None:
     """Refuse a teacher that is not there, or was damaged since it was saved: another run's checkpoint, perhaps."""
-    beside = None if config.kl.teacher is None else config.kl.teacher.model
-    for section, model in {"reference": config.reference.params.get("model"), "kl.teacher": beside}.items():
-        for name in model.values() if isinstance(model, Mapping) else filter(None, [model]):
+    for section, (model, params) in config.teachers.items():
+        for name in [model] if isinstance(model, str) else model.values():
+            if is_server(name):
+                check_server(name, params.get("headers"), f"{section}.model")
+                continue
             try:
                 find_loader(name)
                 check_model(Path(name).expanduser())
@@ -364,9 +371,9 @@ def _check_teachers(config: Config) -> None:
                 raise KeelError(f"{section}.model: {error}") from None
 
 
-def _check_tasks(section: str, model: str | Mapping[str, str] | None, task: Task) -> None:
+def _check_tasks(section: str, model: str | Mapping[str, str], task: Task) -> None:
     """Refuse teachers by task if a task has none, or if there is no such task."""
-    if not isinstance(model, Mapping):
+    if isinstance(model, str):
         return
     labels = task.labels()
     for label in labels:
@@ -402,8 +409,9 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
 def build_collector(
     config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
-    """The collector of groups from an engine."""
-    return Collector(
+    """The collector of groups from an engine; for episodes that call the engine themselves, with an endpoint."""
+    collector = PlayCollector if task.plays else Collector
+    return collector(
         engine,
         task,
         build_renderer(config, tokenizer),
@@ -422,8 +430,9 @@ def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: An
     own = collector.judge.for_thread()
     apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
 
-    def sample(attempt: int, step: int) -> StepRollouts:
-        return replace(sample_rollouts(run, apart.collect, world, attempt, step), failures=tuple(own.drain()))
+    def sample(attempt: int, step: int, curriculum: Curriculum) -> StepRollouts:
+        rollouts = sample_rollouts(run, apart.collect, world, attempt, step, curriculum)
+        return replace(rollouts, failures=tuple(own.drain()))
 
     queue = RolloutQueue(
         run.engine,

@@ -16,7 +16,7 @@ from keel.config import Config
 from keel.models.dtypes import DTYPES
 from keel.models.loaded import LoadedModel
 from keel.models.sharding import shard
-from keel.reference.base import RuleReference
+from keel.reference.base import RuleReference, is_server
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import ENGINES
 from keel.run.footprint import DeviceLayout, ModelShape, RunMemory, resident_bytes, shape_of
@@ -93,8 +93,9 @@ def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype
     sampler_itemsize = None if same else DTYPES[sampler.dtype].itemsize
-    separate = loaded.lora is None or config.reference.params.get("model") is not None
-    reference = (config.needs_reference or config.kl.collect_max is not None) and separate
+    beside = {section: not is_server(model) for section, (model, _) in config.teachers.items()}
+    reference = config.needs_reference or config.kl.collect_max is not None
+    reference = reference and beside.get("reference", loaded.lora is None)
     return RunMemory(
         pass_itemsize=None if amp_dtype is None else amp_dtype.itemsize,
         sampler_itemsize=sampler_itemsize if sampler.named_engine.name == "native" else 0,
@@ -102,7 +103,7 @@ def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
         reference_offload=bool(config.reference.params.get("offload")),
         masters=config.reference.kind == "ema" and loaded.dtype.itemsize < 4,
         exact=config.kl.needs_exact,
-        teacher=config.kl.teacher is not None and not config.kl.teacher.params.get("offload"),
+        teacher=beside.get("kl.teacher", False) and not config.teachers["kl.teacher"][1].get("offload"),
     )
 
 

@@ -53,6 +53,8 @@ RESUMABLE_OPTIONS = (
     "rollout.vllm.",  # a lost vLLM server may be restarted elsewhere
     "rollout.max_staleness",  # if changed, rollouts sampled ahead are sampled again
     "model.gradient_checkpointing",
+    "task.url",  # an environment's server may be restarted elsewhere
+    "task.headers",
     "reward.timeout_s",
     "reward.on_error",
 )

@@ -21,7 +21,7 @@ from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex
 from keel.models.fused_linear import cast_weights_once
-from keel.models.head import Head, JoinedHeads, body_of, frozen_head
+from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
 from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
 from keel.models.prefix_attention import uses_flash
@@ -29,7 +29,8 @@ from keel.models.scorer import score_with
 from keel.models.segments import to_device
 from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.reference import Reference, shortest_context
-from keel.reference.base import RuleReference
+from keel.reference.base import RuleReference, knows_top_only
+from keel.reference.server import KnownTokens, ServerTeacher
 from keel.trainer.state import Anchor, TrainingRun
 
 
@@ -72,6 +73,7 @@ class StepBatch:
     `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
     log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
     engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
+    `episode` `[B]` numbers the episode of each row, None where each row is one.
     """
 
     groups: tuple[Group, ...]
@@ -79,7 +81,7 @@ class StepBatch:
     micros: tuple[Microbatch, ...]
     spans: tuple[tuple[slice, int, int], ...]
     actions: MaskIndex
-    ref_head: Head | JoinedHeads | None = None
+    ref_head: LogitsOf | JoinedHeads | None = None
     scores: FullScores | None = None
     kl: Tensor | None = None
     penalty: Tensor | None = None
@@ -87,6 +89,7 @@ class StepBatch:
     unreported: float = 0.0
     reported: frozenset[str] = frozenset()
     depth_bins: tuple[int, ...] = ()
+    episode: Tensor | None = None
     others: tuple[StepBatch, ...] = ()
 
     @property
@@ -134,6 +137,17 @@ class StepBatch:
 
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
+    def over_episodes(self, values: Tensor) -> Tensor:
+        """Values `[B]`, added up over the rows of each episode."""
+        if self.episode is None:
+            return values
+        return torch.zeros_like(values).index_add_(0, self.episode, values)[self.episode]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of values `[B]` over episodes."""
+        weight = self.rows.weight
+        return values.mean() if weight is None else (values * weight.to(values)).sum() / weight.to(values).sum()
+
     def with_rows(self, **changes: Any) -> StepBatch:
         """With other rows, as every anchor sees them."""
         others = tuple(view.with_rows(**changes) for view in self.others)
@@ -149,10 +163,13 @@ def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch,
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
     """Pack groups into microbatches: one row per group with its prompt once, if the model allows shared prompts.
 
+    A further branch of an episode is a completion of its own, with the episode's reward and a share of its weight.
+
     A microbatch is limited by tokens and keeps groups whole where they fit. With flash attention it is a single row
     without padding. Each process packs its share of every minibatch. `stale`: older weights may have sampled.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
+    episodes, groups = _episodes(groups), [_by_branch(group) for group in groups]
     with run.autocast():
         one_row = shared and uses_flash(body_of(run.policy.model))
     context = shortest_context(run.policy.context_length, *(anchor.reference for anchor in run.anchors))
@@ -201,6 +218,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         filtered_logp=None if filtered is None else to_device(filtered, device),
         rewards=to_device(rewards.float(), device),
         group=to_device(group, device),
+        weight=None if episodes is None else to_device(episodes[1], device),
         stale=stale,
     )
     reported = frozenset(name for name, tokens in unknown.items() if not bool(tokens.any()))
@@ -216,8 +234,25 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         unreported=unreported,
         reported=reported,
         depth_bins=depth_bins,
+        episode=None if episodes is None else to_device(episodes[0], device),
     )
     return replace(batch, others=(batch,) * (len(run.anchors) - 1))
+
+
+def _by_branch(group: Group) -> Group:
+    """The group with the branches of its episodes as completions."""
+    pairs = list(zip(group.completions, group.rewards, strict=True)) if group.rewards else []
+    rows = tuple(replace(branch, branches=()) for c in group.completions for branch in (c, *c.branches))
+    return replace(group, completions=rows, rewards=tuple(r for c, r in pairs for _ in (c, *c.branches)))
+
+
+def _episodes(groups: Sequence[Group]) -> tuple[Tensor, Tensor] | None:
+    """Each row's episode and its share of that episode's sampled tokens, both `[B]`; None without branches."""
+    rows = [[sum(branch.action) for branch in (c, *c.branches)] for group in groups for c in group.completions]
+    if all(len(counts) == 1 for counts in rows):
+        return None
+    shares = [count / sum(counts) if any(counts) else 1 / len(counts) for counts in rows for count in counts]
+    return torch.tensor([number for number, counts in enumerate(rows) for _ in counts]), torch.tensor(shares)
 
 
 def _required_logps(run: TrainingRun) -> set[str]:
@@ -296,9 +331,11 @@ def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = 
     assert anchor.reference is not None
     scored = [
         _score_model(batch, run, model, rows, exact=anchor.kl.needs_exact)
+        if (server := _server_of(model)) is None
+        else _score_server(batch, run, server, rows, topk=anchor.kl.topk if anchor.kl.needs_exact else None)
         for model, rows in _models_of(anchor.reference, batch, run)
     ]
-    head: Head | JoinedHeads | None = scored[0].head
+    head: LogitsOf | JoinedHeads | None = scored[0].head
     logps, micros = scored[0].logps, scored[0].micros
     if len(scored) > 1:
         logps = [torch.stack(parts).sum(0) for parts in zip(*(each.logps for each in scored), strict=True)]
@@ -318,7 +355,7 @@ class _ModelScores:
     rows: Tensor | None
     logps: list[Tensor]
     micros: tuple[Microbatch, ...]
-    head: Head | None
+    head: LogitsOf | None
 
 
 def _models_of(reference: Reference, batch: StepBatch, run: TrainingRun) -> list[tuple[Reference, Tensor | None]]:
@@ -342,22 +379,57 @@ def _score_model(
     micros: list[Microbatch] = []
     temperature = run.rollout.temperature
     with model.model() as reference, torch.no_grad(), run.autocast():
+        elsewhere = model.device if isinstance(model, RuleReference) else None
+        back = None if elsewhere is None else run.policy.device
         scorer = None if run.scorer is None else partial(score_with, run.scorer)
-        head = call_with_full_weights(reference, _whole_head) if scorer is None else None
+        head = call_with_full_weights(reference, _whole_head, back) if scorer is None else None
         for micro in cast_weights_once(batch.micros):
+            packed = micro.packed if elsewhere is None else micro.packed.to(elsewhere)
             if scorer is not None:
-                logps.append(call_with_full_weights(reference, scorer, micro.packed, temperature=temperature).logp)
+                logp = call_with_full_weights(reference, scorer, packed, temperature=temperature).logp
+                logps.append(logp.to(back))
                 micros.append(micro)
                 continue
             assert head is not None
-            hidden = call_with_full_weights(reference, hidden_states, micro.packed)
+            hidden = call_with_full_weights(reference, hidden_states, packed).to(back)
             logps.append(score_hidden(hidden, head, micro.packed, temperature=temperature).logp)
             micros.append(replace(micro, ref_hidden=hidden) if exact else micro)
         for _ in range(batch.dummy_passes):
             call_with_full_weights(reference, hidden_states, dummy_batch(run))
-    if rows is not None:
-        logps = [torch.where(rows[m.rows, None], logp, 0.0) for m, logp in zip(batch.micros, logps, strict=True)]
-    return _ModelScores(rows, logps, tuple(micros), head if exact else None)
+    return _ModelScores(rows, _of_rows(batch, logps, rows), tuple(micros), head if exact else None)
+
+
+def _of_rows(batch: StepBatch, logps: list[Tensor], rows: Tensor | None) -> list[Tensor]:
+    if rows is None:
+        return logps
+    return [torch.where(rows[m.rows, None], logp, 0.0) for m, logp in zip(batch.micros, logps, strict=True)]
+
+
+def _server_of(reference: Reference) -> ServerTeacher | None:
+    return reference.server if isinstance(reference, RuleReference) else None
+
+
+def _score_server(
+    batch: StepBatch, run: TrainingRun, server: ServerTeacher, rows: Tensor | None, *, topk: int | None
+) -> _ModelScores:
+    """The same by a server, of its own rows alone; with `topk` its states are those of `KnownTokens`."""
+    k, device = topk or 1, run.policy.device
+    wanted = [True] * len(batch.completions) if rows is None else rows.tolist()
+    sequences = [(group.prompt_tokens, c.tokens) for group in batch.groups for c in group.completions]
+    mine = [index for micro in batch.micros for index in range(len(sequences))[micro.rows] if wanted[index]]
+    states = dict(zip(mine, server.score([sequences[index] for index in mine], k), strict=True))
+    logps: list[Tensor] = []
+    micros: list[Microbatch] = []
+    for micro in batch.micros:
+        parts = [
+            states[index] if index in states else torch.zeros(len(sequences[index][1]), 2 * (k + 1))
+            for index in range(len(sequences))[micro.rows]
+        ]
+        known = to_device(torch.cat(parts), device)
+        logps.append(micro.packed.scatter(known[:, -1]))
+        micros.append(micro if topk is None else replace(micro, ref_hidden=known))
+    head = None if topk is None else KnownTokens(server.vocabulary)
+    return _ModelScores(rows, _of_rows(batch, logps, rows), tuple(micros), head)
 
 
 def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHeads, tuple[Microbatch, ...]]:
@@ -377,10 +449,12 @@ def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHea
     return JoinedHeads(tuple(zip(heads, widths, strict=True))), tuple(micros)
 
 
-def _whole_head(reference: nn.Module) -> Head:
-    """The reference's head; a copy if it is sharded, because FSDP gathers it only during a pass."""
+def _whole_head(reference: nn.Module, device: torch.device | None) -> Head:
+    """The reference's head; a copy if it moves to `device`, or is sharded: FSDP gathers it only during a pass."""
     head = frozen_head(reference)
-    return replace(head, module=copy.deepcopy(head.module)) if is_sharded(reference) else head
+    if device is None and not is_sharded(reference):
+        return head
+    return replace(head, module=copy.deepcopy(head.module).to(device))
 
 
 def dummy_batch(run: TrainingRun) -> PackedBatch:
@@ -448,6 +522,9 @@ def _exact_options(view: StepBatch, rows: slice, anchor: Anchor) -> dict[str, An
     hidden = next(micro.ref_hidden for micro in view.micros if micro.rows == rows)
     if hidden is None:
         return {}
+    if knows_top_only(anchor.reference):
+        divergence = penalty_divergence(anchor.kl, top_of="reference")
+        return {"divergence": divergence, "ref_hidden": hidden, "ref_head": view.ref_head}
     return {
         "exact_kl": True,
         "ref_policy": True,

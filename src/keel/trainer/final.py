@@ -32,7 +32,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     try:
         torch.manual_seed(step_seed(run.seed, state))
         with memory("rollout"):
-            groups, _ = sample_groups(run, run.collect, state.attempt, state.step)
+            groups = sample_groups(run, run.collect, state.attempt, state.step, state.curriculum).groups
         with memory("score"):
             batch = each_anchor(pack_step(groups, run), run, lambda view, anchor: _scored(view, run, anchor))
             measured = values(measure_policy(score_policy(batch, run), run))

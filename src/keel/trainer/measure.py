@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Last, Metric, Number, Sum, values
-from keel.base.types import Completion
+from keel.base.types import Completion, Group
 from keel.base.world import World
 from keel.envs import Task
+from keel.envs.curriculum import has_signal
 from keel.kl import k3, log_ratio
 from keel.kl.depth import depth_metrics, positions
 from keel.kl.measure import kl_statistics, metric_of, prefix_gap
@@ -82,9 +83,9 @@ def peak_gib(device: torch.device) -> float:
 def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
     """Metrics of a step that are computed on the device, after all microbatches of an iteration."""
     assert batch.rejected is not None
-    penalty = sum(view.penalty.double().mean() for view in batch.views if view.penalty is not None)
+    penalty = sum(batch.mean(view.penalty.double()) for view in batch.views if view.penalty is not None)
     shaped = {
-        "reward/penalized": Last(rewards_of(batch.groups)[0].mean().item() + penalty),
+        "reward/penalized": Last(batch.mean(rewards_of(batch.groups)[0]).item() + penalty),
         "kl/rejected_fraction": Last(batch.rejected.float().mean()),
         "mismatch/unreported_fraction": Last(batch.unreported),
     }
@@ -176,13 +177,14 @@ def token_kl(batch: StepBatch) -> Tensor | None:
     return torch.where(rows.action_mask, rows.old_logp - rows.ref_logp, 0.0)
 
 
-def describe_groups(batch: StepBatch) -> dict[str, float]:
+def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of a step's rewards, lengths and parsing."""
-    rewards = [reward for group in batch.groups for reward in group.rewards]
-    totals, group = rewards_of(batch.groups)
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = [reward for group in groups for reward in group.rewards]
+    totals, group = rewards_of(groups)
     _, std, _ = group_statistics(totals, group)
-    lengths = [sum(completion.action) for completion in batch.completions]
-    truncated = [completion.stop_reason == "length" for completion in batch.completions]
+    lengths = [sum(sum(branch.action) for branch in (c, *c.branches)) for c in completions]
+    truncated = [completion.stop_reason == "length" for completion in completions]
     line = {
         "reward/mean": totals.mean().item(),
         "reward/std": totals.std(correction=min(1, len(totals) - 1)).item(),
@@ -191,13 +193,25 @@ def describe_groups(batch: StepBatch) -> dict[str, float]:
         "length/mean": statistics.fmean(lengths),
         "length/max": float(max(lengths)),
         "length/truncated_fraction": statistics.fmean(truncated),
-        "prompt/truncated_fraction": statistics.fmean("prompt_tokens_cut" in g.problem.info for g in batch.groups),
+        "prompt/truncated_fraction": statistics.fmean("prompt_tokens_cut" in g.problem.info for g in groups),
         "parse/ok_fraction": statistics.fmean(reward.parsed for reward in rewards),
     }
     parts = sorted({name for reward in rewards for name in reward.parts})
     for name in parts:
         line[f"reward/part/{name}"] = statistics.fmean(reward.parts.get(name, 0.0) for reward in rewards)
-    return {**line, **describe_episodes(batch.completions)}
+    return {**line, **describe_episodes(completions)}
+
+
+def describe_tasks(task: Task, groups: Sequence[Group]) -> dict[str, float]:
+    """Of each task of a mixture: its share of the groups, their mean reward, and the share whose rewards differ."""
+    metrics: dict[str, float] = {}
+    for label in task.labels() if len(task.labels()) > 1 else ():
+        own = [group for group in groups if task.label(group.problem) == label]
+        metrics[f"task/{label}/share"] = len(own) / len(groups)
+        if own:
+            metrics[f"task/{label}/reward"] = statistics.fmean(r.total for group in own for r in group.rewards)
+            metrics[f"task/{label}/signal_fraction"] = statistics.fmean(map(has_signal, own))
+    return metrics
 
 
 def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:

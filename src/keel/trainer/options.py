@@ -144,7 +144,7 @@ class GuardOptions(Options):
 class GuardLimits:
     """The limits of the guards; `doctor.thresholds` sets those of the same name.
 
-    Units, sources and reasons are in the table of thresholds (docs/doctor.md).
+    `keel doctor --verbose` and the reference of findings list units and reasons.
     """
 
     kl_at_start: float = 1e-3

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.base.types import Group, RewardFailure
+from keel.base.types import Completion, Group, RewardFailure
 from keel.base.world import SINGLE_PROCESS, World
+from keel.envs.curriculum import Curriculum
 from keel.rollout import Engine
 
 GRACE_S = 5.0  # for rollouts in flight when a run ends
@@ -31,7 +32,7 @@ GRACE_S = 5.0  # for rollouts in flight when a run ends
 class StepRollouts:
     """The rollouts of one step: judged groups, the task's counters, and failed rewards.
 
-    `draws` is the number of problems drawn in each round.
+    `draws` is the number of problems that the task drew in each round.
     """
 
     groups: list[Group]
@@ -43,9 +44,10 @@ class StepRollouts:
 class RolloutQueue:
     """Samples later steps in order in one thread, which alone uses the engine until `wait_for_sampler`.
 
-    `sample(attempt, step)` collects the rollouts of one step; `take` passes their failures to `record`. A step is
-    sampled with the weights at the time of its request. With `max_staleness` 1 the sampler is idle then and syncs at
-    once; above 1 it may still work on an earlier step, so the trained parameters are copied on the policy's device.
+    `sample(attempt, step, curriculum)` collects the rollouts of one step; `take` passes their failures to `record`. A
+    step is sampled with the weights and the curriculum at the time of its request. With `max_staleness` 1 the sampler
+    is idle then and syncs at once; above 1 it may still work on an earlier step, so the trained parameters are copied
+    on the policy's device.
     All processes of `world` sample the same steps in the same order; through the threads' own connections
     (`thread_world`) a step fails on all processes or on none.
     """
@@ -54,7 +56,7 @@ class RolloutQueue:
         self,
         engine: Engine,
         policy: nn.Module,
-        sample: Callable[[int, int], StepRollouts],
+        sample: Callable[[int, int, Curriculum], StepRollouts],
         record: Callable[[Sequence[RewardFailure]], None],
         *,
         max_staleness: int,
@@ -74,19 +76,19 @@ class RolloutQueue:
         self._clock = threading.Lock()
         self._last_started, self._start_lock = -1, threading.Lock()  # the last step that the thread started
 
-    def take(self, attempt: int, step: int, version: int) -> StepRollouts:
+    def take(self, attempt: int, step: int, version: int, curriculum: Curriculum) -> StepRollouts:
         """Wait for the rollouts of this step; errors of the thread are raised here."""
         self._pending = {later: future for later, future in self._pending.items() if later >= step}
         if step not in self._pending:
-            self._submit(attempt, range(step, step + 1), version)
+            self._submit(attempt, range(step, step + 1), version, curriculum)
         rollouts = self._pending[step].result()
         self.record(rollouts.failures)
         return rollouts
 
-    def sample_ahead(self, attempt: int, step: int, version: int) -> None:
+    def sample_ahead(self, attempt: int, step: int, version: int, curriculum: Curriculum) -> None:
         """Request the later steps that the current weights may sample."""
         steps = range(step + 1, step + self.max_staleness + 1)
-        self._submit(attempt, [later for later in steps if later not in self._pending], version)
+        self._submit(attempt, [later for later in steps if later not in self._pending], version, curriculum)
 
     def wait_for_sampler(self, version: int) -> None:
         """Wait for all requested steps and sync the engine; the caller may then use it."""
@@ -143,14 +145,14 @@ class RolloutQueue:
             if step > after:
                 future.cancel()
 
-    def _submit(self, attempt: int, steps: Sequence[int], version: int) -> None:
+    def _submit(self, attempt: int, steps: Sequence[int], version: int, curriculum: Curriculum) -> None:
         weights: list[Tensor] | None = None
         if steps and version != self._version:
             weights, self._version = self._weights_for_thread(version), version
         for step in steps:
             future: Future[StepRollouts] = Future()
             self._pending[step] = future
-            self._jobs.put((step, future, partial(self._collect, weights, version, attempt, step)))
+            self._jobs.put((step, future, partial(self._collect, weights, version, attempt, step, curriculum)))
             weights = None
         if steps and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="keel-rollouts", daemon=True)
@@ -164,13 +166,15 @@ class RolloutQueue:
         self._policy_copy = self._policy_copy or _copy_policy(self.policy)
         return [parameter.detach().clone() for parameter in _trained(self.policy)]
 
-    def _collect(self, weights: list[Tensor] | None, version: int, attempt: int, step: int) -> StepRollouts:
+    def _collect(
+        self, weights: list[Tensor] | None, version: int, attempt: int, step: int, curriculum: Curriculum
+    ) -> StepRollouts:
         if weights is not None:
             assert self._policy_copy is not None
             for parameter, value in zip(_trained(self._policy_copy), weights, strict=True):
                 parameter.data = value
             self.engine.sync(self._policy_copy, version)
-        rollouts = self.sample(attempt, step)
+        rollouts = self.sample(attempt, step, curriculum)
         return replace(rollouts, groups=[_of_version(group, version) for group in rollouts.groups])
 
     def _work(self) -> None:
@@ -204,7 +208,10 @@ class RolloutQueue:
 
 
 def _of_version(group: Group, version: int) -> Group:
-    return replace(group, completions=tuple(replace(c, policy_version=version) for c in group.completions))
+    def of_version(completion: Completion) -> Completion:
+        return replace(completion, policy_version=version, branches=tuple(map(of_version, completion.branches)))
+
+    return replace(group, completions=tuple(map(of_version, group.completions)))
 
 
 def _done(rollouts: StepRollouts) -> Future[StepRollouts]:

@@ -75,10 +75,12 @@ def _rollouts(record: Mapping[str, Any], run: TrainingRun, attempt: int) -> Step
     return StepRollouts(groups, record["counts"], failures, tuple(record["draws"]))
 
 
+def _completion(record: Mapping[str, Any]) -> Completion:
+    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in record.items()}
+    return Completion(**{**fields, "branches": tuple(map(_completion, fields["branches"]))})
+
+
 def _group(record: Mapping[str, Any]) -> Group:
-    completions = []
-    for completion in record["completions"]:
-        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in completion.items()}
-        completions.append(Completion(**fields))
+    completions = map(_completion, record["completions"])
     rewards = tuple(Reward(**reward) for reward in record["rewards"])
     return Group(Problem(record["problem"], ""), tuple(record["prompt_tokens"]), tuple(completions), rewards)

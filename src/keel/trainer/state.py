@@ -14,7 +14,8 @@ from keel.base.errors import KeelError
 from keel.base.types import Group
 from keel.base.world import SINGLE_PROCESS, World
 from keel.envs import Task
-from keel.envs.options import RewardOptions
+from keel.envs.curriculum import Curriculum
+from keel.envs.options import CurriculumOptions, RewardOptions
 from keel.kl import BetaController, KLOptions, KLState, Pairing
 from keel.kl.measure import REFERENCE
 from keel.kl.options import KLTermOptions
@@ -70,6 +71,7 @@ class TrainingRun:
     world: World = SINGLE_PROCESS
     queue: RolloutQueue | None = None
     teacher: Anchor | None = None
+    curriculum: CurriculumOptions | None = None
     fitting_tokens: int | None = None  # of the largest pass that fits in free memory, if known
 
     @property
@@ -124,7 +126,7 @@ class State:
     have moved; `consecutive_skips` counts the last steps with a skipped update, `spike_skips` those skipped for spikes
     only; `confirmed` is the last step whose weights the following step found good; `lr_factor` is the factor of all
     rollbacks on the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
-    task's data.
+    task's data; `curriculum` counts the groups so far.
     """
 
     kl: KLState
@@ -149,6 +151,7 @@ class State:
     zero_advantages: int = 0
     data: str | None = None
     other_kl: Mapping[str, KLState] = field(default_factory=dict)
+    curriculum: Curriculum = field(default_factory=Curriculum)
 
     @property
     def good(self) -> bool:
@@ -163,7 +166,15 @@ class State:
         """The state of an anchor's controller."""
         return self.kl if anchor.name == REFERENCE else self.other_kl.get(anchor.name) or anchor.controller.init()
 
-    def next(self, *, kl: Mapping[str, KLState], skipped: Skipped, tokens: int, last_kl: Mapping[str, float]) -> State:
+    def next(
+        self,
+        *,
+        kl: Mapping[str, KLState],
+        skipped: Skipped,
+        tokens: int,
+        last_kl: Mapping[str, float],
+        curriculum: Curriculum | None = None,
+    ) -> State:
         """The state after one more step; `kl` is that of each anchor."""
         return replace(
             self,
@@ -175,6 +186,7 @@ class State:
             spike_skips=self.spike_skips + int(skipped.spikes) if skipped.any else 0,
             tokens=self.tokens + tokens,
             last_kl=last_kl or self.last_kl,
+            curriculum=curriculum or self.curriculum,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,7 +198,9 @@ class State:
             lists = ("before", "evaluated", "norms")
             plain = {**data, **{name: tuple(data[name]) for name in lists if name in data}}
             others = {name: KLState.from_dict(own) for name, own in data.get("other_kl", {}).items()}
-            return cls(**{**plain, "kl": KLState.from_dict(data["kl"]), "other_kl": others})
+            curriculum = Curriculum.from_dict(data.get("curriculum", {}))
+            kl = KLState.from_dict(data["kl"])
+            return cls(**{**plain, "kl": kl, "other_kl": others, "curriculum": curriculum})
         except (TypeError, KeyError) as error:
             raise KeelError(f"the checkpoint's state does not fit this version of keel: {error}") from error
 

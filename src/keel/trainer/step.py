@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from keel.base.metrics import Mean, Metric, Metrics, Sum, merge, values
+from keel.base.types import Group
+from keel.envs.curriculum import Curriculum
 from keel.kl import KLState, estimate, reward_penalty
 from keel.kl.facts import over_vocabulary
 from keel.kl.measure import controlled_kl, metric_of
@@ -41,7 +43,7 @@ from keel.trainer.batch import (
     store_old_scores,
 )
 from keel.trainer.guards import over_budget, spike_limit, update_guard_state
-from keel.trainer.measure import Clock, describe_groups, describe_staleness, measure
+from keel.trainer.measure import Clock, describe_groups, describe_staleness, describe_tasks, measure
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import next_rollouts, sample_ahead, sync_engine
 from keel.trainer.state import Anchor, Skipped, State, TrainingRun
@@ -99,7 +101,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
                     info = {**info, **measure(batch, passes, run)}      # stays on the device: no synchronisation
                 with memory("optimizer"):                               # guarded: the host waits for the device
                     metrics = merge(metrics, per_update(run.optimizer.step(info, **guard)))
-    line = {**values(metrics), **describe_groups(batch), **rollouts.counts}
+    groups = rollouts.groups
+    line = {**values(metrics), **describe_groups(groups), **describe_tasks(run.task, groups), **rollouts.counts}
     line |= {metric_of("kl/beta", anchor.name): state.kl_of(anchor).beta for anchor in run.anchors}
     line |= describe_staleness(batch.completions, state.policy_version)
     line = run.world.broadcast(line)                                        # broadcast, so that all ranks branch alike
@@ -108,7 +111,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     tokens = len(batch.actions.tokens)
     last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
     kl = {anchor.name: steered(anchor, state, line) for anchor in run.anchors}
-    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl)
+    state = state.next(kl=kl, skipped=skipped, tokens=tokens, last_kl=last_kl, curriculum=observed(run, state, groups))
     norms, baseline = run.optimizer.applied_norms, run.loss.baseline
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"), memory("sync"):
@@ -176,7 +179,7 @@ def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) ->
     """For placement in the reward: the KL penalty of each completion."""
     if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
-    return replace(batch, penalty=reward_penalty(batch.kl, batch.rows.action_mask, beta))
+    return replace(batch, penalty=batch.over_episodes(reward_penalty(batch.kl, batch.rows.action_mask, beta)))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
@@ -186,18 +189,18 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
-    group = rows.group
+    group, weight = rows.group, rows.weight
     assert group is not None
     penalized = rows.rewards + sum(view.penalty for view in batch.views if view.penalty is not None)
-    scale = deviation(penalized, group, baseline=baseline, scale=scale_rewards(run.loss))
-    advantage = centred(rows.rewards, group, baseline) / scale
+    scale = deviation(penalized, group, baseline=baseline, scale=scale_rewards(run.loss), weight=weight)
+    advantage = centred(rows.rewards, group, baseline, weight) / scale
     if warmup:
         advantage = advantage * min(1.0, (step + 1) / warmup)
 
     def shaped(view: StepBatch, anchor: Anchor) -> StepBatch:
         if view.penalty is None:
             return view
-        return view.with_rows(kl_advantages=centred(view.penalty, group, baseline) / scale)
+        return view.with_rows(kl_advantages=centred(view.penalty, group, baseline, weight) / scale)
 
     return each_anchor(batch.with_rows(advantages=advantage), run, shaped)
 
@@ -216,6 +219,13 @@ def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
     """The next state of an anchor's controller, from the step's KL to the anchor."""
     controller = anchor.controller
     return controller.update(state.kl_of(anchor), controlled_kl(line, controller.unit, anchor.name))
+
+
+def observed(run: TrainingRun, state: State, groups: Sequence[Group]) -> Curriculum | None:
+    """The curriculum after this step's groups, if there is one."""
+    if run.curriculum is None:
+        return None
+    return state.curriculum.observe(run.task, groups, run.curriculum, state.step)
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keel import kl
-from keel.kl.exact import penalty_divergence
+from keel.kl.exact import Divergence, penalty_divergence
 from keel.kl.facts import FACTS, MEANINGS, POLICY_REF, REF_POLICY, Fact, over_vocabulary, parse_gradient
 from keel.verify.check import EXACT, Check, close
 from keel.verify.oracle import (
@@ -44,20 +44,20 @@ def formula_of(fact: Fact, by_vocabulary: Callable[[Tensor, Tensor], Tensor]) ->
     return lambda logp, ref, old: kl.weighted_estimate(fact.estimator, form, logp, ref, old, clamp=None)
 
 
-def _term(fact: Fact) -> Formula:
-    options = kl.KLOptions(estimator=fact.estimator)
-    if fact.estimator == "jsd":
-        options = kl.KLOptions(estimator="jsd", jsd_weight=JSD_WEIGHT)
-    elif fact.estimator.startswith("topk"):
-        options = kl.KLOptions(estimator=fact.estimator, topk=TOP_K)
-    divergence = penalty_divergence(options)
-    direction = "ref_policy" if fact.estimator == "exact_reverse" else "policy_ref"
+def _divergence(estimator: str) -> Divergence:
+    """The divergence over the vocabulary of an estimator, as training computes it."""
+    top: dict[str, float] = {"topk": TOP_K}
+    settings: dict[str, dict[str, float]] = {"jsd": {"jsd_weight": JSD_WEIGHT}, "topk": top, "topk_unbiased": top}
+    options = kl.KLOptions.model_validate({"estimator": estimator, **settings.get(estimator, {})})
+    direction = "ref_policy" if estimator == "exact_reverse" else "policy_ref"
+    return penalty_divergence(options) or (lambda policy, ref, tokens: kl.exact_kl(policy, ref, direction))
 
+
+def _term(fact: Fact) -> Formula:
     def by_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
-        if divergence is None:
-            return kl.exact_kl(logp.transpose(0, -1), ref.transpose(0, -1), direction).unsqueeze(-1)
-        values = divergence(logp.T, ref.T, torch.arange(len(logp)).unsqueeze(0))
-        return values.reshape(-1, 1)
+        last = (logp.transpose(0, -1), ref.transpose(0, -1))
+        values = _divergence(fact.estimator)(*last, torch.arange(len(logp)).unsqueeze(0))
+        return values.unsqueeze(-1) if values.dim() < logp.dim() else values.transpose(0, -1)  # or one for each token
 
     return formula_of(fact, by_vocabulary)
 
@@ -71,7 +71,9 @@ def measured_gradient(fact: Fact, bandit: Bandit) -> Tensor:
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
     """The error of a bandit's enumerated gradient against the row's claim, and whether the claim is proven."""
-    return judge(fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit))
+    return judge(
+        fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit)
+    )
 
 
 def judge(
@@ -181,22 +183,42 @@ IDENTITIES: dict[str, Callable[[Bandit], float]] = {
 
 # -- §3 the sequence level ----------------------------------------------------------------------------------------
 
-SEQUENCE_LOSSES: dict[str, SequenceLoss] = {
-    "per-token k2": lambda logp, ref, old, exact: kl.estimate("k2", logp, ref, clamp=None).sum(-1),
-    "exact per-token KL": lambda logp, ref, old, exact: exact.sum(-1),
-    "per-token k3": lambda logp, ref, old, exact: kl.estimate("k3", logp, ref, clamp=None).sum(-1),
-    "k1 reward-to-go": lambda logp, ref, old, exact: kl.k1_to_go(logp, ref, old_logp=old, clamp=None),
-    "½(Σu)²": lambda logp, ref, old, exact: kl.k2_sequence(logp, ref, old_logp=old, clamp=None),
-    "Rao-Blackwell": lambda logp, ref, old, exact: kl.rao_blackwell(exact, logp, old_logp=old),
+
+def _per_token(logp: Tensor, ref: Tensor, old: Tensor | None, values: Tensor) -> Tensor:
+    return values.sum(-1)
+
+
+def _with_future(logp: Tensor, ref: Tensor, old: Tensor | None, values: Tensor) -> Tensor:
+    return kl.rao_blackwell(values, logp, old_logp=old)
+
+
+# the loss, and the estimator of the values per token that it gets
+SEQUENCE_LOSSES: dict[str, tuple[SequenceLoss, str]] = {
+    "per-token k2": (lambda logp, ref, old, exact: kl.estimate("k2", logp, ref, clamp=None).sum(-1), "exact"),
+    "exact per-token KL": (_per_token, "exact"),
+    "per-token k3": (lambda logp, ref, old, exact: kl.estimate("k3", logp, ref, clamp=None).sum(-1), "exact"),
+    "exact per-token KL(ref‖policy)": (_per_token, "exact_reverse"),
+    "per-token JSD": (_per_token, "jsd"),
+    "per-token top 2 and a bucket": (_per_token, "topk"),
+    "per-token unbiased top 2": (_per_token, "topk_unbiased"),
+    "k1 reward-to-go": (lambda logp, ref, old, exact: kl.k1_to_go(logp, ref, old_logp=old, clamp=None), "exact"),
+    "½(Σu)²": (lambda logp, ref, old, exact: kl.k2_sequence(logp, ref, old_logp=old, clamp=None), "exact"),
+    "Rao-Blackwell": (_with_future, "exact"),
+    "unbiased top 2 and its future": (_with_future, "topk_unbiased"),
 }
 # relative error, cosine, variance; None: zero to rounding
 SEQUENCE_TABLE: dict[str, tuple[float | None, float, float]] = {
     "per-token k2": (0.468, 0.912, 2.37),
     "exact per-token KL": (0.468, 0.912, 0.32),
     "per-token k3": (0.635, 0.806, 14.58),
+    "exact per-token KL(ref‖policy)": (0.635, 0.806, 0.46),
+    "per-token JSD": (0.841, 0.847, 0.01),
+    "per-token top 2 and a bucket": (0.693, 0.741, 0.39),
+    "per-token unbiased top 2": (0.468, 0.912, 1.50),
     "k1 reward-to-go": (None, 1.0, 6.72),
     "½(Σu)²": (None, 1.0, 9.60),
     "Rao-Blackwell": (None, 1.0, 2.11),
+    "unbiased top 2 and its future": (None, 1.0, 4.16),
 }
 
 
@@ -209,23 +231,24 @@ def sequence() -> list[Check]:
     """Against ∇KL_seq on a 3-step, 4-token policy: relative error, cosine and variance of each estimator."""
     world = sequence_world()
     rows = []
-    for name, loss in SEQUENCE_LOSSES.items():
+    for name, (loss, estimator) in SEQUENCE_LOSSES.items():
         error, cosine, variance = SEQUENCE_TABLE[name]
-        got = sequence_quality(world, loss)
+        got = sequence_quality(world, loss, divergence=_divergence(estimator))
         right = got.relative_error < EXACT if error is None else close(got.relative_error, error, 3)
         ok = right and close(got.cosine, cosine, 3) and close(got.variance, variance, 2)
         measured = f"{got.relative_error:.3g}, {got.cosine:.3f}, {got.variance:.2f}"
         expected = f"{'0' if error is None else error}, {cosine:.3f}, {variance:.2f}"
         rows.append(Check("sequence", f"{name}: error, cosine, variance", measured, expected, ok))
-    for name in ("k1 reward-to-go", "½(Σu)²", "Rao-Blackwell"):
-        got = sequence_quality(world, SEQUENCE_LOSSES[name], OFF)
+    for name in ("k1 reward-to-go", "½(Σu)²", "Rao-Blackwell", "unbiased top 2 and its future"):
+        loss, estimator = SEQUENCE_LOSSES[name]
+        got = sequence_quality(world, loss, OFF, _divergence(estimator))
         fact = f"off-policy, {name} × the sequence's ratio"
         rows.append(Check("sequence", fact, f"error {got.relative_error:.1e}", "0", got.relative_error < EXACT))
     token = sequence_quality(world, weighted_token_k3, OFF).relative_error
     rows.append(Check("sequence", "off-policy, Σ ρ_t·k3_t per token", f"error {token:.3f}", "biased", token > 1e-2))
     small = sequence_world(steps=2, vocabulary=2, seed=396, scale=2.0)
     sampled, blackwell = (
-        sequence_quality(small, SEQUENCE_LOSSES[name]).variance for name in ("k1 reward-to-go", "Rao-Blackwell")
+        sequence_quality(small, SEQUENCE_LOSSES[name][0]).variance for name in ("k1 reward-to-go", "Rao-Blackwell")
     )
     fact = "variance is not always lower: a 2-step world where Rao-Blackwell has more than k1-to-go"
     rows.append(Check("sequence", fact, f"{blackwell:.3f} > {sampled:.3f}", "more", blackwell > sampled))
@@ -240,7 +263,7 @@ def _sequence_term(fact: Fact) -> SequenceLoss:
         )
 
     def scored(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
-        penalty = exact if fact.estimator == "exact" else kl.estimate(fact.estimator, logp, ref, clamp=None)
+        penalty = _values(fact, logp, ref, exact)
         mask = torch.ones_like(logp, dtype=torch.bool)
         if fact.placement == "reward":
             advantage = kl.reward_penalty(penalty, mask, 1.0).unsqueeze(-1)
@@ -252,16 +275,23 @@ def _sequence_term(fact: Fact) -> SequenceLoss:
     return scored
 
 
+def _values(fact: Fact, logp: Tensor, ref: Tensor, over: Tensor) -> Tensor:
+    return over if over_vocabulary(fact.estimator) else kl.estimate(fact.estimator, logp, ref, clamp=None)
+
+
+def _divergence_of(fact: Fact) -> Divergence | None:
+    return _divergence(fact.estimator) if over_vocabulary(fact.estimator) else None
+
+
 def _sequence_value_holds(fact: Fact, world: SequenceWorld) -> bool:
     """Whether the sequence's mean value is the KL_seq that the row names; off-policy under the sequence's ratio."""
 
     def value(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
         if fact.placement == "loss":
             return _sequence_term(fact)(logp, ref, old, exact)
-        penalty = exact if fact.estimator == "exact" else kl.estimate(fact.estimator, logp, ref, clamp=None)
-        return penalty.sum(-1) * (1.0 if old is None else (logp - old).sum(-1).exp())
+        return _values(fact, logp, ref, exact).sum(-1) * (1.0 if old is None else (logp - old).sum(-1).exp())
 
-    mean, truths = sequence_value(world, value, fact.sampling)
+    mean, truths = sequence_value(world, value, fact.sampling, _divergence_of(fact))
     return _value_is(fact.value, mean, truths)
 
 
@@ -275,10 +305,10 @@ def sequence_facts() -> list[Check]:
         term = _sequence_term(fact)
 
         def near(term: SequenceLoss = term) -> tuple[Tensor, dict[str, Tensor]]:
-            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)
+            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)  # of k1 alone
             return measured, truths
 
-        truths, measured, _ = sequence_gradient(world, term, fact.sampling)
+        truths, measured, _ = sequence_gradient(world, term, fact.sampling, _divergence_of(fact))
         error, proven = judge(fact.expected_gradient, measured, truths, near)
         label = f"{fact.estimator} in the {fact.placement}, {fact.sampling}-policy, sequence level"
         rows.append(_row(label, fact, [error], proven and _sequence_value_holds(fact, world)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.kl import advantage_penalty, exact_kl, reward_penalty
+from keel.kl.exact import Divergence
 
 # A KL formula: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -209,7 +210,7 @@ def sequence_world(
     return SequenceWorld(draw[0], draw[1], draw[0] + sampler_scale * noise, steps)
 
 
-# A sequence-level loss: (logp [N, T], ref [N, T], old [N, T] or None, exact per-token KL [N, T]) -> [N]
+# A sequence-level loss: (logp [N, T], ref [N, T], old [N, T] or None, a divergence per token [N, T]) -> [N]
 SequenceLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
@@ -224,26 +225,44 @@ class GradientQuality:
 
 @dataclass(frozen=True)
 class EnumeratedSequences:
-    """Every sequence of a tabular policy: its log-probabilities under policy, reference and sampler, and its weight."""
+    """Every sequence of a tabular policy: its log-probabilities under policy, reference and sampler, and its weight.
+
+    `values` is a divergence of each token `[N, T]`, `rows` the row of the tables that each token is drawn from.
+    """
 
     theta: Tensor
     logp: Tensor
     ref: Tensor
     old: Tensor | None
-    exact: Tensor
+    values: Tensor
     weights: Tensor
+    rows: Tensor
+    reference: Tensor
 
     def divergences(self) -> dict[str, Tensor]:
-        """KL_seq in both directions, from its definition."""
+        """KL_seq in both directions, and the mean sums of other divergences along the sequences, by definition."""
         total, ref_total = self.logp.sum(-1), self.ref.sum(-1)
+        quantities: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "along ref||policy": lambda p, q: (q * (q / p).log()).sum(),
+            "along jsd": _jensen_shannon,
+            "along topk": _bucketed,
+        }
+        tables = zip(self.theta.softmax(-1).split(1), self.reference.softmax(-1).split(1), strict=True)
+        pairs = list(tables)
         return {
             "policy||ref": (total.exp() * (total - ref_total)).sum(),
             "ref||policy": (ref_total.exp() * (ref_total - total)).sum(),
+            **{
+                name: (total.exp() * torch.stack([quantity(p, q) for p, q in pairs])[self.rows].sum(-1)).sum()
+                for name, quantity in quantities.items()
+            },
         }
 
 
-def enumerate_sequences(world: SequenceWorld, sampling: str) -> EnumeratedSequences:
-    """Enumerate every sequence, with the policy's table as a leaf tensor."""
+def enumerate_sequences(
+    world: SequenceWorld, sampling: str, divergence: Divergence | None = None
+) -> EnumeratedSequences:
+    """Enumerate every sequence, with the policy's table as a leaf tensor; `divergence` is by default the exact KL."""
     theta = world.policy.clone().requires_grad_()
     sequences = world.sequences()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
@@ -255,38 +274,42 @@ def enumerate_sequences(world: SequenceWorld, sampling: str) -> EnumeratedSequen
     logp = token_logp(policy)
     old = token_logp(world.sampler.log_softmax(-1)) if sampling == OFF else None
     weights = (logp if old is None else old).sum(-1).exp().detach()
-    return EnumeratedSequences(
-        theta, logp, token_logp(reference), old, exact_kl(policy[rows], reference[rows]), weights
-    )
+    pair = policy[rows], reference[rows]
+    values = exact_kl(*pair) if divergence is None else divergence(*pair, sequences)
+    return EnumeratedSequences(theta, logp, token_logp(reference), old, values, weights, rows, world.reference)
 
 
-def sequence_value(world: SequenceWorld, loss: SequenceLoss, sampling: str = ON) -> tuple[float, dict[str, float]]:
-    """The mean of a sequence-level value, and KL_seq in both directions."""
-    enumerated = enumerate_sequences(world, sampling)
-    mean = (enumerated.weights * loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.exact)).sum().item()
+def sequence_value(
+    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON, divergence: Divergence | None = None
+) -> tuple[float, dict[str, float]]:
+    """The mean of a sequence-level value, and the true divergences."""
+    enumerated = enumerate_sequences(world, sampling, divergence)
+    mean = (enumerated.weights * loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.values)).sum().item()
     return mean, {name: value.item() for name, value in enumerated.divergences().items()}
 
 
 def sequence_gradient(
-    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON
+    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON, divergence: Divergence | None = None
 ) -> tuple[dict[str, Tensor], Tensor, float]:
-    """True ∇KL_seq in both directions, the estimator's expected gradient, and its total variance, by enumeration."""
-    enumerated = enumerate_sequences(world, sampling)
+    """The true gradients, the estimator's expected gradient, and its total variance, by enumeration."""
+    enumerated = enumerate_sequences(world, sampling, divergence)
 
     def gradient(value: Tensor) -> Tensor:
         return torch.autograd.grad(value, enumerated.theta, retain_graph=True)[0].flatten()
 
     truths = {name: gradient(value) for name, value in enumerated.divergences().items()}
-    values = loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.exact)
+    values = loss(enumerated.logp, enumerated.ref, enumerated.old, enumerated.values)
     per_sequence = torch.stack([gradient(value) for value in values])
     mean = (enumerated.weights.unsqueeze(-1) * per_sequence).sum(0)
     variance = (enumerated.weights * (per_sequence - mean).square().sum(-1)).sum().item()
     return truths, mean, variance
 
 
-def sequence_quality(world: SequenceWorld, loss: SequenceLoss, sampling: str = ON) -> GradientQuality:
-    """Relative error, cosine and variance of a sequence-level estimator."""
-    truths, mean, variance = sequence_gradient(world, loss, sampling)
+def sequence_quality(
+    world: SequenceWorld, loss: SequenceLoss, sampling: str = ON, divergence: Divergence | None = None
+) -> GradientQuality:
+    """Relative error, cosine and variance of a sequence-level estimator, against ∇KL_seq(policy‖reference)."""
+    truths, mean, variance = sequence_gradient(world, loss, sampling, divergence)
     truth = truths["policy||ref"]
     cosine = (mean @ truth / (mean.norm() * truth.norm())).item()
     return GradientQuality(relative_error(mean, truth), cosine, variance)

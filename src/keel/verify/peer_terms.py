@@ -69,6 +69,48 @@ class PeerTermResult:
         return asdict(self)
 
 
+def in_loss(formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Losses:
+    """A formula of (logp, ref, old), each `[V, 1]`, as a loss."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
+        value = formula(logp, ref_logp, old)[:, 0].double()
+        return value.detach(), value
+
+    return losses
+
+
+def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
+    """A penalty of (old, ref), each `[V, 1]`, subtracted from the advantage of the policy term −ρ·A."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
+        value = penalty(old.detach(), ref_logp)[:, 0].double()
+        return value, (logp - old.detach()).exp()[:, 0] * value
+
+    return losses
+
+
+def by_token(loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Losses:
+    """A loss of the logits of student, teacher and sampler, and the sampled token, for each token in turn."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        each = torch.stack([loss(policy, ref, sampler, torch.tensor(token)) for token in range(len(policy))]).double()
+        return each.detach(), each
+
+    return losses
+
+
+def of_distributions(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
+    """A loss of the logits of student and teacher, whatever token was sampled."""
+
+    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
+        each = loss(policy, ref).double().expand(len(policy))
+        return each.detach(), each
+
+    return losses
+
+
 def examine_term(peer: str, version: str, term: PeerTerm) -> PeerTermResult:
     """Enumerate a term on bandits with log-ratios below 2 nats, and on some with up to ten."""
     near, far = _worlds(term.vocabulary, NEAR), _worlds(term.vocabulary, None)

@@ -272,27 +272,6 @@ def test_updates_that_no_batch_divides_into_are_left_to_the_user(options):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"warmup_ratio": 0.05, "max_steps": 90}, ("optim", "warmup_steps", 5)),
-        ({"warmup_steps": 0.1, "max_steps": 90}, ("optim", "warmup_steps", 9)),
-        ({"adam_beta2": 0.95}, ("optim", "betas", [0.9, 0.95])),
-        ({"eval_strategy": False, "eval_steps": 9}, ("eval", "every", 0)),
-        ({"eval_strategy": "steps", "eval_steps": 9}, ("eval", "every", 9)),
-        ({"eval_steps": 9}, ("eval", "every", 9)),
-        ({"beta": 0.0}, ("eval", "every", 0)),  # TRL's silence: no evaluation while it trains
-        ({"save_strategy": "no", "save_steps": 5, "max_steps": 90}, ("checkpoint", "every", 90)),
-        ({"save_strategy": "steps", "save_steps": 5}, ("checkpoint", "every", 5)),
-    ],
-)
-def test_trl_options_by_hand(tmp_path, given, expected):
-    section, option, value = expected
-    result = migrate(written(tmp_path, "a.json", given))
-    assert result.tree[section][option] == value
-    assert result.refused is None
-
-
-@pytest.mark.parametrize(
     ("given", "name"),
     [
         ({"warmup_ratio": 0.05}, "warmup_ratio"),

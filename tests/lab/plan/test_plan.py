@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
@@ -20,13 +19,12 @@ from keel.lab.plan.dry_run import decoding_traits, rollout_passes
 from keel.lab.plan.hardware import KNOWN, Hardware, find_hardware
 from keel.lab.plan.measure import measure, obstacle
 from keel.lab.plan.plan import Plan, make_it_fit, plan
-from keel.lab.plan.shapes import CudaAutocast
 from keel.models.memory import LiveBytes
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.engine import NativeEngine
-from keel.rollout.native.scheduler import RolloutPasses, Scheduler
+from keel.rollout.native.scheduler import RolloutPasses
 from keel.run.build import build_policy, build_run
 from keel.trainer.state import State
 from keel.trainer.step import Step, train_step
@@ -162,15 +160,6 @@ def test_nothing_of_a_recomputed_layer_is_held():
     assert live.now == 2 * before  # a gradient for each, and nothing else
 
 
-def test_autocast_on_cuda_keeps_powers_in_fp32():
-    x = torch.ones(4, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16), CudaAutocast():
-        assert torch.pow(x, 3).dtype == (x**3).dtype == torch.float32
-        assert torch.tanh(x).dtype == torch.bfloat16
-        with torch.autocast("cpu", enabled=False):
-            assert torch.pow(x, 3).dtype == torch.bfloat16
-
-
 def test_the_tracker_counts_by_hand():
     live = LiveBytes()
     with live:
@@ -265,23 +254,6 @@ def test_the_planned_passes_are_those_that_a_step_makes(max_batch, monkeypatch):
     assert planned == RolloutPasses(tuple(prefills), tuple(steps))
 
 
-def test_a_plan_asks_the_engines_scheduler(monkeypatch):
-    """Whatever the scheduler decides otherwise, the plan foretells otherwise."""
-    hardware = cpu()
-    config = waves(8)
-    whole = plan(config, hardware)
-    monkeypatch.setattr("keel.rollout.native.scheduler.CPU_ROWS", 4)
-    assert plan(config, hardware).parts["cache"] < whole.parts["cache"], "rows that never join are never moved"
-    monkeypatch.undo()
-    monkeypatch.setattr("keel.rollout.native.scheduler.PREFILL_TOKENS", 1)
-    assert plan(config, hardware).phases["rollout"] < whole.phases["rollout"], "prompts read one by one"
-    monkeypatch.undo()
-    admit = Scheduler.admit
-    monkeypatch.setattr(Scheduler, "admit", lambda self, waiting: admit(self, list(waiting)[:1]))
-    alone = plan(config, hardware)
-    assert alone.parts["cache"] == whole.parts["cache"] / 2, "one group at a time in place of two"
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_how_to(capsys):
     overrides = job("optim.microbatch_tokens=1024", "rollout.max_completion_length=64", "rollout.prompts_per_step=8")
@@ -352,11 +324,6 @@ def test_a_large_model_is_planned_without_its_weights(tmp_path):
 def test_bad_input_is_one_line(words, said, capsys):
     assert main(["train", "default", *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_unknown_hardware_is_named():
-    with pytest.raises(KeelError, match="did you mean"):
-        find_hardware("h10")
 
 
 def test_what_is_not_measured_says_why(capsys):

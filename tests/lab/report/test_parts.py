@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from keel.doctor import runs as reading
+from keel.doctor.judge import Accuracy, describe_state, state
+from keel.doctor.runs import RunRecord, read_run
+from keel.doctor.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
 from keel.kl import KLState
-from keel.lab import runs as reading
-from keel.lab.judge import Accuracy, describe_state, state
 from keel.lab.plots.charts import (
     BOTTOM,
     HEIGHT,
@@ -37,8 +39,6 @@ from keel.lab.report.rollouts import colour_scale, facts, readable
 from keel.lab.report.samples import all_completions, pick, section
 from keel.lab.report.sections import flatten, retention_table, seconds, since
 from keel.lab.report.verdict import accuracy, kl_figures, labels, sentences
-from keel.lab.runs import RunRecord, read_run
-from keel.lab.thresholds import load_thresholds
 from keel.loggers import RunDirectory
 from keel.loggers.rundir import JsonlLogger
 from keel.run.result import EndHooks

@@ -14,13 +14,13 @@ from rich.console import Console
 from keel.api import train
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.doctor.runs import RunRecord
 from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
 from keel.lab.report.episode import completion
 from keel.lab.report.rollouts import choose, message_text, messages_of, read_step, tokens_of, turns_of
 from keel.lab.report.samples import section
 from keel.lab.report.terminal import show_rollouts
-from keel.lab.runs import RunRecord
 from keel.models.tiny import word_tokenizer
 from keel.trainer.records import token_texts
 from lab.report.synthetic import make_run

@@ -17,8 +17,8 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.doctor.runs import read_run
 from keel.lab.report.html import page as report_page
-from keel.lab.runs import read_run
 from keel.lab.watch.follow import RENDER_SHARE, FollowedRun, Watcher
 from keel.lab.watch.page import progress, seconds_left, why_ended
 from keel.lab.watch.serve import EVERY_PAGE_S, addresses, served, show_end, watch
@@ -127,7 +127,7 @@ def test_an_idle_page_costs_no_body_and_no_drawing(tmp_path, monkeypatch):
     with page_of(run) as (ask, _):
         etag = ask("/state").getheader("ETag")
         monkeypatch.setattr(Watcher, "_draw", lambda self: pytest.fail("nothing has changed"))
-        monkeypatch.setattr("keel.lab.runs.RunReader.read", lambda self: pytest.fail("nothing has changed"))
+        monkeypatch.setattr("keel.doctor.runs.RunReader.read", lambda self: pytest.fail("nothing has changed"))
         for path in ("/state", "/"):
             again = ask(path, If_None_Match=etag)
             assert (again.status, again.text) == (304, "")
@@ -186,7 +186,7 @@ def test_the_line_of_a_run_that_ends_names_its_worst_finding(tmp_path):
 
 def test_findings_of_an_earlier_run_are_not_those_of_the_next_in_its_folder(tmp_path, monkeypatch):
     """The next one begins, and is read, while the doctor looks at the log of the first."""
-    from keel.lab.doctor import examine
+    from keel.doctor import examine
 
     with growing(tmp_path / "run") as (run, log):
         for number in range(1, 13):
@@ -219,7 +219,7 @@ def test_a_doctor_that_fails_leaves_its_findings_and_is_told(tmp_path, monkeypat
             raise ZeroDivisionError("<b>")
 
         with monkeypatch.context() as patch:
-            patch.setattr("keel.lab.doctor.examine.examine_run", fails)
+            patch.setattr("keel.doctor.examine.examine_run", fails)
             step(log, 13)
             watcher.refresh()
             watcher.judge()
@@ -242,7 +242,7 @@ def test_a_run_that_cannot_be_read_is_told_and_read_again(tmp_path, monkeypatch)
         ask("/")
         step(log, 2)
         with monkeypatch.context() as patch:
-            patch.setattr("keel.lab.runs.RunReader.read", fails)
+            patch.setattr("keel.doctor.runs.RunReader.read", fails)
             watcher.refresh()
             state = Page(ask("/section/state").text).text
         assert "step 1 of 20" in state

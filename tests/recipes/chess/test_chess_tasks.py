@@ -227,46 +227,6 @@ def test_broken_rows_are_named_or_left_out(name: str, row: dict[str, Any], messa
         assert "1 broken rows skipped" in " ".join(task.notes)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("chess_env", {"piece": 4}, "unknown task chess_env parameter 'piece': did you mean 'pieces'"),
-        ("chess_policy", {"node": 4}, "unknown task chess_policy parameter 'node'"),
-        ("chess_env", {"pieces": 2}, "pieces is 2: it must be from 3 to 12"),
-        ("chess_env", {"plies": [5, 1]}, r"plies is \[5, 1\]"),
-        ("chess_env", {"plies": 5}, "plies is 5"),
-        ("chess_env", {"history": 0}, "history is 0"),
-        ("chess_env", {"history": 11}, "history is 11"),
-        ("chess_env", {"illegal": 1.0}, "illegal is 1.0"),
-        ("chess_env", {"draws": "never"}, "unknown chess draws 'never'"),
-        ("chess_env", {"system": "cliff"}, "unknown chess reward system 'cliff'"),
-        ("chess_env", {"parse": "loose"}, "unknown chess parse 'loose'"),
-        ("chess_env", {"malformed": 0.1}, "malformed is 0.1"),
-        ("chess_env", {"malformed": "x"}, "malformed.*x: expected a number"),
-        ("chess_policy", {"malformed": [1]}, r"malformed is \[1\]"),
-        ("chess_env", {"illegal": "x"}, "illegal.*x: expected a number"),
-        ("chess_env", {"illegal": None}, "illegal is null"),
-        ("chess_env", {"system": [1]}, r"system is \[1\]"),
-        ("chess_env", {"parse": [1]}, r"parse is \[1\]"),
-        ("chess_env", {"draws": [1]}, r"draws is \[1\]"),
-        ("chess_policy", {"padding": [1]}, r"padding is \[1\]"),
-        ("chess_puzzles", {"path": 5}, "chess_puzzles.path is 5"),
-        ("chess", {"environment": "half"}, "environment is the text half"),
-        ("chess_env", {"held_out": 5}, "held_out is 5: without data it must be a share below 1"),
-        ("chess_policy", {"padding": "wide"}, "unknown chess padding 'wide'"),
-        ("chess", {"environment": 2}, "environment is 2"),
-    ],
-)
-def test_wrong_parameters_are_named(name: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(KeelError, match=message):
-        build_task(name, **params)
-
-
-def test_a_range_without_held_out_positions_is_named() -> None:
-    with pytest.raises(KeelError, match="had no position to ask about: widen plies"):
-        build_task("chess_env", plies=[0, 0]).held_out(4)
-
-
 def test_the_library_is_an_extra_and_imported_only_when_asked_for() -> None:
     code = (
         "import sys; from keel.envs.registry import check_task; assert 'chess' not in sys.modules\n"

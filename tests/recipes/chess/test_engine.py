@@ -15,7 +15,7 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.recipes.chess import engine as engine_module
-from keel.recipes.chess.engine import EnginePool, Query, StockfishOptions, engine_options, find_engine, pawns_of
+from keel.recipes.chess.engine import EnginePool, Query, StockfishOptions, engine_options, pawns_of
 from keel.recipes.chess.policy import chess_policy
 
 from .fake_engine import fake_engine
@@ -240,23 +240,6 @@ def test_an_engine_that_died_between_questions_is_replaced(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------- bad programs
 
 
-def test_lines_that_come_out_of_order_are_sorted(tmp_path: Path) -> None:
-    engine = pool(tmp_path, path=fake_engine(tmp_path))
-    (lines,) = engine.analyse([Query(chess.STARTING_FEN)])
-    assert lines == (("b2b3", 0.5), ("b1c3", 0.4), ("b1a3", 0.3), ("a2a4", 0.2), ("a2a3", 0.1))
-    assert engine.name == "Fake 1"
-
-
-def test_a_search_that_completes_no_iteration_gives_the_lines_it_has(tmp_path: Path) -> None:
-    """Two of five lines at depth 2, one at depth 3: lines of one depth compare, and the most of them are taken."""
-    cut = (
-        "print('info depth 2 multipv 1 score cp 10 pv e2e4'); print('info depth 2 multipv 2 score cp 30 pv d2d4'); "
-        "print('info depth 3 multipv 1 score cp 90 pv e2e4'); print('bestmove e2e4', flush=True); continue"
-    )
-    [lines] = pool(tmp_path, path=fake_engine(tmp_path, cut)).analyse([Query(chess.STARTING_FEN)])
-    assert lines == (("d2d4", 0.3), ("e2e4", 0.1))
-
-
 def test_a_hung_engine_is_unavailable_and_counted(tmp_path: Path) -> None:
     engine = pool(tmp_path, path=fake_engine(tmp_path, "time.sleep(60)"), timeout_s=0.5, workers=1)
     began = time.monotonic()
@@ -265,14 +248,6 @@ def test_a_hung_engine_is_unavailable_and_counted(tmp_path: Path) -> None:
     assert engine.counts["timed_out"] == 3
     assert engine.counts["unavailable"] == 1
     assert engine.pids == []
-
-
-def test_a_position_is_asked_again_after_a_hang(tmp_path: Path) -> None:
-    flag = f"flag = pathlib.Path({str(tmp_path / 'hung')!r})"
-    once = f"{flag}; first = not flag.exists(); flag.touch(); first and time.sleep(60)"
-    engine = pool(tmp_path, path=fake_engine(tmp_path, once), timeout_s=2.0, workers=1)
-    assert engine.analyse([Query(chess.STARTING_FEN)])[0]
-    assert (engine.counts["timed_out"], engine.counts["unavailable"], engine.counts["started"]) == (1, 0, 2)
 
 
 def test_one_position_that_breaks_the_engine_does_not_stop_a_batch(tmp_path: Path) -> None:
@@ -299,21 +274,6 @@ def test_one_position_that_breaks_the_engine_does_not_stop_a_batch(tmp_path: Pat
     assert never.sample(0, seed=1, step=1) == never.held_out(0) == []
 
 
-def test_a_position_that_breaks_the_engine_alone_in_its_batch_gives_way_to_another(tmp_path: Path) -> None:
-    """As in a mix, where the engine's share of a batch may be one position."""
-    sound = {"path": fake_engine(tmp_path), "cache": str(tmp_path / "sound"), "workers": 1}
-    task = chess_policy(pieces=4, engine=sound)
-    (problem,), (held,) = task.sample(1, seed=0, step=0), task.held_out(1)
-    fatal = [p.info["fen"].split()[0] for p in (problem, held)]
-    (tmp_path / "fatal").mkdir()
-    broken = fake_engine(tmp_path / "fatal", f"board.board_fen() in {fatal} and sys.exit(1)")
-    task = chess_policy(pieces=4, engine={**sound, "path": broken, "cache": str(tmp_path / "broken")})
-    (other,) = task.sample(1, seed=0, step=0)
-    assert other.info["fen"] != problem.info["fen"]
-    assert task.sample(1, seed=0, step=0) == [other]
-    assert [p.info["fen"] for p in task.held_out(1)] == [task.held_out(2)[0].info["fen"]] != [held.info["fen"]]
-
-
 def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "START_S", 0.5)
     plain = tmp_path / "notes.txt"
@@ -331,25 +291,6 @@ def test_programs_that_are_no_engines_are_one_line(tmp_path: Path, monkeypatch: 
         with pytest.raises(KeelError, match=message) as caught:
             pool(tmp_path, path=path)
         assert "\n" not in str(caught.value)
-
-
-def test_where_the_engine_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = fake_engine(tmp_path)
-    monkeypatch.setattr(engine_module, "USUAL_PATHS", ())
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("KEEL_STOCKFISH", raising=False)
-    with pytest.raises(KeelError, match=r"chess_policy needs Stockfish.*apt-get install stockfish"):
-        find_engine()
-    with pytest.raises(KeelError, match="apt-get install stockfish"):
-        chess_policy(engine={"cache": str(tmp_path / "cache")})
-    monkeypatch.setenv("KEEL_STOCKFISH", path)
-    assert find_engine() == path
-    monkeypatch.delenv("KEEL_STOCKFISH")
-    monkeypatch.setattr(engine_module, "USUAL_PATHS", (path,))
-    assert find_engine() == path
-    os.symlink(path, tmp_path / "stockfish")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_engine() == str(tmp_path / "stockfish")
 
 
 @pytest.mark.parametrize(
@@ -373,36 +314,6 @@ def test_options_are_checked(given: object, message: str) -> None:
         engine_options(given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("moment", ["uci", "isready"])
-def test_an_engine_that_is_killed_in_its_first_moment_is_started_again(tmp_path: Path, moment: str) -> None:
-    path = Path(fake_engine(tmp_path))
-    flag = f"flag = pathlib.Path({str(tmp_path / 'died')!r})"
-    once = f"if words[:1] == [{moment!r}]: {flag}; first = not flag.exists(); flag.touch(); first and sys.exit(1)"
-    path.write_text(path.read_text().replace("    words = line.split()\n", f"    words = line.split()\n    {once}\n"))
-    engine = pool(tmp_path, path=str(path), workers=1)
-    assert engine.analyse([Query(chess.STARTING_FEN)])[0]
-    assert (engine.name, engine.counts["crashed"]) == ("Fake 1", 1)
-
-
-def test_more_memory_than_the_engine_takes_is_named_with_its_limit(tmp_path: Path) -> None:
-    """Also where the engine's name is known and it is started later."""
-    path = Path(fake_engine(tmp_path))
-    option = 'print("option name Hash type spin default 16 min 1 max 64")'
-    path.write_text(path.read_text().replace('print("uciok"', f'{option}; print("uciok"'))
-    said = r"task.engine.hash_mb is 65: .*fake-engine takes at most 64"
-    with pytest.raises(KeelError, match=said):
-        pool(tmp_path, path=str(path), hash_mb=65)
-    assert pool(tmp_path, path=str(path), hash_mb=64).analyse([Query(chess.STARTING_FEN)])[0]
-    with pytest.raises(KeelError, match=said):
-        pool(tmp_path, path=str(path), hash_mb=65).analyse([Query(chess.STARTING_FEN)])
-
-
-def test_a_cache_that_is_none_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cache.sqlite").write_text("this is not a database, " * 50)
-    with pytest.raises(KeelError, match=r"cache\.sqlite cannot be used.*task.engine.cache"):
-        pool(tmp_path, path=fake_engine(tmp_path))
-
-
 def test_a_cache_that_is_damaged_during_a_run_is_not_known_and_stops_nothing(tmp_path: Path) -> None:
     """Pages of nonsense behind a sound first one: reads and writes fail, and positions are analysed as without it."""
     fens, path = some_positions(20), fake_engine(tmp_path)
@@ -416,18 +327,6 @@ def test_a_cache_that_is_damaged_during_a_run_is_not_known_and_stops_nothing(tmp
     for engine in (running, pool(tmp_path, path=path)):
         assert engine.analyse([Query(fen) for fen in fens]) == right
         assert (engine.counts["cached"], engine.counts["analysed"], engine.counts["unkept"]) == (0, 20, 20)
-
-
-@pytest.mark.parametrize("said", ["", "{", "5", "[]", "[[1]]", '[["e2e4", "x"]]'])
-def test_an_entry_that_is_damaged_is_asked_again_and_mended(tmp_path: Path, said: str) -> None:
-    first = pool(tmp_path, path=fake_engine(tmp_path))
-    right = first.analyse([Query(chess.STARTING_FEN)])
-    with sqlite3.connect(tmp_path / "cache.sqlite") as db:
-        db.execute("UPDATE lines SET lines = ?", (said,))
-    assert first.analyse([Query(chess.STARTING_FEN)]) == right
-    again = pool(tmp_path, path=fake_engine(tmp_path))
-    assert again.analyse([Query(chess.STARTING_FEN)]) == right
-    assert again.counts["cached"] == 1
 
 
 def test_scores_in_pawns_keep_their_order() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -107,14 +106,6 @@ def test_mating_moves_by_hand() -> None:
     assert mate_in_one([group(problem, [answer("e2e4")])], PADDINGS["source"]) == {}
 
 
-def test_puzzles_can_be_trained_on_only_where_some_are_left(puzzles: Path) -> None:
-    task = chess_puzzles(path=str(puzzles))
-    with pytest.raises(KeelError, match="held out for evaluation"):
-        task.sample(1, seed=0, step=0)
-    with pytest.raises(KeelError, match="give path, or"):
-        chess_puzzles()
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -135,14 +126,6 @@ def test_broken_puzzles_are_named(text: str, said: str, tmp_path: Path) -> None:
         chess_puzzles(path=str(path))
 
 
-def test_broken_puzzles_can_be_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "puzzles.csv"
-    path.write_text(HEAD + LINES + "bad,not a fen,e2e4 e7e5,1\n")
-    task = chess_puzzles(data={"path": str(path), "on_broken": "skip"})
-    assert len(task.held_out(10)) == 2
-    assert "1 broken rows skipped" in task.notes[0]
-
-
 def test_environment_figures_over_known_answers() -> None:
     task = build_task("chess_env", pieces=3)
     problem = task.held_out(1)[0]
@@ -155,21 +138,6 @@ def test_environment_figures_over_known_answers() -> None:
     assert found["structure"] == 2 / 4
 
 
-def test_a_picture_shows_wrong_squares_and_the_report_shows_the_picture() -> None:
-    task = build_task("chess_env", pieces=3)
-    problem = task.held_out(1)[0]
-    right = task.picture(problem, task.gold(problem))
-    empty = answer_picture(problem, "nothing")
-    assert right is not None
-    assert empty is not None
-    ElementTree.fromstring(right)
-    assert "#c0392b" not in right
-    assert empty.count("#c0392b") == 3
-    page = completion({"completion": "x", "reward": 1.0, "picture": right}, 1.0)
-    inside = page.partition("base64,")[2].partition("'")[0]
-    assert base64.b64decode(inside).decode() == right
-
-
 def test_a_record_cannot_bring_markup_of_its_own_into_the_report() -> None:
     evil = "<img src=x onerror=alert(1)>"
     assert "onerror" not in completion({"completion": "x", "reward": 1.0, "picture": evil}, 1.0)
@@ -177,17 +145,6 @@ def test_a_record_cannot_bring_markup_of_its_own_into_the_report() -> None:
     page = completion({"completion": "x", "reward": 1.0, "picture": script}, 1.0)
     assert "<script" not in page
     assert "<img class='picture'" in page
-
-
-def test_a_policys_picture_points_at_its_move_and_at_the_engines() -> None:
-    problem = Problem("x", "", info={"fen": chess.STARTING_FEN, "lines": (("e2e4", 0.3), ("d2d4", 0.2))})
-    same, other = (answer_picture(problem, answer(move)) for move in ("e2e4", "a2a3"))
-    assert same is not None
-    assert other is not None
-    assert "#15781b" in same
-    assert "#1f5fa8" not in same
-    assert "#c0392b" in other
-    assert "#1f5fa8" in other
 
 
 def test_a_move_that_stays_on_its_square_is_drawn_and_stops_nothing() -> None:

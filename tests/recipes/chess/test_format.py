@@ -183,27 +183,6 @@ def test_broken_fens_are_named(fen: str, fault: str) -> None:
         read_policy_row(f"P: {fen} M: e2e4 E: 0.1 B: e2e4")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (f"A: {START}+Nf3+Nf3+{START}+0.001+0+0", r"'Nf3' is not in UCI notation \(it looks like SAN\).*g1f3"),
-        (f"A: {START}+e2e4+e2e4", "an environment row is"),
-        (f"A: {START}+e2e4+d2d4+{START}+0.001+0+0", "end with e2e4"),
-        (f"A: {START}+e2e4+e2e4+{START}+0.001+0+yes", "the flags"),
-        (f"B: {START}", "an environment row is"),
-    ],
-)
-def test_broken_environment_rows_are_named(row: str, message: str) -> None:
-    with pytest.raises(KeelError, match=message):
-        read_env_row(row)
-
-
-@given(st.text(max_size=200))
-def test_reading_never_raises(text: str) -> None:
-    read_policy(text)
-    read_env(text)
-
-
 @given(st.lists(st.sampled_from(["e2e4", "Nf3", "E:", "B:", "M:", "0.5", "-3", "+", START, "", "0", "1"]), max_size=12))
 def test_reading_pieces_of_rows_never_raises_and_exact_means_exact(words: list[str]) -> None:
     for text in (" ".join(words), "+".join(words)):

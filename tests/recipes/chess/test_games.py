@@ -18,7 +18,7 @@ from keel import cli
 from keel.base.errors import KeelError
 from keel.recipes.chess.__main__ import app
 from keel.recipes.chess.engine import StockfishOptions, pool_of
-from keel.recipes.chess.matches import Game, Player, engine_mover, play_games, random_mover, tally
+from keel.recipes.chess.matches import PlayedGame, Player, engine_mover, play_games, random_mover, tally
 
 main = partial(cli.main, app=app)
 
@@ -91,7 +91,7 @@ def test_the_opponent_answers_games_at_the_same_time_from_the_first_move_on() ->
     """Each of its moves waits until all four games ask for one."""
     together = threading.Barrier(4, timeout=30)
 
-    def opponent(games: Sequence[Game]) -> list[str | None]:
+    def opponent(games: Sequence[PlayedGame]) -> list[str | None]:
         together.wait()
         return random_mover(0)(games)
 
@@ -104,7 +104,7 @@ def test_the_opponent_answers_games_at_the_same_time_from_the_first_move_on() ->
 @pytest.mark.parametrize("breaks", [None, "model", "opponent"])
 def test_threads_end_however_the_games_end(breaks: str | None) -> None:
     def mover(name: str) -> Player:
-        def moves(games: Sequence[Game]) -> list[str | None]:
+        def moves(games: Sequence[PlayedGame]) -> list[str | None]:
             if breaks == name:
                 raise KeelError(f"no {name}")
             return random_mover(1)(games)
@@ -126,7 +126,7 @@ def test_pgn_reads_back() -> None:
         assert read.end().board().fen() == game.board.fen()
         assert read.headers["Result"] == game.result
         assert read.headers["White"] == ("model" if game.model_is_white else "other")
-    assert Game(0, True).score is None
+    assert PlayedGame(0, True).score is None
 
 
 def test_the_command_plays_counts_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,28 +139,3 @@ def test_the_command_plays_counts_and_writes(tmp_path: Path, capsys: pytest.Capt
     assert data["ci95"][1] > 0.4
     assert pgn.read_text().count("[Event") == 2
     assert sorted(path.name for path in boards.iterdir()) == ["game-001.svg", "game-002.svg"]
-
-
-def test_the_table_fits_a_terminal_of_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["play", "tiny", "--games", "2", "--max-tokens", "4"]) == 0
-    shown = capsys.readouterr().out
-    for word in ("games", "wins", "draws", "losses", "forfeits", "unfinished", "score [95 %]", "plies"):
-        assert f"{word} " in shown
-    assert "…" not in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--opponent", "stockfisch"], "did you mean 'stockfish'"),
-        (["--nodes", "5"], "--nodes needs --opponent stockfish"),
-        (["--padding", "wide"], "unknown chess padding"),
-        (["--pgn", "nowhere/games.pgn"], "the folder nowhere does not exist"),
-    ],
-)
-def test_options_that_mean_nothing_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["play", "tiny", *words]) == 2
-    assert said in capsys.readouterr().err

@@ -191,52 +191,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(
     assert "another seed" in capsys.readouterr().err
 
 
-def test_too_few_positions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "--out", str(tmp_path / "a"), "--rows", "100", "--plies", "1", "--jobs", "1"]) == 2
-    assert "only 1 different rows" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--kind", "q"], "unknown --kind 'q'"),
-        (["--games", "randon"], "did you mean 'random'"),
-        (["--games", "openings"], "belong together"),
-        (["--max-pieces", "40"], "--max-pieces is 40"),
-        (["--history", "11"], "--history is from 1 to 10"),
-        (["--padding", "wide"], "padding"),
-    ],
-)
-def test_settings_that_mean_nothing_are_named(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["data", "--out", str(tmp_path / "a"), *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("eco\tname\nA00\tGrob\n", "no column uci or pgn"),
-        ("eco\tname\tpgn\nA00\tGrob\t1. g4 Ke7\n", "line 2"),
-        ("uci\ne2e4 e7e5\nNf3\n", "line 3: the move 'Nf3' is not in UCI notation"),
-        ("pgn\n1. e4 e5 2. Nf9\n", "line 2: the move 'Nf9' of '1. e4 e5 2. Nf9' cannot be played"),
-        ("pgn\n1. e4\n1. e4 e5 Qh5 hello\n", "line 3: the move 'hello'"),
-        ("pgn\n1. e4 (1. d4\n", r"line 2: the move '\('"),
-        ("uci\ne2e4 e7e7\n", "line 2: the move 'e7e7' stays on its square"),
-        ("eco\tname\tpgn\n", "holds no opening"),
-    ],
-)
-def test_broken_openings_are_named(text: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{abs(hash(text))}.tsv"
-    path.write_text(text)
-    with pytest.raises(KeelError, match=said):
-        read_openings(str(path))
-
-
 @pytest.mark.parametrize(
     "pgn",
     [

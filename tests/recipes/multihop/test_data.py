@@ -156,29 +156,3 @@ def test_the_curriculum_begins_with_short_chains(tmp_path: Path, rows: bool) -> 
     assert {p.info["hops"] for p in task.sample(16, seed=0, step=4)} == {2}
     assert {p.info["hops"] for p in task.sample(16, seed=0, step=5)} == {2, 3}
     assert {p.info["hops"] for p in task.held_out(64)} == {2, 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"retriever": "bm25"}, "unknown multihop retriever"),
-        ({"retriever": "hybrid"}, "needs embedding"),
-        ({"retriever": "golden", "embedding": "a:b"}, "set retriever=hybrid"),
-        ({"tool_format": "xml"}, "tool_format"),
-        ({"answer_style": "tag"}, "did you mean 'tags'"),
-        ({"top_n": 0}, "top_n is 0"),
-        ({"noise_rate": 1.5}, "noise_rate is 1.5"),
-        ({"hops": [5]}, "chains of 1 to 4"),
-        ({"hops": ["2"]}, "hops.*a whole number"),
-        ({"documents": 3}, "the longest chain"),
-        ({"curriculum_steps": -1}, "curriculum_steps"),
-        ({"weights": {"em": 1}}, "multihop weight"),
-        ({"tools": ["nothing"]}, "module:attr"),
-        ({"data": {"path": "x.jsonl"}, "documents": 8}, "leave it out"),
-        ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl not found"),
-        ({"data": {"path": " ; "}}, "names no data"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(KeelError, match=message):
-        build_task("multihop", **options)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.base.errors import KeelError
 from keel.recipes.multihop.score import (
     WEIGHTS,
     best,
-    checked_weights,
     exact_match,
     f1,
     normalise,
@@ -97,18 +95,3 @@ def test_the_total_is_the_hops_over_two_times_the_weighted_mean() -> None:
     assert total(ones, WEIGHTS, 2, True) == pytest.approx(1.0, abs=1e-12)
     assert total(ones, WEIGHTS, 4, True) == pytest.approx(2.0, abs=1e-12)
     assert total(ones, WEIGHTS, 4, False) == pytest.approx(1.0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"f2": 1.0}, "did you mean 'f1'"),
-        ({"f1": -1.0}, "weights.f1 is -1.0"),
-        ({"f1": True}, "weights.f1 is True"),
-        ({"f1": float("nan")}, "weights.f1 is nan"),
-        (dict.fromkeys(WEIGHTS, 0), "all 0"),
-    ],
-)
-def test_weights_that_cannot_be(weights: dict[str, float], message: str) -> None:
-    with pytest.raises(KeelError, match=message):
-        checked_weights(weights)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from keel.base.errors import KeelError
 from keel.envs.maths import require_math_verify
-from keel.envs.sandbox import Limits
+from keel.envs.sandbox import SandboxLimits
 
 _KEYS = ("pattern", "tag", "reward")
 
@@ -123,7 +123,7 @@ def _tags(name: str, params: Mapping[str, Any]) -> None:
 def _code(params: Mapping[str, Any]) -> None:
     if not 0 <= params.get("partial", 0.0) < 1:
         raise KeelError(f"reward code: partial is {params['partial']}, it must be at least 0 and below 1")
-    Limits.of(params)
+    SandboxLimits.of(params)
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {

@@ -7,7 +7,7 @@ from statistics import fmean
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs.programs import NO_SYNTAX, check_tests, program_of, run_tests
-from keel.envs.sandbox import Limits
+from keel.envs.sandbox import SandboxLimits
 
 LONGEST_DETAILS = 20_000  # characters
 
@@ -27,10 +27,10 @@ def code(
 
     The parts are `correct`, `passed` (the share), and one for each name that tests have.
     """
-    return judge(problem, text, Limits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers), partial)
+    return judge(problem, text, SandboxLimits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers), partial)
 
 
-def judge(problem: Problem, text: str, limits: Limits, partial: float) -> Reward:
+def judge(problem: Problem, text: str, limits: SandboxLimits, partial: float) -> Reward:
     """The reward of a completion's program."""
     try:
         tests = check_tests(problem.info.get("tests"))

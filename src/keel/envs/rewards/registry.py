@@ -18,7 +18,7 @@ from keel.envs.programs import need_sandbox
 from keel.envs.rewards import code, http, maths, text
 from keel.envs.rewards.checks import CHECKS
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
-from keel.envs.sandbox import Limits
+from keel.envs.sandbox import SandboxLimits
 
 REWARDS: dict[str, RewardFunction] = {
     "none": text.none,
@@ -80,7 +80,7 @@ def build_reward(name: str, task: Task, *, weight: float = 1.0, label: str | Non
     inner = [_build_inner(spec, task) for spec in _inner(name, params)]
     arguments = _arguments(name, _filled(name, params, task))
     at_once = int(params.get("concurrency", http.CONCURRENCY)) if name in REMOTE else 1
-    at_once = Limits.of(params).at_once if name == "code" else at_once
+    at_once = SandboxLimits.of(params).at_once if name == "code" else at_once
     part = wrap(
         partial(function, **arguments) if arguments else function,
         label or name,
@@ -105,7 +105,7 @@ def probe_rewards(entries: Sequence[Mapping[str, Any]]) -> None:
     """Check before the run that remote judges can be reached and that the code sandbox works."""
     for entry in entries:
         if entry["name"] == "code":
-            need_sandbox(Limits.of(entry))
+            need_sandbox(SandboxLimits.of(entry))
         if entry["name"] in REMOTE:
             http.probe(**{key: entry[key] for key in ("url", "headers", "timeout_s") if key in entry})
 

@@ -1,10 +1,9 @@
-"""TRL's own KL terms, called one sampled token at a time: GRPO's, and those of its distillation trainers."""
+"""TRL's own KL terms, called one sampled token at a time: GRPO's, GMPO's, and those of its distillation trainers."""
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +11,20 @@ import torch
 from torch import Tensor
 from trl import DistillationConfig, GRPOConfig, GRPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.sdpo import SDPOConfig
 from trl.experimental.sdpo import loss_utils as sdpo
 from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 from trl.trainer import distillation_trainer as distillation
 
 from keel.integrations.versions import TRL
-from keel.verify.peer_terms import Losses, PeerTerm, PeerTermResult, examine_term
+from keel.verify.peer_terms import Losses, PeerTerm, PeerTermResult, by_token, examine_term, of_distributions
 
 
 def formulas() -> Sequence[PeerTerm]:
     """Every KL term of the installed TRL that can be called on its own."""
-    grpo, full, gkd = _args(GRPOConfig), _args(DistillationConfig), _args(GKDConfig)
+    grpo, gmpo = _args(GRPOConfig), _args(GMPOConfig, beta=1.0)
+    full, gkd = _args(DistillationConfig), _args(GKDConfig)
     server = _args(ServerDistillationConfig, teacher_model_server_url="http://127.0.0.1")
     self_distillation = _args(SDPOConfig)
     terms = [
@@ -36,6 +37,8 @@ def formulas() -> Sequence[PeerTerm]:
         )
         for corrected in (True, False)
     ]
+    corrected = f"use_bias_correction_kl={gmpo.use_bias_correction_kl}"
+    terms.append(PeerTerm("GMPOTrainer", corrected, GMPOTrainer._compute_loss, _grpo(GMPOTrainer, gmpo)))
     terms += [
         PeerTerm(
             "DistillationTrainer",
@@ -56,15 +59,15 @@ def formulas() -> Sequence[PeerTerm]:
         )
     )
     alpha, tail = self_distillation.distillation_alpha, self_distillation.distillation_add_tail
-    if self_distillation.distillation_mode == "sampled_token":
-        terms.append(
-            PeerTerm(
-                "SDPOTrainer",
-                f"distillation_mode=sampled_token, distillation_is_clip={self_distillation.distillation_is_clip}",
-                sdpo.compute_sampled_token_self_distillation_loss,
-                _sampled(self_distillation),
-            )
+    terms.append(
+        PeerTerm(
+            "SDPOTrainer",
+            f"distillation_mode=sampled_token, distillation_is_clip={self_distillation.distillation_is_clip}",
+            sdpo.compute_sampled_token_self_distillation_loss,
+            _sampled(self_distillation),
+            default=self_distillation.distillation_mode == "sampled_token",
         )
+    )
     for added in (tail, not tail):
         terms.append(
             PeerTerm(
@@ -88,23 +91,7 @@ def kl_of(trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> PeerTermR
 
 def _args(kind: type, **changes: Any) -> Any:
     """TRL's defaults, without an accelerator."""
-    with tempfile.TemporaryDirectory() as folder:
-        return kind(output_dir=folder, use_cpu=True, bf16=False, report_to="none", **changes)
-
-
-def _by_token(loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Losses:
-    """A loss of the logits of student, teacher and sampler, and the sampled token, for each token in turn."""
-
-    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
-        each = torch.stack([loss(policy, ref, sampler, torch.tensor(token)) for token in range(len(policy))]).double()
-        return each.detach(), each
-
-    return losses
-
-
-def _everywhere(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """A loss that does not depend on the token."""
-    return _by_token(lambda student, teacher, sampler, token: loss(student, teacher))
+    return kind(use_cpu=True, bf16=False, report_to="none", **changes)
 
 
 class _Trainer:
@@ -170,11 +157,11 @@ def _chunked(beta: float) -> Losses:
             student[None, None], teacher[None, None], head, head, torch.ones(1, 1), beta
         )[0]
 
-    return _everywhere(loss)
+    return of_distributions(loss)
 
 
 def _gkd(beta: float) -> Losses:
-    return _everywhere(
+    return of_distributions(
         lambda student, teacher: GKDTrainer.generalized_jsd_loss(student[None, None], teacher[None, None], beta=beta)
     )
 
@@ -190,11 +177,11 @@ def _sampled(args: Any) -> Losses:
         logp, old = (logits.log_softmax(0)[token].view(1, 1) for logits in (student, sampler))
         return sdpo.apply_importance_sampling_clipping(each, logp, old, args.distillation_is_clip).sum()
 
-    return _by_token(loss)
+    return by_token(loss)
 
 
 def _topk(alpha: float, tail: bool) -> Losses:
-    return _everywhere(
+    return of_distributions(
         lambda student, teacher: sdpo.compute_topk_self_distillation_loss(
             student[None, None],
             teacher[None, None],
@@ -225,4 +212,4 @@ def _server(args: Any) -> Losses:
             labels=token.view(1, 1),
         )
 
-    return _by_token(loss)
+    return by_token(loss)

@@ -11,6 +11,7 @@ from keel.base.errors import KeelError
 from keel.integrations.trl.settings import TrlSettings
 from keel.kl import KLOptions, Pairing, advise
 from keel.kl.facts import POLICY_REF
+from keel.models.dropout import module_dropouts
 
 # Keys of generation_kwargs that change which distribution samples are drawn from.
 SHAPING = (
@@ -60,9 +61,10 @@ def _sampling_notes(args: Any) -> list[str]:
 
 def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
     """A note on dropout; it is refused where the measured KL decides something, because dropout makes it noise."""
-    where = _dropout(model)
-    if where is None:
+    active = [f"{path}.{key}={value:g}" for path, _, key, value in module_dropouts(model) if value > 0]
+    if not active:
         return []
+    where = active[0]
     kl = settings.kl
     deciding = {
         "kl.budget": kl.budget is not None,
@@ -76,14 +78,3 @@ def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
                 "noise alone: set disable_dropout=True in GRPOConfig, and dropouts of the model's configuration to 0"
             )
     return [f"dropout is on ({where}): policy and reference differ from the first step, so the KL does not start at 0"]
-
-
-def _dropout(model: nn.Module) -> str | None:
-    """The first module of a model with active dropout in training."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return f"{name}, p={module.p:g}"
-        for option, value in vars(module).items():  # those that attention applies by itself
-            if "dropout" in option and isinstance(value, float) and value > 0:
-                return f"{name}.{option}={value:g}"
-    return None

@@ -16,15 +16,15 @@ from typing import Any
 from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
+from keel.doctor.names import TRAINERS
 from keel.integrations.trl.checkpoint import saved_checkpoints
 from keel.integrations.trl.records import messages_of
 from keel.integrations.trl.settings import TrlSettings, config_of
 from keel.integrations.versions import TRL
 from keel.kl import KLState
-from keel.lab.doctor.names import TRAINERS
 from keel.lab.hooks import AT_END
 from keel.loggers import MultiLogger, RunDirectory
-from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger
+from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger, RunExists
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
 from keel.models.head import causal_lm
@@ -201,9 +201,7 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
     discarded = _linked_checkpoints(path) if replace_old else []
     try:
         directory = RunDirectory.create(path, overwrite=replace_old)
-    except KeelError as error:
-        if "already holds" not in str(error):
-            raise
+    except RunExists:
         raise KeelError(
             f"output_dir {path} already holds a run: give another one, go on with "
             "trainer.train(resume_from_checkpoint=True), or discard it with "

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.types import Batch, Scores
-from keel.integrations.trl.settings import REDUCTIONS
 from keel.kl import KLOptions
 from keel.kl.exact import penalty_divergence
 from keel.losses.reductions import Denominators
@@ -58,11 +57,6 @@ def denominators(args: Any, kl: KLOptions, inputs: Mapping[str, Any], accumulate
         tokens = inputs["num_items_in_batch"].double() / args.world_size * updates
     longest = 1 if args.loss_type == "luspo" else args.max_completion_length
     return Denominators(float(len(mask) * microbatches), tokens, longest)
-
-
-def loss_reduction(args: Any) -> str:
-    """How TRL's loss averages, in Keel's words."""
-    return REDUCTIONS[args.loss_type]
 
 
 @contextmanager

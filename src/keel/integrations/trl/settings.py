@@ -14,6 +14,7 @@ from keel.config import Config, peers, read_config
 from keel.config.load import is_option, set_option, validate
 from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_from_options
 from keel.losses.options import MismatchOptions
+from keel.reference.base import is_server
 from keel.reference.kinds import check_reference
 from keel.reference.options import ReferenceOptions
 from keel.run.resume import may_change
@@ -151,8 +152,13 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
             "kl.teacher is not done inside TRL, which has one reference: make the teacher that, with reference.model, "
             "or train with keel train"
         )
-    if isinstance(reference.params.get("model"), Mapping):
+    teacher = reference.params.get("model")
+    if isinstance(teacher, Mapping):
         raise KeelError("reference.model with a teacher a task is not done inside TRL: name one teacher for all tasks")
+    if teacher is not None and is_server(teacher):
+        raise KeelError("reference.model as a server is not done inside TRL: name a model, or train with keel train")
+    if reference.params.get("device", "auto") != "auto":
+        raise KeelError("reference.device is not done inside TRL, which places models itself: leave it out")
     if kl.collect_max is not None:
         raise KeelError("kl.collect_max is not done inside TRL: leave it out, or train with keel train")
     if kl.budget is not None and kl.budget.action == "rollback":

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from keel.doctor.names import TRAINERS
 from keel.integrations.trl.checkpoint import good_checkpoints
 from keel.integrations.trl.records import rollout_records, skipped_record
 from keel.integrations.trl.window import Update, Window, gather, measure
 from keel.kl.measure import REFERENCE, controlled_kl
-from keel.lab.doctor.names import TRAINERS
 from keel.trainer.guards import (
     GuardViolation,
     find_violation,
@@ -240,6 +240,3 @@ def over_steps(name: str, values: Sequence[float]) -> float:
     if name.endswith(("/max", "_max")):
         return max(known)
     return min(known) if name.endswith("/min") else sum(known) / len(known)
-
-
-__all__ = ["Steps", "over_steps"]

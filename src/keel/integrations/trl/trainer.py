@@ -29,12 +29,12 @@ from keel.integrations.trl.scoring import (
     FORWARD,
     denominators,
     hidden_states,
-    loss_reduction,
     of_completions,
     rows_of,
     with_exact_kl,
 )
 from keel.integrations.trl.settings import (
+    REDUCTIONS,
     check_args,
     controller,
     mismatch_of,
@@ -218,7 +218,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         penalty, logged = kl_penalty(
             kl,
             self.keel_pairing,
-            loss_reduction(self.args),
+            REDUCTIONS[self.args.loss_type],
             self.keel_state.beta,
             scores,
             batch,
@@ -226,7 +226,8 @@ class KeelGRPOTrainer(GRPOTrainer):
             self._mismatch,
         )
         again = self._step % (self.args.steps_per_generation * self.num_iterations) >= self.args.steps_per_generation
-        done = Pass(batch, detached(scores), policy_loss.detach(), logged, inputs, self._generated, again)
+        lengths = inputs["prompt_mask"].sum(1)
+        done = Pass(batch, detached(scores), lengths, policy_loss.detach(), logged, inputs, self._generated, again)
         if training:
             self._passes.append(done)
         else:
@@ -308,6 +309,3 @@ class KeelGRPOTrainer(GRPOTrainer):
             logger.warning("%s is a checkpoint of plain TRL: Keel's controller and guards begin anew", checkpoint)
             return
         self.keel_state, self._batches = saved
-
-
-__all__ = ["KeelGRPOTrainer"]

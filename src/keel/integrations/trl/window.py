@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,14 +13,17 @@ from keel.base.metrics import Number, Share, python_numbers
 from keel.base.types import Batch, Scores
 from keel.base.world import World
 from keel.kl import importance_ratio, k3, log_ratio
+from keel.kl.depth import depth_metrics, occupied_bins, positions
 from keel.kl.measure import MaskIndex, kl_statistics
 from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
+
+T = TypeVar("T", Batch, Scores, "Pass")
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What TRL has noted of a batch of rollouts, over all processes: this process's rows are in the same order in the
-    first, which writes. `rows` are this process's, `number` counts the batches of the run from 0."""
+    """What TRL logged of a batch of rollouts, the completions of all processes in order; those of the main process,
+    which writes the files, come first. `rows` is this process's count, `number` counts batches from 0."""
 
     prompts: Sequence[Any] = ()
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -38,11 +41,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Pass:
-    """One microbatch: its rows and scores, TRL's loss and what the KL adds to it, the completions behind them and the
-    batch that those are of. `again`: an earlier pass has scored the same rows."""
+    """One microbatch: its rows and scores, the lengths of its prompts `[B]`, TRL's loss and what the KL adds to it, the
+    completions behind them and the batch that those are of. `again`: an earlier pass has scored the same rows."""
 
     batch: Batch
     scores: Scores
+    prompt_lengths: Tensor
     policy_loss: Tensor
     kl_loss: Number
     inputs: Mapping[str, Any]
@@ -56,6 +60,7 @@ class Window:
 
     batch: Batch
     scores: Scores
+    prompt_lengths: Tensor
     policy_loss: float
     kl_loss: float
 
@@ -83,16 +88,21 @@ class Update:
 
 def detached(scores: Scores) -> Scores:
     """The same numbers without their graph."""
-
-    def plain(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach()
-
-    return Scores(scores.logp.detach(), plain(scores.entropy), plain(scores.exact_kl), plain(scores.ref_policy_kl))
+    return _each(scores, Tensor.detach)
 
 
 def on_host(part: Pass) -> Pass:
     """A pass to be measured later: in main memory, without its completions."""
-    return replace(part, batch=_on_cpu(part.batch), scores=_on_cpu(part.scores), inputs={})
+    batch, scores = _each(part.batch, Tensor.cpu), _each(part.scores, Tensor.cpu)
+    return replace(_each(part, Tensor.cpu), batch=batch, scores=scores, inputs={})
+
+
+def _each(part: T, function: Callable[[Tensor], Tensor]) -> T:
+    """A function of each tensor among the fields."""
+    tensors: dict[str, Any] = {
+        f.name: function(x) for f in fields(part) if isinstance(x := getattr(part, f.name), Tensor)
+    }
+    return replace(part, **tensors)
 
 
 def shares(passes: Sequence[Pass]) -> list[Pass]:
@@ -107,38 +117,35 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
     own = (
         _joined([part.batch for part in passes]),
         _joined([part.scores for part in passes]),
+        torch.cat([part.prompt_lengths for part in passes]),
         *python_numbers([sum(part.policy_loss.detach().double() for part in passes)]),
         *python_numbers([sum(part.kl_loss for part in passes)]),
     )
     if world.size == 1:
         return Window(*own)
-    everybody = world.gather_to_main((_on_cpu(own[0]), _on_cpu(own[1]), *own[2:]))
+    batch, scores, lengths, *losses = own
+    everybody = world.gather_to_main((_each(batch, Tensor.cpu), _each(scores, Tensor.cpu), lengths.cpu(), *losses))
     if everybody is None:
         return None
-    batches, scores, policy, kl = zip(*everybody, strict=True)
-    return Window(_joined(batches), _joined(scores), sum(policy) / world.size, sum(kl) / world.size)
+    batch, scores, lengths, policy, kl = zip(*everybody, strict=True)
+    return Window(_joined(batch), _joined(scores), torch.cat(lengths), sum(policy) / world.size, sum(kl) / world.size)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Concatenate the rows of several batches or scores; a field that one of them lacks is dropped."""
+def _joined(parts: Sequence[T]) -> T:
+    """Concatenate the rows of several batches or scores; a tensor that one of them lacks is dropped."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
-    return type(parts[0])(**{name: _stacked(values) for name, values in columns.items()})
+    whole: dict[str, Any] = {
+        name: _stacked(rows) for name, rows in columns.items() if all(isinstance(x, Tensor) for x in rows)
+    }
+    return type(parts[0])(**whole)
 
 
-def _stacked(values: Sequence[Any]) -> Any:
-    if any(not isinstance(value, Tensor) for value in values):
-        return values[0] if all(isinstance(value, bool) for value in values) else None
-    if len(values) == 1:
-        return values[0]
-    if values[0].dim() == 1:
-        return torch.cat(list(values))
-    longest = max(value.shape[1] for value in values)
-    return torch.cat([torch.nn.functional.pad(value, (0, longest - value.shape[1])) for value in values])
-
-
-def _on_cpu(part: Any) -> Any:
-    moved = {f.name: getattr(part, f.name) for f in fields(part)}
-    return type(part)(**{name: x.cpu() if isinstance(x, Tensor) else x for name, x in moved.items()})
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """`[B]`, or `[B, T]` padded to the longest."""
+    if parts[0].dim() == 1:
+        return torch.cat(list(parts))
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
 
 
 def measure(window: Window, clamp: float | None) -> dict[str, float]:
@@ -171,4 +178,6 @@ def measure(window: Window, clamp: float | None) -> dict[str, float]:
             metrics["kl/sampler_policy/k1/mean"] = index.mean(-d)
             metrics["kl/sampler_policy/k3/mean"] = index.mean(k3(d))
             metrics["logp/sampler_gap_max"] = d.abs().max() if d.numel() else 0.0
+            where = positions(window.prompt_lengths, mask.shape[1], mask.device)
+            metrics |= depth_metrics(k3(d), mask, where, occupied_bins(where, mask))
     return {**dict(zip(metrics, python_numbers(metrics.values()), strict=True)), **losses}

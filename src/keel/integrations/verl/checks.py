@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
+from keel.base.errors import KeelError
 from keel.integrations.sync import Sampler, SyncLedger, SyncResult, stop_or_warn
 from keel.integrations.versions import VERL
 from keel.lab.traces.records import Trace
+
+NEEDED = ("prompts", "responses", "response_mask")
+FIELDS = (*NEEDED, "rollout_log_probs", "old_log_probs")  # of verl's rows that a trace is made of
 
 
 class SyncCheck:
@@ -29,11 +34,8 @@ class SyncCheck:
         adapter: int | None = None,
     ) -> None:
         VERL.check_version()
-        self.ledger, self.on_mismatch, self.results = (
-            SyncLedger(sampler, policy, adapter),
-            on_mismatch,
-            list[SyncResult](),
-        )
+        self.ledger, self.on_mismatch = SyncLedger(sampler, policy, adapter), on_mismatch
+        self.results = list[SyncResult]()
 
     def updated(self, step: int) -> None:
         self.ledger.note(step)
@@ -44,27 +46,21 @@ class SyncCheck:
         return self.results[-1]
 
 
-def traces(batch: Any, step: int | None = None) -> list[Trace]:
-    """The traces of a DataProto, or of its tensors, once old_log_probs were computed."""
+def traces(rows: Any, step: int | None = None) -> list[Trace]:
+    """The traces of the rows of verl's TransferQueue, or of a DataProto; `logp` are old_log_probs."""
     VERL.check_version()
-    tensors = getattr(batch, "batch", batch)
-    rows, width = [], tensors["responses"].shape[1]
-    for row in range(len(tensors["responses"])):
-        seen = tensors["attention_mask"][row].bool()
-        prompt = tensors["input_ids"][row][:-width][seen[:-width]]
-        real, keys = seen[-width:], set(tensors.keys())
-
-        def of(name: str, real: Tensor = real, row: int = row, keys: set[str] = keys) -> tuple[float, ...] | None:
-            return tuple(tensors[name][row][real].float().tolist()) if name in keys else None
-
-        rows.append(
-            Trace(
-                tuple(prompt.tolist()),
-                tuple(tensors["responses"][row][real].tolist()),
-                tuple(tensors["response_mask"][row][real].bool().tolist()),
-                of("rollout_log_probs"),
-                of("old_log_probs"),
-                step=step,
-            )
-        )
-    return rows
+    tensors = getattr(rows, "batch", rows)
+    columns = {name: tensors[name].unbind() for name in FIELDS if name in set(tensors.keys())}
+    if missing := [name for name in NEEDED if name not in columns]:
+        raise KeelError(f"these rows of verl lack {', '.join(missing)}: select {', '.join(FIELDS)}")
+    if not tensors["responses"].is_nested:  # a DataProto pads prompts on the left and completions on the right
+        seen, width = tensors["attention_mask"].bool(), tensors["responses"].shape[1]
+        for name, values in columns.items():
+            kept = seen[:, :-width] if name == "prompts" else seen[:, -width:]
+            columns[name] = [row[mask] for row, mask in zip(values, kept, strict=True)]
+    numbers = {name: [tuple(row.tolist()) for row in values] for name, values in columns.items()}
+    each = zip(*(numbers.get(name, repeat(None)) for name in FIELDS), strict=False)
+    return [
+        Trace(prompt, ids, tuple(map(bool, mask)), sampled, logp, step=step)
+        for prompt, ids, mask, sampled, logp in each
+    ]

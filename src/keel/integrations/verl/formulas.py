@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils
 from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
 
-from keel.verify.peer_terms import Losses, PeerTerm
+from keel.verify.peer_terms import Losses, PeerTerm, in_loss, of_distributions
 
 KINDS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+")
 
@@ -32,7 +33,7 @@ def formulas() -> Sequence[PeerTerm]:
             "KL in the loss",
             f"use_kl_loss=True, kl_loss_type={kind}",
             core_algos.kl_penalty,
-            _in_loss(kind),
+            in_loss(partial(lambda kind, logp, ref, old: core_algos.kl_penalty(logp, ref, kind), kind)),
             default=kind == actor["kl_loss_type"],
         )
         for kind in KINDS
@@ -77,14 +78,6 @@ def _defaults(name: str) -> dict[str, Any]:
     """verl's YAML defaults."""
     path = Path(verl.__file__).parent / "trainer" / "config" / f"{name}.yaml"
     return dict(yaml.safe_load(path.read_text()))
-
-
-def _in_loss(kind: str) -> Losses:
-    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
-        value = core_algos.kl_penalty(policy.log_softmax(0)[:, None], ref.log_softmax(0)[:, None], kind)[:, 0]
-        return value.detach(), value
-
-    return losses
 
 
 def _in_reward(kind: str) -> Losses:
@@ -162,16 +155,6 @@ def _topk(k: int) -> Losses:
         top = teacher.log_softmax(0).topk(k)
         best, ids = (torch.nested.as_nested_tensor([x[None]], layout=torch.jagged) for x in (top.values, top.indices))
         found = fsdp.compute_forward_kl_topk(student[None, None], best, ids, config, "thd")
-        return found["distillation_losses"].clamp_min(0.0).double().sum()
+        return found["distillation_losses"].clamp_min(0.0).sum()
 
-    return _everywhere(loss)
-
-
-def _everywhere(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """A loss that does not depend on the token."""
-
-    def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
-        each = loss(policy, ref).expand(len(policy))
-        return each.detach(), each
-
-    return losses
+    return of_distributions(loss)

@@ -1,8 +1,8 @@
-"""The entry point of the group `verl.plugins`: registers `keel_sync` as soon as verl loads its trainers.
+"""The entry point of the group `verl.plugins`: registers `keel_sync` when verl loads its trainers.
 
-verl imports every plugin in every process and swallows what it raises (`verl/__init__.py`). So nothing heavy happens
-here, and what keeps Keel's trainer from being loaded (a version that was not tested, a missing package) is said in the
-log; a run of plain verl continues. Where `keel_sync` is then asked for, verl itself refuses it.
+verl imports every plugin in every process and ignores its exceptions (`verl/__init__.py`). So this module imports
+nothing heavy, and logs why Keel's trainer cannot be loaded (an untested version, a missing package). A run of plain
+verl continues; a run that asks for `keel_sync` is refused by verl itself.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from keel.base.errors import KeelError
 from keel.integrations.verl.unread import MODE, refuse_unread
 from keel.integrations.versions import VERL
 
-Follow = Callable[[ModuleType], None]
+Hook = Callable[[ModuleType], None]
 logger = logging.getLogger("keel")
 
 
-def with_trainers(module: ModuleType) -> None:
+def register(module: ModuleType) -> None:
     """After verl's trainers are loaded: make them refuse options that they would not read, and register Keel's."""
     refuse_unread(module.PPOTrainer)
     importlib.import_module("keel.integrations.verl.trainer")
 
 
-def with_legacy_trainer(module: ModuleType) -> None:
+def guard_legacy_trainer(module: ModuleType) -> None:
     """After the trainer of `trainer.use_v1=False` is loaded."""
     refuse_unread(module.RayPPOTrainer)
 
 
-# The first holds the registry, and imports every engine: too much for every process, so that Keel waits for it.
-FOLLOWED: dict[str, Follow] = {
-    "verl.trainer.ppo.v1": with_trainers,
-    "verl.trainer.ppo.ray_trainer": with_legacy_trainer,
+# The first has the registry and imports every engine, which is too slow to import in every process.
+HOOKS: dict[str, Hook] = {
+    "verl.trainer.ppo.v1": register,
+    "verl.trainer.ppo.ray_trainer": guard_legacy_trainer,
 }
 
 
-def follow_safely(follow: Follow, module: ModuleType) -> None:
-    """Run Keel's hook after a module of verl; an error must not stop a run that does not use Keel."""
+def run_hook(hook: Hook, module: ModuleType) -> None:
+    """Run a hook; an error must not stop a run that does not use Keel."""
     try:
-        follow(module)
+        hook(module)
     except Exception as error:
         reason = " ".join(str(error).split())
         logger.warning("Keel is not loaded into verl, %s is unknown (%s: %s)", MODE, type(error).__name__, reason)
 
 
-class _Then(Loader):
-    """A module's own loader, followed by Keel's hook."""
+class _HookedLoader(Loader):
+    """Load a module with its own loader, then run a hook."""
 
-    def __init__(self, loader: Loader, follow: Follow) -> None:
-        self.loader, self.follow = loader, follow
+    def __init__(self, loader: Loader, hook: Hook) -> None:
+        self.loader, self.hook = loader, hook
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -65,14 +65,14 @@ class _Then(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        follow_safely(self.follow, module)
+        run_hook(self.hook, module)
 
 
-class Following(MetaPathFinder):
-    """Find a module of verl in the usual way, and run Keel's hook after it, once."""
+class HookedFinder(MetaPathFinder):
+    """Find one module in the usual way, and run a hook after it is loaded, once."""
 
-    def __init__(self, name: str, follow: Follow) -> None:
-        self.name, self.follow = name, follow
+    def __init__(self, name: str, hook: Hook) -> None:
+        self.name, self.hook = name, hook
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -82,7 +82,7 @@ class Following(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.follow)
+            spec.loader = _HookedLoader(spec.loader, self.hook)
         return spec
 
 
@@ -93,11 +93,11 @@ def install() -> None:
     except KeelError as error:
         logger.warning("%s", error)
         raise
-    for name, follow in FOLLOWED.items():
+    for name, hook in HOOKS.items():
         if name in sys.modules:
-            follow_safely(follow, sys.modules[name])
+            run_hook(hook, sys.modules[name])
         else:
-            sys.meta_path.insert(0, Following(name, follow))
+            sys.meta_path.insert(0, HookedFinder(name, hook))
 
 
 install()

@@ -23,7 +23,7 @@ from keel.base.files import write_atomic
 from keel.integrations.verl.loss import REPORTED, KeelLoss, policy_config
 from keel.integrations.verl.settings import notes_on, settle
 from keel.integrations.verl.unread import MODE, ReadsKeel
-from keel.integrations.versions import VERL, VERLS_WORKER
+from keel.integrations.versions import VERL, VERL_WORKER_METHODS
 from keel.kl import KLOptions, KLState, measure_kl
 from keel.kl.measure import controlled_kl
 
@@ -31,7 +31,7 @@ STATE = "keel.json"
 logger = logging.getLogger("keel")
 VERL.check_version()
 VERL.check_names(PPOTrainerSync)
-VERL.check_names(ActorRolloutRefWorker, VERLS_WORKER)
+VERL.check_names(ActorRolloutRefWorker, VERL_WORKER_METHODS)
 
 
 class RewardBeta:

@@ -11,7 +11,7 @@ from keel.base.files import one_line_errors, write_atomic
 from keel.loggers.rundir import REPORT
 
 if TYPE_CHECKING:
-    from keel.lab.runs import RunRecord
+    from keel.doctor.runs import RunRecord
 
 __all__ = ["write_page", "write_report"]
 
@@ -24,8 +24,8 @@ def write_report(
     Default path: report.html in the run's folder, or comparison.html next to the first of several runs. `looked_at`
     returns HTML that is folded below a run's findings.
     """
+    from keel.doctor.runs import read_run
     from keel.lab.report.html import page
-    from keel.lab.runs import read_run
 
     if not runs:
         raise KeelError("no run directory given; name at least one, such as runs/default")

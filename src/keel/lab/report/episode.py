@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from keel.doctor.runs import Record
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
     Token,
@@ -20,7 +21,6 @@ from keel.lab.report.rollouts import (
     messages_of,
     turns_of,
 )
-from keel.lab.runs import Record
 
 
 def legend(kl_max: float, measured: bool = True) -> str:

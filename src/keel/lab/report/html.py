@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 
+from keel.doctor.runs import RunRecord
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, constants, svg, thin
 from keel.lab.report import samples, sections
 from keel.lab.report.panels import panels
 from keel.lab.report.verdict import labels, sentences
-from keel.lab.runs import RunRecord
 
 
 def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None = None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keel.doctor.runs import RunRecord, curve_of, interval, number
 from keel.lab.plots.charts import Curve, Panel
-from keel.lab.runs import RunRecord, curve_of, interval, number
 
 K1_HINT = "k1 may be negative"
 # (title, unit, hint, [(metric, label)]): in this order on the page.

@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import json_object
-from keel.lab.runs import Record, number
+from keel.doctor.runs import Record, number
 from keel.loggers import rundir
 
 K1_SAMPLE = "log-ratio to the reference (k1 sample, may be negative)"

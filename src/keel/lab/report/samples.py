@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from keel.doctor.runs import Record, RunRecord, number
 from keel.lab.report.episode import completion, legend, prompt
 from keel.lab.report.rollouts import as_list, brief, colour_scale
-from keel.lab.runs import Record, RunRecord, number
 
 PROBLEMS = 4
 PER_PROBLEM = 2

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from keel.lab.judge import Accuracy, worst_first
+from keel.doctor.judge import Accuracy, worst_first
+from keel.doctor.runs import Record, RunRecord, number
 from keel.lab.report.rollouts import brief
 from keel.lab.report.verdict import (
     SEVERITY_TONES,
@@ -23,7 +24,6 @@ from keel.lab.report.verdict import (
     retention,
     span,
 )
-from keel.lab.runs import Record, RunRecord, number
 
 EVENTS_SHOWN = 300
 # Parts of the kinds of events that are coloured as a warning.

@@ -14,6 +14,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from keel.doctor.runs import Record, number
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
     Token,
@@ -29,7 +30,6 @@ from keel.lab.report.rollouts import (
     tokens_of,
     turns_of,
 )
-from keel.lab.runs import Record, number
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and their background
 _CONTEXT = Style(dim=True, italic=True)

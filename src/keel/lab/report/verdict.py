@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.lab.judge import (
+from keel.doctor.judge import (
     SEVERITIES,
     Accuracy,
     accuracies,
@@ -16,8 +16,8 @@ from keel.lab.judge import (
     state,
     worst_finding,
 )
+from keel.doctor.runs import RunRecord, interval, number
 from keel.lab.report.rollouts import brief
-from keel.lab.runs import RunRecord, interval, number
 
 Sentence = tuple[str, str]  # tone (good, warn, bad or plain), text
 STATE_TONES = {"completed": "good", "stopped": "warn", "aborted": "bad", "running": "plain", "interrupted": "warn"}

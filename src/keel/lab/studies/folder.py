@@ -38,7 +38,7 @@ class StudyRun:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended (done, stopped by a guard, or failed) and the reason."""
 
     state: str
@@ -127,7 +127,7 @@ def jobs(path: Path, study: Study) -> list[StudyRun]:
     return planned
 
 
-def finished_outcome(job: StudyRun) -> Outcome | None:
+def finished_outcome(job: StudyRun) -> RunOutcome | None:
     """The outcome of a finished run, or None if it must be run, resumed or retried."""
     written = read_outcome(job.folder)
     if written is None or written.state not in (DONE, STOPPED):
@@ -139,12 +139,12 @@ def finished_outcome(job: StudyRun) -> Outcome | None:
     return written if same else None
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> RunOutcome | None:
     """The outcome that a run has written, if any."""
     written = read_json(folder / OUTCOME)
-    return Outcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
+    return RunOutcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
 
 
-def write_outcome(folder: Path, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: RunOutcome) -> None:
     """Written last, after everything that a finished run leaves."""
     write_atomic(folder / OUTCOME, encode(asdict(outcome), indent=2) + "\n")

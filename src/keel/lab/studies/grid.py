@@ -14,7 +14,7 @@ from keel.base.redact import masked
 from keel.config import Config, load_config, peers, text
 from keel.config.checks import task_specs
 from keel.config.load import flatten_options, is_option, unknown_option
-from keel.lab.thresholds import check_thresholds
+from keel.doctor.thresholds import check_thresholds
 
 METRICS = ("accuracy_after", "reward", "retention_after")
 _KEYS = ("config", "set", "grid", "points", "seeds", "baseline", "metric", "drift", "text", "target")

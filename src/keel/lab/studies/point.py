@@ -14,13 +14,13 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.base.files import JsonlFile, encode, read_json, write_atomic
 from keel.config import Config, load_config
+from keel.doctor.judge import guard_stop
+from keel.doctor.runs import read_run
 from keel.lab.hooks import AT_END
-from keel.lab.judge import guard_stop
-from keel.lab.runs import read_run
-from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, Outcome, write_outcome
+from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, RunOutcome, write_outcome
 from keel.lab.studies.grid import Measure
-from keel.lab.studies.position import supervised_lines
 from keel.lab.studies.process import CONFIG
+from keel.lab.studies.progress import supervised_lines
 from keel.run.build import build_policy, build_warmstart
 from keel.run.train import run_training
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
@@ -60,7 +60,7 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
                 shutil.copy2(file, temporary / file.name)
 
 
-def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
+def run_point(config: Config, measure: Measure, shared: Path) -> RunOutcome:
     """Train, resume, or measure a killed run; the outcome is written unless interrupted."""
     folder = Path(config.run.dir) / config.run.name
     try:
@@ -70,13 +70,13 @@ def run_point(config: Config, measure: Measure, shared: Path) -> Outcome:
 
             write_atomic(folder / DRIFT, encode(measure_run(folder, measure), indent=2) + "\n")
     except KeelError as error:
-        outcome = Outcome(FAILED, str(error))
+        outcome = RunOutcome(FAILED, str(error))
     if outcome.state != INTERRUPTED and folder.is_dir():
         write_outcome(folder, outcome)
     return outcome
 
 
-def _train(config: Config, folder: Path, shared: Path) -> Outcome:
+def _train(config: Config, folder: Path, shared: Path) -> RunOutcome:
     if not (folder / "summary.json").is_file():
         if config.warmstart is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +88,11 @@ def _train(config: Config, folder: Path, shared: Path) -> Outcome:
             if stop is None:
                 raise
             print(f"keel: {error}", file=sys.stderr)
-            return Outcome(STOPPED, stop)
+            return RunOutcome(STOPPED, stop)
         if result.exit_status >= 128:
-            return Outcome(INTERRUPTED)
+            return RunOutcome(INTERRUPTED)
     stop = guard_stop(read_run(folder))
-    return Outcome(DONE) if stop is None else Outcome(STOPPED, stop)
+    return RunOutcome(DONE) if stop is None else RunOutcome(STOPPED, stop)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,54 +1,74 @@
-"""Progress of a study: bars on a terminal, else lines, with an estimate of the remaining time."""
+"""Progress of a study, from the files of its runs: bars on a terminal, else lines, with the remaining time."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.lab.studies.folder import Outcome, StudyRun
-from keel.lab.studies.pace import Event, Pace, WorkList, observe, remaining_s, warmstart_plan
-from keel.lab.studies.position import job_phase, job_pieces, job_plan, warmstart_phase, warmstart_pieces
+from keel.lab.studies.folder import RunOutcome, StudyRun
+from keel.loggers.rundir import METRICS, SUMMARY
 
 Say = Callable[[str], None]
 POLL_S = 1.0  # interval between reads of the files
 LINE_S = 60.0  # interval between lines without a terminal
+TAIL_BYTES = 1 << 17  # more than any line of metrics
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watched:
-    """A watched process: its name, whether it runs, the finished pieces, its phase in words."""
+    """A watched process: its name, the file that is there once it runs, its steps, and whether it is a warm start.
+
+    `done` is the number of finished steps, None until it has started; `before` that of a resumed run.
+    """
 
     name: str
     started: Path
-    pieces: Callable[[WorkList], int]
-    phase: Callable[[WorkList, int], str]
+    lines: Path
+    steps: int
+    warmstart: bool = False
+    summary: Path | None = None
+    done: int | None = None
+    before: int = 0
+
+    def look(self) -> None:
+        """Read how far it is."""
+        if self.started.exists():
+            step = min(last_step(self.lines) or 0, self.steps)
+            self.before = step if self.done is None else min(self.before, step)
+            self.done = step
+
+    @property
+    def phase(self) -> str:
+        """`starting`, `step 34/120`, `warm start, step 34/500` or `measuring the drift`."""
+        if self.summary is not None and self.summary.exists():
+            return "measuring the drift"
+        phase = f"step {self.done}/{self.steps}" if self.done else "starting"
+        return f"warm start, {phase}" if self.warmstart else phase
 
 
 class Progress:
-    """Reads the files of all running processes, and keeps the observations as a `Pace`."""
+    """Reads the files of all running processes."""
 
     def __init__(
         self,
         jobs: Sequence[StudyRun],
-        outcomes: Mapping[str, Outcome],
+        outcomes: Mapping[str, RunOutcome],
         say: Say | None = None,
-        workers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count = len(jobs)
-        self._finished = set(outcomes)
-        self._finished_before = len(outcomes)
-        self._say = say
-        self._workers = workers
-        self._clock = clock
-        self._pace = Pace({job.label: job_plan(job) for job in jobs if job.label not in outcomes})
+        self._count, self._finished, self._finished_before = len(jobs), set(outcomes), len(outcomes)
+        self._say, self._clock = say, clock
         self._watched: dict[str, Watched] = {}
+        self._done_steps = 0  # of ended runs, without those of a resumed run's past
+        self._total_steps = sum(job.config.run.max_steps for job in jobs if job.label not in outcomes)
         self._looked_at = self._line_at = clock()
+        self._training_since: float | None = None
         self._bar: Any = None
         self._rows: dict[str, Any] = {}
 
@@ -81,35 +101,37 @@ class Progress:
 
     def watch_job(self, job: StudyRun, started: Path) -> None:
         """Look at a run from now on; call it before the process is submitted."""
-        started.unlink(missing_ok=True)
-        self._watched[job.label] = Watched(job.label, started, lambda plan: job_pieces(job, plan), job_phase)
+        if self._training_since is None:
+            self._training_since = self._clock()
+        steps, summary = job.config.run.max_steps, job.folder / SUMMARY
+        self._watch(job.label, Watched(job.label, started, job.folder / METRICS, steps, summary=summary))
 
     def watch_warmstart(self, folder: Path, job: StudyRun, started: Path) -> None:
         """Look at a warm start; all of them come before the first run."""
-        started.unlink(missing_ok=True)
         steps = job.config.warmstart.steps if job.config.warmstart is not None else 0
-        self._pace = replace(self._pace, plans={str(folder): WorkList("", warmstart_plan(steps)), **self._pace.plans})
-        name = f"seed={job.seed}"
-        self._watched[str(folder)] = Watched(name, started, lambda p: warmstart_pieces(folder, p), warmstart_phase)
+        lines = supervised_lines(folder)
+        self._watch(str(folder), Watched(f"seed={job.seed}", started, lines, steps, warmstart=True))
+
+    def _watch(self, label: str, watched: Watched) -> None:
+        watched.started.unlink(missing_ok=True)
+        self._watched[label] = watched
 
     def finish_warmstart(self, folder: Path) -> None:
         """A warm start's process has ended."""
-        self._end(str(folder))
+        self._watched.pop(str(folder), None)
 
-    def finish(self, label: str, outcome: Outcome) -> None:
+    def finish(self, label: str, outcome: RunOutcome) -> None:
         """A run has ended, or cannot begin."""
         self._finished.add(label)
-        self._end(label)
+        ended = self._watched.pop(label, None)
+        if ended is not None:  # one that its guard stopped has no steps left
+            self._done_steps += ended.steps - ended.before
+            self._total_steps -= ended.before
         reason = f" ({outcome.reason})" if outcome.reason else ""
-        left = self.time_left()
-        left = f"; {left}" if left else ""
+        left = f"; {self.time_left()}" if self.time_left() else ""
         self.say(f"{len(self._finished)}/{self._count} {label}: {outcome.state}{reason}{left}")
         self._line_at = self._clock()
         self._draw()
-
-    def _end(self, label: str) -> None:
-        self._watched.pop(label, None)
-        self._pace = observe(self._pace, Event(self._clock(), label, len(self._pace.plans[label].pieces)))
 
     def refresh(self) -> None:
         """Look at the files again, at most once a second."""
@@ -117,43 +139,41 @@ class Progress:
         if now - self._looked_at < POLL_S:
             return
         self._looked_at = now
-        for label, watched in self._watched.items():
-            if watched.started.exists():
-                done = watched.pieces(self._pace.plans[label])
-                if self._pace.done.get(label) != done:
-                    self._pace = observe(self._pace, Event(now, label, done))
+        for watched in self._watched.values():
+            watched.look()
         self._draw()
         if self._bar is None and now - self._line_at >= LINE_S and self._watched:
             self._line_at = now
-            self.say(
-                "; ".join([f"{len(self._finished)}/{self._count} runs", *self.phases(), self._left_or_estimating()])
-            )
+            self.say("; ".join([f"{len(self._finished)}/{self._count} runs", *self.phases(), self._left()]))
 
     def phases(self) -> list[str]:
         """What each process that runs is doing: `beta=0.1 seed=2: step 34/120`."""
-        return [f"{self._watched[label].name}: {self._phase(label)}" for label in self._running()]
+        return [f"{watched.name}: {watched.phase}" for watched in self._running().values()]
 
-    def _running(self) -> list[str]:
-        return [label for label in self._pace.done if label in self._watched]
+    def _running(self) -> dict[str, Watched]:
+        return {label: watched for label, watched in self._watched.items() if watched.done is not None}
 
-    def _phase(self, label: str) -> str:
-        return self._watched[label].phase(self._pace.plans[label], self._pace.done[label])
+    def _steps(self) -> tuple[int, int]:
+        """(steps that runs made since this study was started, all steps that they have to make)."""
+        runs = [watched for watched in self._running().values() if not watched.warmstart]
+        before = sum(run.before for run in runs)
+        return self._done_steps + sum(run.done or 0 for run in runs) - before, self._total_steps - before
 
-    def _left_or_estimating(self) -> str:
+    def _left(self) -> str:
         return self.time_left() or ("estimating" if len(self._finished) < self._count else "")
 
     def time_left(self) -> str:
-        """`about 12 min left`, or nothing where nothing is known or left."""
-        seconds = None if len(self._finished) == self._count else remaining_s(self._pace, self._clock(), self._workers)
-        if seconds is None:
+        """`about 12 min left`: the time so far, scaled by the steps that are left. Empty before the first step."""
+        done, steps = self._steps()
+        if not done or self._training_since is None or len(self._finished) == self._count:
             return ""
+        seconds = (self._clock() - self._training_since) * (steps - done) / done
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
     def fraction(self) -> float:
-        """The share of all processes that is done, a running one by its pieces."""
-        plans = self._pace.plans
-        shares = [self._pace.done.get(label, 0) / len(plan.pieces) for label, plan in plans.items()]
-        return (self._finished_before + sum(shares)) / max(1, self._finished_before + len(shares))
+        """The share of all runs that is done, a running one by its steps."""
+        runs = [watched for watched in self._running().values() if not watched.warmstart]
+        return (len(self._finished) + sum((run.done or 0) / max(1, run.steps) for run in runs)) / max(1, self._count)
 
     def _draw(self) -> None:
         """The bar of the study, and one below it for each process that runs."""
@@ -162,11 +182,26 @@ class Progress:
         running = self._running()
         for label in [label for label in self._rows if label and label not in running]:
             self._bar.remove_task(self._rows.pop(label))
-        for label in ("", *running):
+        summary = f"{len(self._finished)}/{self._count} runs; {self._left()}"
+        shown = {"": ("study", self.fraction(), summary)}
+        shown |= {k: (w.name, (w.done or 0) / max(1, w.steps), w.phase) for k, w in running.items()}
+        for label, (name, share, status) in shown.items():
             if label not in self._rows:
-                name = self._watched[label].name if label else "study"
                 self._rows[label] = self._bar.add_task(name, total=1.0, status="")
-            plan, done = self._pace.plans.get(label), self._pace.done.get(label, 0)
-            share = self.fraction() if plan is None else done / len(plan.pieces)
-            status = f"{len(self._finished)}/{self._count} runs; {self._left_or_estimating()}" if plan is None else None
-            self._bar.update(self._rows[label], completed=share, status=status or self._phase(label))
+            self._bar.update(self._rows[label], completed=share, status=status)
+
+
+def supervised_lines(folder: Path) -> Path:
+    """Where a warm start writes a line a step: beside its folder, which appears when it is complete."""
+    return folder.with_name(f"{folder.name}.jsonl")
+
+
+def last_step(path: Path) -> int | None:
+    """The step of a file's last complete line; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None

@@ -13,7 +13,7 @@ from keel.lab.plots.charts import svg
 from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
 from keel.lab.report.verdict import Sentence
-from keel.lab.studies.folder import FAILED, Outcome, jobs
+from keel.lab.studies.folder import FAILED, RunOutcome, jobs
 from keel.lab.studies.grid import Study
 from keel.lab.studies.plots import short_names, study_panels, write_pictures
 from keel.lab.studies.results import read_result
@@ -30,7 +30,7 @@ from keel.lab.studies.table import (
 )
 from keel.lab.studies.verdict import verdict
 
-NOT_RUN = Outcome(FAILED, "not run")
+NOT_RUN = RunOutcome(FAILED, "not run")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StudyReport:
     files: tuple[str, ...]
 
 
-def write_study(study: Study, path: Path, outcomes: Mapping[str, Outcome], command: str = "") -> StudyReport:
+def write_study(study: Study, path: Path, outcomes: Mapping[str, RunOutcome], command: str = "") -> StudyReport:
     """Read every run of the study and write its tables, pictures and page."""
     path = path.resolve()
     rows = [read_result(job, outcomes.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]

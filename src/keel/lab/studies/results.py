@@ -10,8 +10,8 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import read_json
-from keel.lab.runs import RunRecord, number, read_run
-from keel.lab.studies.folder import DRIFT, Outcome, StudyRun
+from keel.doctor.runs import RunRecord, number, read_run
+from keel.lab.studies.folder import DRIFT, RunOutcome, StudyRun
 from keel.lab.studies.grid import Measure
 
 LAST_STEPS = 10  # steps averaged for the reward
@@ -82,7 +82,7 @@ def kl_curve(rows: Sequence[RunResult]) -> str:
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
-def read_result(job: StudyRun, outcome: Outcome, measure: Measure) -> RunResult:
+def read_result(job: StudyRun, outcome: RunOutcome, measure: Measure) -> RunResult:
     """The figures of a run, as far as its files have them."""
     options = dict(job.point.values)
     try:

@@ -20,7 +20,7 @@ from keel.lab.studies.folder import (
     INTERRUPTED,
     LOG,
     WARMSTARTS,
-    Outcome,
+    RunOutcome,
     StudyRun,
     finished_outcome,
     jobs,
@@ -37,7 +37,7 @@ POLL_S = 0.3
 
 def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
-) -> dict[str, Outcome]:
+) -> dict[str, RunOutcome]:
     """Run all unfinished jobs and return the outcomes by label. After an interruption, call it again."""
     check_backend(on)
     path = path.resolve()
@@ -45,14 +45,12 @@ def run_study(
         all_jobs = jobs(path, study)
         outcomes = {job.label: result for job in all_jobs if (result := finished_outcome(job)) is not None}
         waiting = [job for job in all_jobs if job.label not in outcomes]
-        workers = parallel if on == "local" else None  # the cluster decides
-        watched = Progress(all_jobs, outcomes, say, workers)
-        with watched as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
+        with Progress(all_jobs, outcomes, say) as progress, open_pool(on, parallel) as pool, sigterm_as_interrupt():
             try:
                 failures = _make_warmstarts(waiting, path / WARMSTARTS, threads, pool, progress)
                 ready = [job for job in waiting if job.label not in failures]
                 for label, reason in failures.items():
-                    outcomes[label] = Outcome(FAILED, reason)
+                    outcomes[label] = RunOutcome(FAILED, reason)
                     progress.finish(label, outcomes[label])
                 for job in ready:
                     wait_until_free(job.folder)
@@ -118,16 +116,16 @@ def _config_json(config: Config) -> str:
     return json.dumps(config.to_dict())
 
 
-def _job_outcome(job: StudyRun, future: Future[int]) -> Outcome:
+def _job_outcome(job: StudyRun, future: Future[int]) -> RunOutcome:
     """What the run wrote; or, of one that died before it could, its exit status and its last line."""
     status = future.result()
     if status in (130, 143):
-        return Outcome(INTERRUPTED)
+        return RunOutcome(INTERRUPTED)
     outcome = read_outcome(job.folder)
     if outcome is not None:
         return outcome
     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-    return Outcome(FAILED, f"{how}: {last_line(job.folder / LOG)}")
+    return RunOutcome(FAILED, f"{how}: {last_line(job.folder / LOG)}")
 
 
 def last_line(log: Path) -> str:

@@ -33,8 +33,6 @@ def verdict(summaries: Sequence[PointSummary], baseline: str, metric: str, axes:
     """The study in a few sentences."""
     sentences = [*_run_states(summaries), *best(summaries, metric), *against_start(summaries)]
     sentences += against_baseline(summaries, baseline, metric)
-    sentences += forgetting(summaries)
-    sentences += lost_skills(summaries)
     sentences += [sentence for axis in axes if len(axes) > 1 for sentence in _axis_effect(summaries, axis, metric)]
     sentences += correlation(summaries)
     sentences += _frontier(summaries)
@@ -101,70 +99,37 @@ def _rivals(result: Winner, tied: Sequence[str]) -> str:
 
 
 def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
-    """Whether any point is better at the trained task than the start of training, and which are worse."""
-    figure = "accuracy_change"
-    changes = _changes(summaries, figure)
-    if not changes:
-        return []
-    top = max(changes, key=lambda label: changes[label].mean)
-    highest = f"the highest mean change is {format_figure(figure, changes[top])}, at {top}"
-    gained = changes[top].mean > 0
-    if not _enough_seeds(changes):
-        if not gained:
-            return [("bad", f"No point is better than the start in accuracy: {highest} (too few seeds to test).")]
-        fallen = sorted((label for label in changes if changes[label].mean < 0), key=lambda label: changes[label].mean)
-        listed = _shortened([f"{label} {format_figure(figure, changes[label])}" for label in fallen])
-        text = f"Worse than the start in accuracy on average, too few seeds to test: {listed}."
-        return [("warn", text)] if fallen else []
-    significant = _significant(figure, changes)
-    better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
-    if len(worse) == len(changes):
-        return [("bad", f"Every point lost accuracy against the start (paired over seeds, Holm): {'; '.join(worse)}.")]
-    lost = f"; worse: {'; '.join(worse)}" if worse else ""
-    if better:
-        text = f"Against the start in accuracy (paired over seeds, Holm), better: {'; '.join(better)}{lost}."
-        return [("warn" if worse else "good", text)]
-    none = f"No point is {'shown to be ' if gained else ''}better than the start in accuracy"
-    return [("warn" if gained else "bad", f"{none} (paired over seeds, Holm): {highest}{lost}.")]
+    """Changes since the start of training in accuracy, each old skill and plain text, one sentence each.
 
-
-def lost_skills(summaries: Sequence[PointSummary]) -> list[Sentence]:
-    """The skills, and the likelihood of plain text, that points lost against the start: one sentence each.
-
-    The test corrects for all of them at all points. Of a single skill over enough seeds `forgetting` tells it.
+    Holm's correction for the skills and the text is over all of them at all points.
     """
     skills = skill_names([row for point in summaries for row in point.rows])
-    names = {f"{skill}:change": f"on {skill}" for skill in skills}
+    names = {"accuracy_change": "accuracy", **{f"{skill}:change": skill for skill in skills}}
     names["text_logprob_change"] = "log-probability of plain text"
     known = {figure: changes for figure in names if (changes := _changes(summaries, figure))}
-    if len(skills) == 1 and _enough_seeds(known.get(f"{skills[0]}:change", {})):
-        del known[f"{skills[0]}:change"]
-    family = {f"{figure} {label}": p_value_of(change) for figure in known for label, change in known[figure].items()}
-    adjusted = holm(family)
+    adjusted: dict[str, float | None] = {}
+    for family in (known.keys() & {"accuracy_change"}, known.keys() - {"accuracy_change"}):
+        adjusted |= holm({f"{name} {label}": p_value_of(x) for name in family for label, x in known[name].items()})
     sentences: list[Sentence] = []
     for figure, changes in known.items():
-        significant = _significant(figure, changes, {label: adjusted[f"{figure} {label}"] for label in changes})
-        worse = [text for label, text in significant.items() if changes[label].mean < 0]
-        means = [change.mean for change in changes.values()]
-        if worse:
-            every = len(worse) == len(changes)
-            who = "Every point" if every else f"{len(worse)} of {len(changes)} points"
-            text = f"{who} lost {names[figure]} against the start (paired over seeds, Holm): {'; '.join(worse)}."
-            sentences.append(("bad" if every else "warn", text))
-        elif max(means) < 0:
-            ends = [format_figure(figure, Estimate(m, None, None, 1)) for m in dict.fromkeys((max(means), min(means)))]
-            why = "none beyond chance (paired over seeds, Holm)" if _enough_seeds(changes) else "too few seeds to test"
-            text = f"Every point lost {names[figure]} against the start on average, {' to '.join(ends)}: {why}."
-            sentences.append(("warn", text))
+        least, most = (end(changes, key=lambda label: changes[label].mean) for end in (min, max))
+        ends = [f"{format_figure(figure, changes[label])} at {label}" for label in dict.fromkeys((least, most))]
+        tested = max(change.n for change in changes.values()) >= MIN_SEEDS
+        p_values = {label: adjusted[f"{figure} {label}"] for label in changes}
+        significant = _significant(figure, changes, p_values) if tested else {}
+        better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
+        said = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
+        nothing = "none beyond chance" if tested else "too few seeds to test"
+        result = "; ".join(said) or f"{nothing}: {' to '.join(ends)}"
+        harmed = len(worse) == len(changes) or changes[most].mean < 0
+        tone = "bad" if harmed else "warn" if worse else "good" if better and figure == "accuracy_change" else "plain"
+        how = " (paired over seeds, Holm)" if tested else ""
+        sentences.append((tone, f"Against the start in {names[figure]}{how}, {result}."))
     return sentences
 
 
 def _changes(summaries: Sequence[PointSummary], figure: str) -> dict[str, Estimate]:
     return {point.label: change for point in summaries if (change := point.means.get(figure)) is not None}
-
-
-def _enough_seeds(changes: Mapping[str, Estimate]) -> bool:
-    return max((change.n for change in changes.values()), default=0) >= MIN_SEEDS
 
 
 def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: str) -> list[Sentence]:
@@ -201,48 +166,6 @@ def _significant(
         elif difference.p is None and difference.n >= MIN_SEEDS:
             significant[label] = f"{text} at every seed (no spread, so no test)"
     return significant
-
-
-def forgetting(summaries: Sequence[PointSummary]) -> list[Sentence]:
-    """Points with a significant loss of old skills over seeds; on a scale, the first such value."""
-    known = {point.label: estimate for point in summaries if (estimate := point.means.get("forgetting")) is not None}
-    if max((estimate.n for estimate in known.values()), default=0) < MIN_SEEDS:
-        return []
-    adjusted = holm({label: p_value_of(estimate) for label, estimate in known.items()})
-    lost = [
-        label
-        for label, estimate in known.items()
-        if estimate.mean > 0 and (p := adjusted[label]) is not None and p < SIGNIFICANT
-    ]
-    worst = max(known, key=lambda label: known[label].mean)
-    if not lost:
-        mean = format_figure("forgetting", known[worst])
-        largest = f"the largest mean loss is {mean}, at {worst}"
-        every = "every point lost on average, and " if min(loss.mean for loss in known.values()) > 0 else ""
-        remark = every + largest if known[worst].mean > 0 else "no point lost on average"
-        return [("plain", f"No point forgets the old skills significantly; {remark}.")]
-    listed = ", ".join(f"{label} ({format_figure('forgetting', known[label])})" for label in lost)
-    scale = _scale(summaries)
-    if len(lost) == len(known):
-        return [("bad", f"Every point forgets the old skills significantly (Holm): {listed}.")]
-    if scale is not None:
-        option, values = scale
-        edge = max(values[label] for label in lost) if all(label in values for label in lost) else None
-        beyond = edge is not None and all(values.get(label, edge + 1) > edge or label in lost for label in known)
-        if beyond and edge is not None:
-            return [("warn", f"Forgetting is significant at {option} ≤ {edge:g} and not above: {listed}.")]
-    return [("warn", f"Forgetting is significant (Holm) at {listed}.")]
-
-
-def _scale(summaries: Sequence[PointSummary]) -> tuple[str, dict[str, float]] | None:
-    """(option, value by label) where the study has one axis of numbers."""
-    axes = list(summaries[0].options)
-    if len(axes) != 1:
-        return None
-    try:
-        return axes[0], {point.label: float(point.options[axes[0]]) for point in summaries}
-    except ValueError:
-        return None
 
 
 def _axis_effect(summaries: Sequence[PointSummary], axis: Axis, metric: str) -> list[Sentence]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from keel.base.errors import KeelError
+from keel.doctor.checks.depth import growing
+from keel.doctor.findings import Finding
+from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.kl import k3, log_ratio
 from keel.kl.depth import mean_by_depth, occupied_bins, positions
-from keel.lab.doctor.checks.depth import growing
-from keel.lab.doctor.findings import Finding
-from keel.lab.thresholds import Thresholds, load_thresholds
 from keel.lab.traces.records import Trace
 
 

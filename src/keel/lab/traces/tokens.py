@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.lab.doctor.findings import Finding, finding
+from keel.doctor.findings import Finding, finding
 from keel.lab.traces.records import Trace
 
 MERGED, TEMPLATE = "merged", "template"

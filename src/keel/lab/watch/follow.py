@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keel.base.errors import KeelError
-from keel.lab.judge import describe_state, state
-from keel.lab.runs import Record, RunReader, RunRecord
+from keel.doctor.judge import describe_state, state
+from keel.doctor.runs import Record, RunReader, RunRecord
 from keel.lab.watch.page import RunView, Section, sections, title
 
 ROLLOUT_BYTES = 2 * 2**20  # of the start and the end of rollouts.jsonl, kept in memory
@@ -118,7 +118,7 @@ class FollowedRun:
             return False
         self._examined = record
         try:
-            from keel.lab.doctor.examine import examine_run  # only here: loading it takes longer than a page
+            from keel.doctor.examine import examine_run  # only here: loading it takes longer than a page
 
             self._judged = (_beginning(record), tuple(examine_run(record).as_dict()["findings"]))
             self._unexamined = ""

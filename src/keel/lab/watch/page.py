@@ -9,11 +9,11 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from keel.lab.judge import guard_stop
+from keel.doctor.judge import guard_stop
+from keel.doctor.runs import RunRecord
 from keel.lab.report import samples
 from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, data_element, document, per_run, verdict
-from keel.lab.runs import RunRecord
 from keel.loggers.console import duration
 
 RECENT = 50  # steps averaged for the remaining time

@@ -16,14 +16,14 @@ from keel.recipes.chess.rules import fen_of
 from keel.recipes.chess.selfplay import is_over
 
 # The moves of several games at once, in UCI notation; None where there is none to give.
-Player = Callable[[Sequence["Game"]], list[str | None]]
+Player = Callable[[Sequence["PlayedGame"]], list[str | None]]
 OnFinished = Callable[[int], None]
 SCORES = {True: {"1-0": 1.0, "0-1": 0.0}, False: {"1-0": 0.0, "0-1": 1.0}}
 UNFINISHED = "*"
 
 
 @dataclass
-class Game(Episode):
+class PlayedGame(Episode):
     """A game against an opponent, from the opening on: `step` takes the model's move and returns the answer to it."""
 
     number: int
@@ -99,7 +99,7 @@ class Game(Episode):
 def random_mover(seed: int) -> Player:
     """Any legal move, by a stream of each game's own."""
 
-    def move(game: Game) -> str | None:
+    def move(game: PlayedGame) -> str | None:
         rng = seeded_rng("chess", "mover", seed, game.number, len(game.board.move_stack))
         return rng.choice(sorted(move.uci() for move in game.board.legal_moves))
 
@@ -109,7 +109,7 @@ def random_mover(seed: int) -> Player:
 def engine_mover(pool: EnginePool) -> Player:
     """The engine's best move; None where no engine answered."""
 
-    def moves(games: Sequence[Game]) -> list[str | None]:
+    def moves(games: Sequence[PlayedGame]) -> list[str | None]:
         analyses = pool.analyse([Query(fen_of(game.board)) for game in games])
         return [lines[0][0] if lines else None for lines in analyses]
 
@@ -126,27 +126,27 @@ def play_games(
     seed: int = 0,
     at_once: int = 16,
     on_finished: OnFinished | None = None,
-) -> list[Game]:
+) -> list[PlayedGame]:
     """`count` games, the model white in every other one; two in a row begin with the same random moves.
 
     The opponent answers `at_once` games at the same time. After `max_plies` a game is a draw by length; one whose
     opponent gave no move stays unfinished, for nobody.
     """
-    games = [Game(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
+    games = [PlayedGame(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
     for game in games:
         rng = seeded_rng("chess opening", seed, game.number // 2)
         while len(game.board.move_stack) < opening_plies and not game.board.is_game_over():
             game.board.push(rng.choice(list(game.board.legal_moves)))
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(Game.answer, (game for game in games if not game.models_turn)))
+        list(pool.map(PlayedGame.answer, (game for game in games if not game.models_turn)))
         while live := [game for game in games if not game.is_over]:
-            list(pool.map(Game.step, live, (move or "" for move in model(live))))
+            list(pool.map(PlayedGame.step, live, (move or "" for move in model(live))))
             if on_finished is not None:
                 on_finished(sum(game.is_over for game in live))
     return games
 
 
-def tally(games: Sequence[Game]) -> dict[str, int]:
+def tally(games: Sequence[PlayedGame]) -> dict[str, int]:
     """Wins, draws and losses of the model, forfeits among the losses, and games that were not finished."""
     scores = [game.score for game in games]
     return {

@@ -67,6 +67,10 @@ class Multihop(Task):
         """Problems of all hops that are never trained on."""
         return self._problems(self.source.held_out(count, seed, self.hops))
 
+    def stratum(self, problem: Problem) -> str:
+        """The number of hops."""
+        return str(_question(problem).hops)
+
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
         """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
         kept = self.source.filter_problems(lambda question: fits(self.problem(question)))

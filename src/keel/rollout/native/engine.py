@@ -164,11 +164,12 @@ class NativeEngine(Engine):
         batch = list(requests)
         rows = open_rows(batch, sampling, self.context, noise, seen)
         for request in batch:
-            self._check_verified_length(request, sampling)
+            self.check(request, sampling)
         return rows
 
-    def _check_verified_length(self, request: Request, sampling: SamplingParams) -> None:
-        """Refuse contexts beyond a window that no probe could cross: their decoding is not verified."""
+    def check(self, request: Request, sampling: SamplingParams) -> None:
+        """Also refuse contexts beyond a window that no probe could cross: their decoding is not verified."""
+        super().check(request, sampling)
         longest = len(request.tokens) + request.limit(sampling)
         if self._verified_length is not None and longest > self._verified_length:
             raise KeelError(
@@ -187,7 +188,7 @@ class NativeEngine(Engine):
         """Sample rows to their ends, and those that `next_rows` returns for finished rows."""
         waiting = _by_length(rows)
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
-        stops = () if sampling.ignore_eos else tuple(self.eos_ids)
+        stops = tuple({*sampling.stop_ids, *(() if sampling.ignore_eos else self.eos_ids)})
         batch = DecodeBatch(self._new_decoder, self.turn_cache, sampling, scheduler, self._record, stops)
         try:
             while waiting or batch.live:

@@ -28,6 +28,7 @@ from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
 from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
+from keel.envs.endpoint import SECRET
 from keel.models.adapters import is_lora
 from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
@@ -43,7 +44,7 @@ from keel.rollout.vllm.direct import (
     sender,
 )
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
-from keel.rollout.vllm.samplers import Sampler, SamplerInfo, first_difference, model_facts
+from keel.rollout.vllm.samplers import SamplerInfo, VllmSampler, first_difference, model_facts
 from keel.rollout.vllm.transfer import (
     PartDigests,
     adapter_of,
@@ -56,7 +57,6 @@ from keel.rollout.vllm.transfer import (
 )
 
 logger = logging.getLogger("keel")
-SECRET = "KEEL_SERVE_SECRET"  # environment variable of the secret, unless rollout.vllm.secret is set
 SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat the server counts as lost
 TRIES = 5  # attempts per row
 CONNECT_S = STATUS_S = 5.0
@@ -161,7 +161,7 @@ class Stream:
     closed: bool = False
 
 
-class ServerSampler(Sampler):
+class ServerSampler(VllmSampler):
     """Samples by the servers of this process; processes share servers if there are too few."""
 
     def __init__(

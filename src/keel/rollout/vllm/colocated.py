@@ -22,7 +22,7 @@ from keel.models.head import causal_lm, module_dtype
 from keel.models.tokenizer import context_length
 from keel.rollout.options import RolloutOptions
 from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled, vllm_params, vllm_prompt
-from keel.rollout.vllm.samplers import Sampler, SamplerInfo
+from keel.rollout.vllm.samplers import SamplerInfo, VllmSampler
 from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     PartDigests,
@@ -38,7 +38,7 @@ from keel.rollout.vllm.transfer import (
 _NAME = "vLLM in this process"
 
 
-class ColocatedSampler(Sampler):
+class ColocatedSampler(VllmSampler):
     """vLLM's engine, driven step by step; weights are passed as tensors."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World) -> None:

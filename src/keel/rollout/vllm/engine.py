@@ -17,7 +17,7 @@ from keel.rollout.request import OpenRow, Request, Turn, open_rows
 from keel.rollout.sampling import SamplingParams
 from keel.rollout.stops import StopStrings
 from keel.rollout.vllm.rows import Drawing, Row, Sampled
-from keel.rollout.vllm.samplers import Sampler
+from keel.rollout.vllm.samplers import VllmSampler
 
 
 class VllmEngine(Engine):
@@ -27,7 +27,7 @@ class VllmEngine(Engine):
     rounding, and lost completions can be reproduced.
     """
 
-    def __init__(self, sampler: Sampler, model: nn.Module, tokenizer: Any) -> None:
+    def __init__(self, sampler: VllmSampler, model: nn.Module, tokenizer: Any) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
         self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes

@@ -54,7 +54,7 @@ class Drawing:
     @classmethod
     def of(cls, sampling: SamplingParams, eos_ids: Sequence[int], *, stop_is_special: bool, vocabulary: int) -> Drawing:
         shared = {name: getattr(sampling, name) for name in _DRAWING}
-        ends = () if sampling.ignore_eos else tuple(sorted(eos_ids))
+        ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos_ids)}))
         stop = tuple(sampling.stop)
         return cls(**shared, stop=stop, stop_is_special=stop_is_special, eos_ids=ends, vocabulary=vocabulary)
 

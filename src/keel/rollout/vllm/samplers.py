@@ -47,7 +47,7 @@ class SamplerInfo(NamedTuple):
     vocabulary: int
 
 
-class Sampler:
+class VllmSampler:
     """Samples rows and returns them in the order in which they end; loads weights."""
 
     info: SamplerInfo

@@ -153,7 +153,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    _bind(host, port).close()  # check the port before vLLM starts; its processes must not inherit the socket
+    bind(host, port).close()  # check the port before vLLM starts; its processes must not inherit the socket
     try:
         backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
     except KeelError:
@@ -162,7 +162,7 @@ async def _serve(
         raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
     service = Service(backend, secret)
     try:
-        with _bind(host, port) as listener, _signals_return():
+        with bind(host, port) as listener, signals_return():
             server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning"))
             service.on_end = partial(setattr, server, "should_exit", True)
             await serve_and_announce(server, listener, ready)
@@ -173,7 +173,7 @@ async def _serve(
 
 
 @contextmanager
-def _signals_return() -> Iterator[None]:
+def signals_return() -> Iterator[None]:
     """Ignore the signal that uvicorn raises again at its end, so that vLLM's processes are shut down."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -183,7 +183,7 @@ def _signals_return() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Bind a socket; raises a KeelError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keel.doctor.causes import explain
+from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
+from keel.doctor.findings import finding
+from keel.doctor.suspects import UNTESTED, judge_suspects, preflight_figures
+from keel.doctor.thresholds import Thresholds, load_thresholds
+from keel.doctor.verdict import Outcome, failed_measure
 from keel.integrations.trl.preflight.accumulation import probe_accumulation
 from keel.integrations.trl.preflight.batch import Subject, first_batch
 from keel.integrations.trl.preflight.kl_term import probe_kl
@@ -18,16 +24,10 @@ from keel.integrations.trl.preflight.scoring import probe_scoring
 from keel.integrations.trl.preflight.subject import check_trainer, load_trainer, untouched
 from keel.integrations.trl.preflight.texts import probe_texts
 from keel.integrations.trl.preflight.update import probe_update
-from keel.lab.doctor.causes import explain
-from keel.lab.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.lab.doctor.findings import finding
-from keel.lab.doctor.hypotheses import UNTESTED, judge_hypotheses, preflight_figures
-from keel.lab.doctor.probes.result import ProbeResult, failed_probe
-from keel.lab.thresholds import Thresholds, load_thresholds
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 
-Probe = Callable[[Subject, Thresholds], ProbeResult]
+Probe = Callable[[Subject, Thresholds], Outcome]
 PROBES: tuple[tuple[str, Probe], ...] = (
     ("travel", probe_texts),
     ("collection", probe_rewards),
@@ -46,7 +46,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
 def preflight(
     trainer: Any,
     thresholds: Thresholds | None = None,
-    on_probe: Callable[[ProbeResult, float], None] | None = None,
+    on_probe: Callable[[Outcome, float], None] | None = None,
 ) -> Diagnosis:
     """Findings on a `GRPOTrainer` or `KeelGRPOTrainer`, worst first; the trainer is restored.
 
@@ -55,7 +55,7 @@ def preflight(
     """
     check_trainer(trainer)
     limits = load_thresholds() if thresholds is None else thresholds
-    outcomes: list[ProbeResult] = []
+    outcomes: list[Outcome] = []
     before = fingerprint(unwrap(trainer.model))
     with untouched(trainer):
         subject = first_batch(trainer)
@@ -64,7 +64,7 @@ def preflight(
             try:
                 outcome = probe(subject, limits)
             except Exception as error:  # a user's part may raise anything
-                outcome = failed_probe(name, error)
+                outcome = failed_measure(name, error)
             outcomes.append(outcome)
             if on_probe is not None:
                 on_probe(outcome, time.monotonic() - began)
@@ -72,7 +72,7 @@ def preflight(
     if fingerprint(unwrap(trainer.model)) != before:
         findings.append(_changed())
     unchecked = tuple(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided))
-    hypotheses = judge_hypotheses(findings, preflight_figures(outcomes), limits, unchecked)
+    hypotheses = judge_suspects(findings, preflight_figures(outcomes), limits, unchecked)
     diagnosis = Diagnosis(
         findings=explain(findings, log=False),
         hypotheses=tuple(row for row in hypotheses if row.verdict != UNTESTED),  # the rest asks for a configuration

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
+from keel.doctor.findings import finding
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject
 from keel.integrations.trl.preflight.subject import patched
-from keel.lab.doctor.findings import finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
-def probe_accumulation(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_accumulation(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Gradients of `training_step`, which is what an update sums: in parts they must be those of the whole.
 
     bnpo and the entropy bonus are means over each microbatch, so that only the division by their number is promised.
@@ -27,11 +27,11 @@ def probe_accumulation(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     parts = args.steps_per_generation if args.steps_per_generation > 1 else args.gradient_accumulation_steps
     if parts == 1 or not subject.weights:
         why = "one microbatch an update" if parts == 1 else "no weight is trainable"
-        return ProbeResult("accumulation", unchecked=(f"loss/scale: {why}",))
+        return Outcome("accumulation", unchecked=(f"loss/scale: {why}",))
     if subject.noisy:
-        return ProbeResult("accumulation", unchecked=("loss/scale: two passes over the same tokens differ",))
+        return Outcome("accumulation", unchecked=("loss/scale: two passes over the same tokens differ",))
     if rows % parts:
-        return ProbeResult("accumulation", unchecked=(f"loss/scale: {rows} completions do not split into {parts}",))
+        return Outcome("accumulation", unchecked=(f"loss/scale: {rows} completions do not split into {parts}",))
     with subject.perturbed():  # at the start the KL term has no gradient
         batch = subject.rescored() | {"advantages": subject.advantages}
         micros = split_tensor_dict(batch, parts)
@@ -40,20 +40,20 @@ def probe_accumulation(subject: Subject, thresholds: Thresholds) -> ProbeResult:
         expected = _gradient(subject, micros, 1, generated=parts) / parts if local else _gradient(subject, [batch], 1)
     size = float(expected.norm())
     if size == 0:
-        return ProbeResult("accumulation", unchecked=("loss/scale: the batch has no gradient",))
+        return Outcome("accumulation", unchecked=("loss/scale: the batch has no gradient",))
     error = float((summed - expected).norm()) / size
     factor = float(summed @ expected) / size**2
     figures = {"error": error, "factor": factor, "parts": float(parts)}
     line = f"accumulation: {parts} microbatches give {factor:.4g} times the gradient of one, {100 * error:.2g} % apart"
     if error <= thresholds["gradient_error_half" if subject.half else "gradient_error"]:
-        return ProbeResult("accumulation", (), figures, (line,))
+        return Outcome("accumulation", (), figures, (line,))
     wrong = finding(
         "loss/scale",
         f"{parts} microbatches give {factor:.3g} times the gradient of all rows in one, {100 * error:.0f} % apart",
         f"the loss is not divided as loss_type={args.loss_type} says: by its own microbatch, twice, or not at all",
         "divide by current_gradient_accumulation_steps (or num_items_in_batch) once; loss_is_scaled_for_ga stays True",
     )
-    return ProbeResult("accumulation", (wrong,), figures, (line,))
+    return Outcome("accumulation", (wrong,), figures, (line,))
 
 
 def _gradient(subject: Subject, micros: list[dict[str, Any]], accumulated: int, generated: int | None = None) -> Tensor:

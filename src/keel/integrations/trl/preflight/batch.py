@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from trl.trainer.utils import split_tensor_dict
 
 from keel.base.errors import KeelError, first_line
+from keel.doctor.draws import Draws
+from keel.doctor.gap import average, largest
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.weights import Text, each_logits, perturbed_weights
 from keel.integrations.trl.preflight.subject import patched, trainable
 from keel.integrations.trl.trainer import KeelGRPOTrainer
-from keel.lab.doctor.probes.draws import Draws
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.weights import Text, each_logits, perturbed_weights
-from keel.lab.thresholds import Thresholds
 from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 

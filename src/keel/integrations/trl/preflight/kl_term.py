@@ -9,39 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
+from keel.doctor.probes.share import GradientNorms
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject, signs
 from keel.integrations.trl.scoring import action_mask
-from keel.lab.doctor.findings import Finding, finding, propose
-from keel.lab.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.probes.share import GradientNorms
-from keel.lab.thresholds import Thresholds
 
 FAR = 1e-3  # nats between policy and reference above which the term must have a gradient
 
 
-def probe_kl(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_kl(subject: Subject, thresholds: Thresholds) -> Outcome:
     """β·KL by the loss at β and at 0, where noise has moved the policy: at the start it has no gradient."""
     if subject.beta == 0:
         return _without(subject)
     if not subject.weights:
-        return ProbeResult("kl_term", unchecked=("kl/no-gradient, kl/too-strong: no weight is trainable",))
+        return Outcome("kl_term", unchecked=("kl/no-gradient, kl/too-strong: no weight is trainable",))
     if subject.noisy:
-        return ProbeResult("kl_term", unchecked=("kl/*: two passes over the same tokens differ",))
+        return Outcome("kl_term", unchecked=("kl/*: two passes over the same tokens differ",))
     with subject.perturbed() as moved:
         micro = _micro(subject)
         both, policy = subject.gradients(micro), subject.gradients(micro, beta=0.0)
         norms = GradientNorms(_norm(policy), _norm([b - p for b, p in zip(both, policy, strict=True)]) / subject.beta)
         figures = {"moved": moved, **norms.figures(subject.beta, (0.1, 0.5))}
         if norms.kl == 0:
-            return ProbeResult("kl_term", (_no_gradient(subject, moved),), figures)
+            return Outcome("kl_term", (_no_gradient(subject, moved),), figures)
         findings = list(_direction(subject, micro, figures, thresholds))
     if not findings:
         with subject.perturbed(PULLED_AT):
             findings = list(_balance(subject, _micro(subject), figures, thresholds))
     share = norms.share(subject.beta)
     line = f"KL is {share:.1%} of the gradient at β = {subject.beta:g}, {moved:.2g} nats per token away"
-    return ProbeResult("kl_term", tuple(findings), figures, (line,))
+    return Outcome("kl_term", tuple(findings), figures, (line,))
 
 
 def _micro(subject: Subject) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _norm(gradients: list[Tensor]) -> float:
     return float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
 
 
-def _without(subject: Subject) -> ProbeResult:
+def _without(subject: Subject) -> Outcome:
     """β = 0: a finding if settings exist that only a penalty uses, else a note."""
     unchecked = ("kl/reversed, kl/too-strong: β is 0",)
     signs_of_intent = list(_intent(subject))
@@ -65,7 +65,7 @@ def _without(subject: Subject) -> ProbeResult:
             "what was set up for a KL penalty is not used: nothing holds the policy near its reference",
             propose("set {} in GRPOConfig before the trainer is built, or take the reference out", {"beta": 0.04}),
         )
-        return ProbeResult("kl_term", (absent,), {"beta": 0.0}, unchecked=unchecked)
+        return Outcome("kl_term", (absent,), {"beta": 0.0}, unchecked=unchecked)
     measured = "Keel measures the KL all the same" if subject.keel else "0 is the default of GRPOConfig"
     note = finding(
         "kl/no-gradient",
@@ -74,7 +74,7 @@ def _without(subject: Subject) -> ProbeResult:
         "none, if no penalty is meant",
         severity="note",
     )
-    return ProbeResult("kl_term", (note,), {"beta": 0.0}, unchecked=unchecked)
+    return Outcome("kl_term", (note,), {"beta": 0.0}, unchecked=unchecked)
 
 
 def _intent(subject: Subject) -> Iterator[str]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from trl.data_utils import is_conversational
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject, signs
 from keel.integrations.trl.scoring import action_mask
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 MASK_ADVICE = (
     "leave completion_mask (and tool_mask) as GRPOTrainer makes them, or mend the method that changes them: 1 on "
@@ -21,7 +21,7 @@ MASK_ADVICE = (
 )
 
 
-def probe_masks(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_masks(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Masks, ends, texts, and ∂loss/∂logp: zero where nothing was sampled, another number where something was."""
     expected = expected_mask(subject)
     trained = action_mask(subject.batch)
@@ -42,7 +42,7 @@ def probe_masks(subject: Subject, thresholds: Thresholds) -> ProbeResult:
         else:
             findings += _padding(subject, thresholds)
     lines = (f"masks: {int(trained.sum())} of {int(subject.sampled.sum())} sampled tokens are trained",)
-    return ProbeResult("masks", tuple(findings), figures, lines, tuple(unchecked))
+    return Outcome("masks", tuple(findings), figures, lines, tuple(unchecked))
 
 
 def expected_mask(subject: Subject) -> Tensor:

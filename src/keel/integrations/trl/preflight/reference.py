@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import average, largest
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.eval.statistics import normal_interval
 from keel.integrations.trl.preflight.batch import Subject
 from keel.kl import k3
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import adapter_is_zero
 from keel.reference.weights import unwrap
 
 
-def probe_reference(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_reference(subject: Subject, thresholds: Thresholds) -> Outcome:
     """The reference's log-probabilities against a forward of our own, the KL at the start, and a changed policy."""
     given = subject.batch.get("ref_per_token_logps")
     if given is None:
         why = "β is 0, so that TRL scores no reference" if subject.beta == 0 else "the batch has no ref_per_token_logps"
-        return ProbeResult("reference", unchecked=(f"reference/*, kl/at-start: {why}",))
+        return Outcome("reference", unchecked=(f"reference/*, kl/at-start: {why}",))
     sampled, policy = subject.sampled, subject.forward
     seen = sampled & subject.batch["completion_mask"].bool()  # others are scored without their own text
     if not bool(seen.any()):
-        return ProbeResult("reference", unchecked=("reference/*: no token of the batch is scored",))
+        return Outcome("reference", unchecked=("reference/*: no token of the batch is scored",))
     d = (given.float() - policy)[seen].double()
     kl = float(k3(d).mean())
     with reference_model(subject) as model:
@@ -51,7 +51,7 @@ def probe_reference(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     elif _masks_hold(subject):
         findings += _when_the_policy_moves(subject, given, seen, figures, thresholds)
     line = f"reference: KL(policy‖reference) is {kl:.2g} nats per token at the start"
-    return ProbeResult("reference", tuple(findings), figures, (line,), unchecked)
+    return Outcome("reference", tuple(findings), figures, (line,), unchecked)
 
 
 def _masks_hold(subject: Subject) -> bool:

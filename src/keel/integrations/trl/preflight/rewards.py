@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, pstdev
 
+from keel.doctor.evidence import SAME, chance_of_all_but, level
+from keel.doctor.findings import Finding, finding
+from keel.doctor.probes.collection import NONE_OF_GROUPS
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.collection import NONE_OF_GROUPS
-from keel.lab.doctor.probes.evidence import SAME, chance_of_all_but, level
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
-def probe_rewards(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_rewards(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Whether every reward is a number, and whether rewards within groups differ, as advantages require."""
     judged, size = subject.judged, int(subject.trainer.num_generations)
     if judged.error is not None:
@@ -24,12 +24,12 @@ def probe_rewards(subject: Subject, thresholds: Thresholds) -> ProbeResult:
             "the reward does not take what TRL gives it: prompts, completions, completion_ids and the data's columns",
             "mend the reward; it is called with keyword arguments and returns a number for each completion",
         )
-        return ProbeResult("collection", (failed,), unchecked=("reward/*: a reward raised",))
+        return Outcome("collection", (failed,), unchecked=("reward/*: a reward raised",))
     broken = list(_not_numbers(subject))
     weights = subject.trainer.reward_weights.to(judged.rewards)
     totals = (judged.rewards * weights).nansum(1).tolist()
     if any(not math.isfinite(total) for total in totals):
-        return ProbeResult("collection", tuple(broken), unchecked=("reward/constant: rewards are no numbers",))
+        return Outcome("collection", tuple(broken), unchecked=("reward/constant: rewards are no numbers",))
     groups = [totals[start : start + size] for start in range(0, len(totals), size)]
     spread = fmean(pstdev(group) for group in groups)
     differing = sum(pstdev(group) > SAME for group in groups)
@@ -45,7 +45,7 @@ def probe_rewards(subject: Subject, thresholds: Thresholds) -> ProbeResult:
             broken.append(_constant(totals, groups, flat, chance, rare, sure))
         else:
             undecided = (f"reward/constant: undecided after {len(totals)} completions of {len(groups)} prompts",)
-    return ProbeResult("collection", tuple(broken), figures, lines, undecided=undecided)
+    return Outcome("collection", tuple(broken), figures, lines, undecided=undecided)
 
 
 def _not_numbers(subject: Subject) -> Iterator[Finding]:

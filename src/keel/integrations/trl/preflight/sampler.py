@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from keel.doctor.draws import tail_masses, unfiltered, uniform_p_value
+from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import largest
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.doctor.weights import Text
 from keel.eval.statistics import normal_interval
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import tail_masses, unfiltered, uniform_p_value
-from keel.lab.doctor.probes.gap import largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.doctor.weights import Text
-from keel.lab.thresholds import Thresholds
 
 MOST_ROUNDS = 6  # of the batch's prompts, sampled with changed weights
 ENOUGH_TOKENS = 400
 
 
-def probe_sampler(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_sampler(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Reported log-probabilities and drawn tokens against the model's own forward."""
     trainer, params = subject.trainer, subject.sampling
     findings, unchecked = [*_options(subject)], []
@@ -39,7 +39,7 @@ def probe_sampler(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     else:
         findings += _drawn(subject, figures, thresholds)
     shown = ", ".join(f"{name} {value:.2g}" for name, value in figures.items())
-    return ProbeResult("sampler", tuple(_once(findings)), figures, (f"sampler: {shown}",), tuple(unchecked))
+    return Outcome("sampler", tuple(_once(findings)), figures, (f"sampler: {shown}",), tuple(unchecked))
 
 
 def _once(findings: Sequence[Finding]) -> list[Finding]:
@@ -120,7 +120,7 @@ def _drawn(subject: Subject, figures: dict[str, float], thresholds: Thresholds) 
         )
 
 
-def probe_sync(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_sync(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Change the weights and sample again: the tokens must come from the new weights.
 
     The odds of the old weights against the new ones have a mean of 1 under the new ones, so that odds of a million come
@@ -137,7 +137,7 @@ def probe_sync(subject: Subject, thresholds: Thresholds) -> ProbeResult:
         else None
     )
     if reason is not None:
-        return ProbeResult("weight sync", unchecked=(f"sampler/stale: {reason}",))
+        return Outcome("weight sync", unchecked=(f"sampler/stale: {reason}",))
     first = _sample(subject, 0)
     with subject.perturbed() as moved:
         trainer.state.global_step += 1  # for a sampler that is synced once a step
@@ -157,11 +157,11 @@ def probe_sync(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     if odds > limit or (foreign and texts[: len(first)] == first):
         same = f"{tokens} new tokens are e^{odds:.3g} times likelier under the old ones"
         evidence = same if odds > limit else f"the same random numbers give the same {len(first)} completions"
-        return ProbeResult("weight sync", (_stale(evidence, moved),), figures, (line,))
+        return Outcome("weight sync", (_stale(evidence, moved),), figures, (line,))
     if odds > -limit and not foreign:
         left = f"sampler/stale: undecided after {tokens} tokens, odds of e^{-odds:.2g} for the new weights"
-        return ProbeResult("weight sync", (), figures, (line,), undecided=(left,))
-    return ProbeResult("weight sync", (), figures, (line,))
+        return Outcome("weight sync", (), figures, (line,), undecided=(left,))
+    return Outcome("weight sync", (), figures, (line,))
 
 
 def _sample(subject: Subject, seed: int) -> list[Text]:

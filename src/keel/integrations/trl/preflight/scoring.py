@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keel.doctor.draws import best_temperature
+from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import average, largest
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.draws import best_temperature
-from keel.lab.doctor.probes.gap import average, largest
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 
-def probe_scoring(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_scoring(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Compare two training passes over the batch with each other and with an unpadded forward of the model."""
     sampled = subject.sampled
     first, second = subject.scored(subject.whole), subject.scored(subject.whole)
     forward = subject.forward
     if not bool(first[sampled].isfinite().all()):
-        return ProbeResult("scoring", (_not_finite(first[sampled]),), {"gap_max": torch.inf})
+        return Outcome("scoring", (_not_finite(first[sampled]),), {"gap_max": torch.inf})
     twice, gap = largest((first - second)[sampled]), (first - forward)[sampled]
     figures = {"difference": twice, "gap_max": largest(gap), "gap_mean": average(gap)}
     findings: list[Finding] = []
@@ -30,7 +30,7 @@ def probe_scoring(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     elif not subject.close(gap, thresholds):
         findings.append(_other(subject, first, gap, thresholds))
     lines = (f"scoring: within {figures['gap_max']:.2g} nats of the model's own forward",)
-    return ProbeResult("scoring", tuple(findings), figures, lines)
+    return Outcome("scoring", tuple(findings), figures, lines)
 
 
 def _not_finite(scored: Tensor) -> Finding:

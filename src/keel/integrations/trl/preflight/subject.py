@@ -17,8 +17,8 @@ from trl import GRPOTrainer
 
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object
+from keel.doctor.weights import backup
 from keel.integrations.versions import TRL
-from keel.lab.doctor.weights import backup
 
 # What TRL changes in place while it generates and computes a loss, several containers deep.
 _DEEP = ("_metrics", "_logs", "_pending_extra_logs", "_pending_metrics")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 
 
-def probe_texts(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_texts(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Check that prompts contain their text, and that scored rows and judged texts are the sampled ones."""
     findings = [*_rows(subject), *_questions(subject, thresholds), *_judged_texts(subject)]
     unchecked = ("output/text: completions hold tokens of tools",) if subject.tools else ()
-    return ProbeResult("travel", tuple(findings), {"rows": float(len(subject.texts))}, unchecked=unchecked)
+    return Outcome("travel", tuple(findings), {"rows": float(len(subject.texts))}, unchecked=unchecked)
 
 
 def _rows(subject: Subject) -> Iterator[Finding]:

@@ -10,27 +10,25 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import split_tensor_dict
 
+from keel.doctor.findings import Finding, finding
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.batch import Subject
 from keel.kl import k3
-from keel.lab.doctor.findings import Finding, finding
-from keel.lab.doctor.probes.result import ProbeResult
-from keel.lab.thresholds import Thresholds
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 
 
-def probe_update(subject: Subject, thresholds: Thresholds) -> ProbeResult:
+def probe_update(subject: Subject, thresholds: Thresholds) -> Outcome:
     """Trainable weights, the optimizer's own list of them, and one step at the full rate. Inside `untouched`."""
     trainer = subject.trainer
     weights, every = subject.weights, list(trainer.model.parameters())
     figures = {"trainable": float(sum(w.numel() for w in weights)), "weights": float(sum(w.numel() for w in every))}
     if not weights:
-        return ProbeResult("update", (_frozen(subject, figures),), figures)
+        return Outcome("update", (_frozen(subject, figures),), figures)
     if any(part in str(trainer.args.optim) for part in ("lomo", "layerwise")):
-        return ProbeResult(
-            "update", (), figures, unchecked=("optim/no-update: this optimizer steps while it goes back",)
-        )
+        return Outcome("update", (), figures, unchecked=("optim/no-update: this optimizer steps while it goes back",))
     own = {id(weight) for weight in weights}
     for weight in every:  # as they were when training would have built its optimizer
         weight.requires_grad_(id(weight) in own)
@@ -39,13 +37,13 @@ def probe_update(subject: Subject, thresholds: Thresholds) -> ProbeResult:
     optimizer = trainer.optimizer
     findings = list(_held(weights, optimizer, figures))
     if findings and findings[0].severity == "error":
-        return ProbeResult("update", tuple(findings), figures)
+        return Outcome("update", tuple(findings), figures)
     before, prints = subject.forward, fingerprint(unwrap(trainer.model))
     norm = _step(subject, weights, optimizer)
     figures["gradient_norm"] = norm
     if not math.isfinite(norm):
         findings.append(_not_finite(norm))
-        return ProbeResult("update", tuple(findings), figures)
+        return Outcome("update", tuple(findings), figures)
     moved = (subject.forward_logp() - before)[subject.sampled].double()
     figures |= {"kl_after_peak": float(k3(moved).mean()), "largest_logp_change": float(moved.abs().max())}
     same = fingerprint(unwrap(trainer.model)) == prints
@@ -54,7 +52,7 @@ def probe_update(subject: Subject, thresholds: Thresholds) -> ProbeResult:
         f"update: {figures['trainable']:.0f} of {figures['weights']:.0f} weights are trainable; one update moves the "
         f"policy by {figures['kl_after_peak']:.2g} nats per token"
     )
-    return ProbeResult("update", tuple(findings), figures, (line,))
+    return Outcome("update", tuple(findings), figures, (line,))
 
 
 def _frozen(subject: Subject, figures: dict[str, float]) -> Finding:

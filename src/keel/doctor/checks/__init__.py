@@ -1,0 +1,121 @@
+"""Checks on a run's history: pure functions of what was recorded and the thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from keel.doctor.causes import explain, figures_in_scope, in_scope
+from keel.doctor.checks import (
+    clip,
+    course,
+    depth,
+    distillation,
+    episodes,
+    evaluation,
+    exploration,
+    gradients,
+    guards,
+    kl,
+    optim,
+    output,
+    penalty,
+    reference,
+    reward,
+    sampler,
+)
+from keel.doctor.checks.base import Check, Unchecked, has_teacher
+from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
+from keel.doctor.findings import Finding, ranked
+from keel.doctor.formula import formula_of
+from keel.doctor.history import History
+from keel.doctor.suspects import history_figures, judge_suspects
+from keel.doctor.thresholds import Thresholds, load_thresholds
+
+CHECKS: tuple[Check, ...] = (
+    *reward.CHECKS,
+    *output.CHECKS,
+    *exploration.CHECKS,
+    *episodes.CHECKS,
+    *kl.CHECKS,
+    *penalty.CHECKS,
+    *reference.CHECKS,
+    *distillation.CHECKS,
+    *sampler.CHECKS,
+    *depth.CHECKS,
+    *optim.CHECKS,
+    *gradients.CHECKS,
+    *guards.CHECKS,
+    *clip.CHECKS,
+    *evaluation.CHECKS,
+    *course.CHECKS,
+)
+
+
+def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
+    """All checks on one history: findings worst first, and what could not be decided with the reason."""
+    limits = load_thresholds() if thresholds is None else thresholds
+    by_check = [(check.__module__.rpartition(".")[2], [*check(history, limits)]) for check in CHECKS]
+    results = [result for _, row in by_check for result in row]
+    unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
+    found = in_scope((result for result in results if isinstance(result, Finding)), history.config)
+    merged = merge_by_code(found)
+    first = _first_step(history)
+    from_start = {r.code for check in CHECKS for r in check(first, limits) if isinstance(r, Finding)}
+    diagnosis = Diagnosis(
+        explain(merged, log=True, from_start=from_start),
+        hypotheses=judge_suspects(
+            merged,
+            figures_in_scope(history_figures(history), history.config),
+            limits,
+            unchecked,
+            formula_of(history.config, history.source),
+        ),
+        unchecked=tuple(unchecked),
+        notes=(*history.notes, *history.missing),
+        sound=_sound([row for row in by_check if _concerned(row[0], history)]),
+    )
+    return with_threshold_notes(diagnosis, limits)
+
+
+def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tuple[str, ...]:
+    """Areas in which nothing was found, not even a note, and at least half could be decided; of how much, if not all.
+
+    A check that could not be made counts with each of its codes, one that was made and silent counts once.
+    """
+    areas: dict[str, list[Finding | Unchecked | None]] = {}
+    for area, row in by_check:
+        areas.setdefault(area, []).extend(row or [None])
+    names = []
+    for area, results in areas.items():
+        decided, total = results.count(None), len(results)
+        if 2 * decided >= total and not any(isinstance(result, Finding) for result in results):
+            names.append(area if decided == total else f"{area} ({decided} of {total})")
+    return tuple(names)
+
+
+def _concerned(area: str, history: History) -> bool:
+    """Whether there was a teacher, tools or turns to judge: their checks are silent where there were none."""
+    if area == "distillation":
+        return has_teacher(history)
+    return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in history.series)
+
+
+def _first_step(history: History) -> History:
+    """What was known before the first update."""
+    series = {name: series.head(1) for name, series in history.series.items()}
+    return replace(history, series=series, events=(), evaluations=(), rollouts=())
+
+
+def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings under one code become one: the gravest speaks, and the others' evidence is added to it."""
+    by_code: dict[str, Finding] = {}
+    for finding in ranked(findings):
+        first = by_code.get(finding.code)
+        by_code[finding.code] = (
+            finding if first is None else replace(first, evidence=f"{first.evidence}; {finding.evidence}")
+        )
+    return tuple(by_code.values())
+
+
+__all__ = ["CHECKS", "check_history"]

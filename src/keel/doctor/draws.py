@@ -1,0 +1,238 @@
+"""Tokens that were drawn, beside the policy's own logits: which sampling explains them, and what was reported.
+
+Two questions with two answers: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens?
+The second is a test without any assumption: with F the policy's distribution, the randomised tail mass of each drawn
+token is uniform on (0, 1), token by token, if and only if the token was drawn from F (Rosenblatt's transform).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.base.types import Group
+from keel.doctor.keel_subject import KeelSubject
+from keel.rollout.sampling import SamplingParams, filter_threshold
+
+_TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
+_TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+_TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
+_HOTTEST = 4.0  # times what is asked for: what draws still more blindly has other weights, and no such setting
+_MAX_TOKENS = 4000
+_MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
+FEW = 20  # tokens that tell whether draws are sound
+_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+_UNSURE = 0.25  # of the largest entropy, where a policy is not sure
+
+
+@dataclass(frozen=True)
+class Draws:
+    """N action tokens: the policy's logits `[N, V]` (fp64, temperature 1), what was drawn, what was reported."""
+
+    logits: Tensor
+    tokens: Tensor  # [N]
+    sample_logp: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
+    row: Tensor  # [N]: number of the completion
+    filtered_logp: Tensor | None = None  # [N]: the engine's, after filters; NaN where it gave none
+    position: Tensor | None = None  # [N]: number of the token in its completion
+    texts: tuple[tuple[int, ...], ...] = ()  # prompt and completion of each row
+    prompts: tuple[int, ...] = ()  # how many tokens of those the prompt has
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def where(self, keep: Tensor) -> Draws:
+        """Some of them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen: dict[str, Any] = {name: value[keep] for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **chosen)
+
+    def without(self, tokens: Iterable[int]) -> Draws:
+        """The draws of other tokens than these, with the policy's distribution over the others."""
+        outside = torch.tensor(sorted(set(tokens)), dtype=torch.long, device=self.tokens.device)
+        return replace(self, logits=self.logits.index_fill(-1, outside, -torch.inf)).where(
+            ~torch.isin(self.tokens, outside)
+        )
+
+    def distribution(self, params: SamplingParams) -> Tensor:
+        """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
+        logits = self.logits / (params.temperature or 1.0)
+        if params.filtered:
+            logits = logits.masked_fill(logits < filter_threshold(logits, params) - 1e-9, -torch.inf)
+        return logits.log_softmax(-1)
+
+    def logp(self, params: SamplingParams) -> Tensor:
+        """Log-probability `[N]` of what was drawn, under these sampling parameters."""
+        return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
+
+
+def most_tokens(setup: KeelSubject) -> int:
+    """How many tokens' logits are held at once."""
+    return min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
+
+
+def batch_draws(setup: KeelSubject) -> Draws:
+    """The batch's own action tokens."""
+    if "draws" not in setup.of_batch:
+        setup.of_batch["draws"] = draws(setup, setup.groups)
+    drawn: Draws = setup.of_batch["draws"]
+    return drawn
+
+
+def draws(setup: KeelSubject, groups: Sequence[Group]) -> Draws:
+    """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
+    groups = first_tokens(groups, most_tokens(setup))
+    completions = [c for group in groups for c in group.completions]
+    chosen: list[tuple[int, Tensor, Tensor]] = []
+    for b, logits in setup.each_logits(groups):
+        positions = torch.tensor([t for t, action in enumerate(completions[b].action) if action], dtype=torch.long)
+        chosen.append((b, positions, logits[positions.to(logits.device)].double()))
+    chosen.sort(key=lambda entry: entry[0])
+    device = setup.policy.device
+    prompts = [group.prompt_tokens for group in groups for _ in group.completions]
+    drawn = [
+        (completions[b].tokens[t], completions[b].sample_logp[t], completions[b].filtered_logp[t], b)
+        for b, positions, _ in chosen
+        for t in positions
+    ]
+    each = [logits for _, _, logits in chosen]
+    before, after = (torch.tensor([d[i] for d in drawn], dtype=torch.float64, device=device) for i in (1, 2))
+    return Draws(
+        logits=torch.cat([torch.empty(0, setup.vocabulary, dtype=torch.float64, device=device), *each]),
+        tokens=torch.tensor([token for token, *_ in drawn], dtype=torch.long, device=device),
+        sample_logp=before,
+        filtered_logp=after,
+        row=torch.tensor([b for *_, b in drawn], dtype=torch.long, device=device),
+        position=torch.cat([torch.empty(0, dtype=torch.long), *(places for _, places, _ in chosen)]).to(device),
+        texts=tuple((*prompt, *c.tokens) for prompt, c in zip(prompts, completions, strict=True)),
+        prompts=tuple(map(len, prompts)),
+    )
+
+
+def first_tokens(groups: Sequence[Group], limit: int) -> list[Group]:
+    """The first completions with about `limit` tokens, at least one: short ones alone would be no fair draws."""
+    chosen, count = [], 0
+    for group in groups:
+        members = []
+        for completion in group.completions:
+            if count < limit:
+                members.append(completion)
+                count += sum(completion.action)
+        if members:
+            chosen.append(replace(group, completions=tuple(members), rewards=group.rewards[: len(members)]))
+    return chosen
+
+
+def unfiltered(params: SamplingParams) -> SamplingParams:
+    """The same temperature without top-p, top-k and min-p: what `sample_logp` is meant to be."""
+    return replace(params, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
+    """Filters that an engine may have on, with or without saying so; the configured ones first."""
+    plain = unfiltered(params)
+    if params.filtered:
+        yield f"top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g} (as configured)", params
+    for value in _TOP_P:
+        yield f"top_p {value:g}", replace(plain, top_p=value)
+    for number in _TOP_K:
+        yield f"top_k {number}", replace(plain, top_k=number)
+    for value in _MIN_P:
+        yield f"min_p {value:g}", replace(plain, min_p=value)
+
+
+def tightest(drawn: Draws, params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
+    """The filters that just let every drawn token through, the likeliest of each kind."""
+    plain = unfiltered(params)
+    logp = drawn.distribution(plain)
+    own = logp.gather(-1, drawn.tokens[:, None])
+    above = logp > own + 1e-9
+    nucleus = float(torch.where(above, logp.exp(), 0.0).sum(-1).max())
+    if 0 < nucleus < 1:
+        yield f"top_p {nucleus:.3g}", replace(plain, top_p=min(1.0, nucleus + 1e-6))
+    yield f"top_k {int(above.sum(-1).max()) + 1}", replace(plain, top_k=int(above.sum(-1).max()) + 1)
+    ratio = float((own.squeeze(-1) - logp.max(-1).values).min().exp())
+    yield f"min_p {ratio:.3g}", replace(plain, min_p=min(1.0, ratio * (1 - 1e-6)))
+
+
+def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], float]) -> float:
+    """The temperature with the lowest cost, by a grid in logarithms that is refined three times."""
+    hottest, step = _HOTTEST * max(1.0, params.temperature), 2.0 ** (1 / 8)
+    grid = [temperature for temperature in _TEMPERATURES if temperature <= hottest]
+    best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
+    for _ in range(3):
+        step = step ** (1 / 8)
+        grid = [best * step**i for i in range(-8, 9)]
+        best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
+    return best
+
+
+def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
+    """Randomised tail mass `[N]` of each drawn token: uniform on (0, 1) if the tokens came from this distribution."""
+    logp = drawn.distribution(params)
+    drawn_logp = logp.gather(-1, drawn.tokens[:, None])
+    p = logp.exp()
+    below = torch.where(logp < drawn_logp - 1e-9, p, 0.0).sum(-1)
+    same = torch.where((logp - drawn_logp).abs() <= 1e-9, p, 0.0).sum(-1)
+    coin = torch.rand(len(drawn), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(p.device)
+    return torch.where(torch.isfinite(drawn_logp.squeeze(-1)), below + coin * same, 0.0)
+
+
+def chance_of(drawn: Draws, params: SamplingParams) -> float:
+    """The chance of the draws under these parameters: of all and of first tokens, and where the policy is least sure.
+
+    Each part is chosen by what stands before its tokens alone, so that these are draws like all others.
+    """
+    masses, logp = tail_masses(drawn, params), drawn.logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp.clamp_min(-1e3)).sum(-1)
+    chances = [1.0]
+    for part in (torch.ones_like(drawn.tokens) > 0, *([] if drawn.position is None else [drawn.position == 0])):
+        unsure = part & (entropy > _UNSURE * entropy[part].max()) if bool(part.any()) else part
+        chances += [uniform_p_value(masses[chosen]) for chosen in (part, unsure) if bool(chosen.any())]
+    return min(1.0, len(chances) * min(chances))
+
+
+def uniform_p_value(masses: Tensor) -> float:
+    """The chance of tail masses like these if they are uniform: Kolmogorov-Smirnov, and empty or full lower tails."""
+    from scipy.special import bdtr, kolmogorov
+
+    n = len(masses)
+    if n == 0:
+        return 1.0
+    ordered = masses.sort().values.cpu()
+    steps = torch.arange(1, n + 1, dtype=torch.float64) / n
+    distance = float(torch.maximum(steps - ordered, ordered - steps + 1 / n).max())
+    chances = [float(kolmogorov(math.sqrt(n) * distance))]
+    for edge in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
+        count = int((ordered < edge).sum())
+        chances.append(2 * float(min(bdtr(count, n, edge), bdtr(n - count, n, 1 - edge))))
+    return min(1.0, len(chances) * min(chances))
+
+
+def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:
+    """`[N]` bool: tokens in runs that the policy would not have drawn, as tool output is.
+
+    −Σ ln(tail mass) over a window of n tokens is at most Gamma(n)-distributed if they were drawn; a window is called
+    improbable where that chance is below `chance`, whatever the model's entropy.
+    """
+    from scipy.special import gammainccinv
+
+    masses = tail_masses(drawn, params).clamp_min(1e-300)
+    surprise = -masses.log().cpu()
+    rows = drawn.row.cpu()
+    flagged = torch.zeros(len(drawn), dtype=torch.bool)
+    for width in (3, 4, 6, 8, 12, 16):
+        if len(drawn) < width:
+            break
+        windows = surprise.unfold(0, width, 1).sum(-1)
+        alone = rows.unfold(0, width, 1)
+        within = alone[:, 0] == alone[:, -1]
+        for start in ((windows > float(gammainccinv(width, chance))) & within).nonzero().squeeze(-1).tolist():
+            inside = torch.arange(start, start + width)
+            flagged[inside[surprise[inside] > 2.0]] = True
+    return flagged.to(drawn.tokens.device)

@@ -1,0 +1,63 @@
+"""`keel doctor RUN`: read what training left behind, check it, and keep the findings of Keel's own runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import encode, write_atomic
+from keel.doctor.checks import check_history
+from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.readers import is_run, read_history, runs_below
+from keel.doctor.readers.keel_run import history_of, is_keel_run
+from keel.doctor.runs import RunRecord
+from keel.doctor.thresholds import thresholds_of
+from keel.loggers.rundir import FINDINGS
+
+LISTED = 10  # runs that a refusal names
+
+
+def examine(
+    path: Path | str, mapping: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()
+) -> Diagnosis:
+    """What the log at `path` says; `mapping` names a table's columns, `overrides` are thresholds."""
+    if Path(path).is_dir():
+        _refuse_folder_of_runs(Path(path))
+    history = read_history(Path(path), dict(mapping or {}))
+    config = history.config if history.source == "keel" else {}  # a peer's options may only look like Keel's
+    return check_history(history, thresholds_of(config, overrides))
+
+
+def examine_run(run: RunRecord) -> Diagnosis:
+    """What the log of one of Keel's runs says, which was read already and may go on."""
+    return check_history(history_of(run), run.thresholds)
+
+
+def _refuse_folder_of_runs(path: Path) -> None:
+    """A folder that holds no run itself names those below it: which one is meant is not for the doctor to guess."""
+    runs = [] if is_run(path) else sorted(runs_below(path), key=lambda run: (-_changed(run), str(run)))
+    if not runs:
+        return  # the readers read it, or say what they look for
+    names = ", ".join(str(run.relative_to(path)) for run in runs[:LISTED])
+    older = f" and {len(runs) - LISTED} older" if len(runs) > LISTED else ""
+    holds = "one" if len(runs) == 1 else f"{len(runs)}, newest first"
+    raise KeelError(
+        f"{path} is no run itself but holds {holds}: {names}{older}; name the one that is meant, as in {runs[0]}"
+    )
+
+
+def _changed(run: Path) -> float:
+    """When a run was last written to."""
+    return max((file.stat().st_mtime for file in run.iterdir()), default=0.0)
+
+
+def write_findings(path: Path, diagnosis: Diagnosis) -> Path:
+    """findings.json of a Keel run, whole or not at all."""
+    if not is_keel_run(path):
+        raise KeelError(f"--write keeps findings in the folder of a Keel run, which {path} is not: leave it out")
+    file = path / FINDINGS
+    lines = ",\n".join("  " + encode(finding) for finding in diagnosis.as_dict()["findings"])
+    write_atomic(file, f"[\n{lines}\n]\n" if lines else "[]\n")
+    return file

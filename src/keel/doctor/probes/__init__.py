@@ -1,0 +1,1 @@
+"""Experiments that are no measures yet."""

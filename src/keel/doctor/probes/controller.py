@@ -1,0 +1,207 @@
+"""The controller of β: a coefficient at every step, a target within reach, and a course that fits the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+
+from keel.base.errors import first_line
+from keel.doctor.advice import no_penalty
+from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.thresholds import Thresholds
+from keel.kl.controllers import UNITS, RuleController, controller_from_options
+
+LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion
+UPDATES = 200
+FEW_UPDATES = 20  # a tenth of those: a schedule that ends takes longer
+SCHEDULES = ("warmup", "linear", "cosine")  # Keel's own, which end where they were told to
+PER_TOKEN = 0.05  # nats: the usual target of a controller
+WAVE, HALF_WAVE = 1.25, 5  # times the target and below it, as a step's KL scatters, for so many steps each
+MANY_FOLD, FELT = 100.0, 0.1  # times the β it starts from, by scatter alone, and a β that recipes do not go beyond
+TIMES_MORE = 10.0  # than was asked for, whatever the KL
+FAR_OVER = 10.0  # times the target, for the whole run
+IDLE = 0.005  # of β: a controller that moves it by less in a whole run does not steer
+MOST_STEPS = 2_000
+
+
+def controller_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+    """What is plainly no coefficient first; then targets, and what the controller does over the run's own steps."""
+    return (
+        [*steered(setup, figures, thresholds)]
+        or [*_targets(setup, thresholds)]
+        or [*over_the_run(setup, figures, thresholds)]
+    )
+
+
+def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
+    name, configured = setup.config.kl.controller.name, setup.config.kl.beta
+    figures |= {"beta_start": math.nan, "beta_most": math.nan}
+    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
+    try:
+        controller = setup.run.controller
+        unit, start = controller.unit, float(controller.init().beta)
+        series = {level: _betas(setup, level) for level in LEVELS}
+    except Exception as error:  # a controller of one's own may raise anything
+        why = f"{type(error).__name__}: {first_line(error)}"
+        yield finding("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", mend)
+        return
+    every = [start, *(beta for betas in series.values() for beta in betas)]
+    figures |= {"beta_start": start, "beta_most": max(every)}
+    limit = max(thresholds["controller_beta"], 10 * configured)
+    acting = [max((i + 1 for i, beta in enumerate(betas) if beta > 0), default=0) for betas in series.values()]
+    wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
+    growing = max(limit, start)  # one that is there from the start was set, and the balance weighs it
+    high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > growing), None)
+    if unit not in UNITS:
+        evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
+        yield finding("kl/controller", evidence, "the loop cannot tell which KL to give it", f"set unit={UNITS[0]!r}")
+    elif not (math.isfinite(start) and start >= 0) or wrong is not None:
+        where = f"β = {start:g} at the start" if wrong is None or not start >= 0 else _at(*wrong)
+        cause = "a coefficient below 0 rewards distance from the reference, one that is no number breaks the loss"
+        yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, mend)
+    elif high is not None:
+        cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
+        yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
+    elif configured > 0 and min(every) > TIMES_MORE * configured and _follows(setup, start):
+        yield finding(
+            "kl/controller",
+            f"kl.controller={name} gives β = {start:g} at the start and never less than {min(every):g}, at a KL of "
+            f"{min(LEVELS):g} as well, where kl.beta={configured:g} is asked for",
+            "the controller takes kl.beta in another unit: in percent, or for a sum in place of a mean",
+            propose("let it start from the β that it is given, or set {}", {"kl.controller": {"name": "fixed"}}),
+            severity="warning",
+        )
+    elif configured > 0 and max(every) == 0:
+        yield finding(
+            "kl/controller",
+            f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
+            f"kl.beta={configured:g} never acts",
+            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
+            severity="warning",
+        )
+    elif start > 0 and max(acting) < min(FEW_UPDATES, setup.config.run.max_steps // (20 if name in SCHEDULES else 2)):
+        yield finding(
+            "kl/controller",
+            f"kl.controller={name} gives β = {start:g} at the start and 0 from update {max(acting) + 1} on, at a KL of "
+            f"{max(LEVELS):g} as well, up to {UPDATES} updates",
+            f"the penalty falls silent when it begins to be needed: kl.beta={configured:g} hardly acts",
+            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
+            severity="warning",
+        )
+
+
+def _follows(setup: KeelSubject, start: float) -> bool:
+    """Whether a β of twice the size begins at twice the size: a floor of one's own does not."""
+    twice = setup.config.kl.model_copy(update={"beta": 2 * setup.config.kl.beta})
+    return math.isclose(
+        float(controller_from_options(twice, setup.config.episodes_per_step).init().beta), 2 * start, rel_tol=0.01
+    )
+
+
+def _at(level: float, update: int, beta: float) -> str:
+    return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
+
+
+def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+    """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
+    options, controller = setup.config.kl.controller, setup.run.controller
+    target = (options.model_extra or {}).get("target")
+    if not isinstance(target, int | float) or not setup.config.kl.adapts_beta:
+        return
+    length = setup.completion_length
+    most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
+    tokens = 1.0 if controller.unit == "per_sequence" else length
+    start = float(controller.init().base)
+    lax = target * tokens > most and max(_betas(setup, most / tokens)) <= start
+    tight = target * tokens < least and _betas(setup, least / tokens)[-1] > start
+    if not lax and not tight:
+        return
+    unit = controller.unit.replace("_", " ")
+    usual = float(f"{PER_TOKEN if unit == 'per token' else PER_TOKEN * length:.1g}")
+    yield finding(
+        "kl/controller",
+        f"kl.controller.target={target:g} nats {unit}, {target * tokens:.3g} per completion of {length:.3g} tokens: β "
+        + (
+            f"never rises above {start:g}, not at {most / tokens:.3g} nats {unit}, where the policy has left every "
+            "useful range"
+            if lax
+            else f"rises from {start:g} at {least / tokens:.2g} nats {unit}, where nothing can be seen to change"
+        ),
+        "the target is in another unit than the controller's, or mistyped: "
+        + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
+        propose("set {}", {"kl.controller.target": usual}),
+        severity="warning" if lax else None,  # a β that only rises rules the update in the end
+    )
+
+
+def _betas(setup: KeelSubject, level: float) -> list[float]:
+    controller, betas = setup.run.controller, []
+    state = controller.init()
+    for update in range(UPDATES):
+        measured = (None, math.nan)[update // 10 % 2] if update % 10 == 9 else level
+        state = controller.update(state, measured)
+        betas.append(float(state.beta))
+    return betas
+
+
+def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A β that does not arrive within the run's steps, that a step's scatter throws about, or that never moves."""
+    kl, controller = setup.config.kl, setup.run.controller
+    steps = min(setup.config.run.max_steps, MOST_STEPS)
+    if steps < FEW_UPDATES:  # a trial run: nothing arrives in a few steps
+        return
+    target = (kl.controller.model_extra or {}).get("target")
+    start, name = float(controller.init().base), f"kl.controller={kl.controller.name}"
+    steers = kl.adapts_beta and isinstance(target, int | float)
+    level = float(target) if steers and target is not None else PER_TOKEN
+    betas = list(islice(_course(setup, [level]), steps))
+    figures["beta_arrived"] = max(betas) / start if start > 0 else 1.0
+    evidence = cause = ""
+    change: dict[str, object] = {}
+    if start > 0 and figures["beta_arrived"] < 0.5:
+        evidence = f"{name} gives β of at most {max(betas):.3g} in {steps} steps, where {start:g} is meant"
+        cause = "its warm-up is longer than the run: the penalty never has the strength that was asked for"
+        option = "kl.controller.steps" if kl.controller.name == "warmup" else "kl.controller.warmup_steps"
+        change = {option: max(1, steps // 10)}
+    elif steers:
+        wave = list(islice(_course(setup, [level * WAVE] * HALF_WAVE + [level / WAVE] * HALF_WAVE), 4 * HALF_WAVE))
+        far = list(islice(_course(setup, [level * FAR_OVER]), steps))
+        low, high = min(wave[HALF_WAVE:]), max(wave)
+        swing = high / low if low > 0 else math.inf if high > 0 else 1.0
+        figures |= {"beta_swing": swing, "beta_steered": max(far) / start if start > 0 else math.inf}
+        leap = max(FELT, MANY_FOLD * start) if start > 0 else math.inf
+        if swing > thresholds["controller_swing"] and high > min(leap, thresholds["beta_strong"]):
+            evidence = (
+                f"{name} takes β from {low:.2g} to {high:.3g} and back while the KL scatters by a quarter about its "
+                f"target of {level:g} (over {thresholds['controller_swing']:g} times)"
+            )
+            cause = "it answers to noise: β is next to nothing at one step and rules the update a few steps later"
+        elif abs(figures["beta_steered"] - 1) < IDLE and max(far) < controller_bound(setup):
+            evidence = (
+                f"{name} moves β from {start:g} to {max(far):g} in {steps} steps at {FAR_OVER:g} times its target of "
+                f"{level:g}"
+            )
+            cause = "it is far too slow for this run: β is what it was at the start, whatever the KL does"
+        change = {"kl.controller": {"name": "pid", "target": level, "unit": controller.unit}}
+    if evidence:
+        yield finding("kl/controller", evidence, cause, propose("set {}", change), severity="warning")
+
+
+def controller_bound(setup: KeelSubject) -> float:
+    """The largest β that it may give, where it says so."""
+    controller = setup.run.controller
+    return float(controller.bounds[1]) if isinstance(controller, RuleController) else math.inf
+
+
+def _course(setup: KeelSubject, levels: list[float]) -> Iterator[float]:
+    """β at every step of a run whose measured KL goes through `levels` again and again."""
+    controller, every = setup.run.controller, max(1, setup.config.kl.measure_every)
+    state, step = controller.init(), 0
+    while True:
+        yield float(state.beta)
+        measured = levels[step % len(levels)] if setup.config.kl.penalizes or step % every == 0 else None
+        state = controller.update(state, measured)
+        step += 1

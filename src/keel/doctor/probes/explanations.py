@@ -1,0 +1,172 @@
+"""Which distribution tokens were drawn from, where it is not the policy's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from keel.doctor.advice import setting
+from keel.doctor.advice import unfiltered as whole_distribution
+from keel.doctor.draws import (
+    FEW,
+    Draws,
+    best_temperature,
+    chance_of,
+    filters,
+    tail_masses,
+    tightest,
+    unfiltered,
+    uniform_p_value,
+)
+from keel.doctor.findings import Finding, Severity, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alternatives import Alternative, alternatives, applied
+from keel.doctor.probes.alternatives import fitted as fitted_alternative
+from keel.doctor.thresholds import Thresholds
+from keel.rollout.sampling import SamplingParams
+
+_TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter
+_OTHERS = 2  # other ways to draw that are tried
+_PRICE = 5.0  # nats: what a further parameter has to be worth
+_TRIED, _ELEMENTS = 2000, 20_000_000  # tokens, and tokens × vocabulary, that explanations are tried on
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A way to draw that was tried: how likely it makes the tokens, and with what chance they are its own."""
+
+    code: str
+    name: str
+    cause: str
+    logp: float  # of all tokens, in nats
+    drawn: Draws
+    params: SamplingParams
+
+    @cached_property
+    def chance(self) -> float:
+        return chance_of(self.drawn, self.params)
+
+    def explains(self, thresholds: Thresholds, ends: Iterable[int]) -> bool:
+        """Whether the tokens let it stand, and so leave nothing for another way to draw."""
+        if self.chance <= thresholds["sampler_explained"]:
+            return False
+        left = replace(self.drawn, logits=self.drawn.distribution(self.params))
+        return alternatives(left, SamplingParams(), ends)[1] < -math.log(thresholds["sampler_explained"])
+
+
+def _explanation(code: str, name: str, cause: str, drawn: Draws, params: SamplingParams, free: int = 1) -> Explanation:
+    """One explanation; a parameter that is `free` beyond the first has to be worth its price."""
+    logp = -_unlikelihood(drawn, params) - _PRICE * (free - 1)
+    return Explanation(code, name, cause, logp, drawn, params)
+
+
+def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Alternative]) -> Iterator[Explanation]:
+    plain = unfiltered(sampling)
+    told = "the engine samples otherwise than it is told, so that the samples are not the policy's"
+    fitted = best_temperature(plain, lambda params: _unlikelihood(more, params))
+    warm = replace(plain, temperature=fitted)
+    yield _explanation("sampler/temperature", f"temperature {fitted:.3g}", told, more, warm)
+    for name, params in (*filters(plain), *tightest(more, plain)):
+        yield _explanation("sampler/filter", name, told, more, params)
+    for temperature in _TEMPERATURES:
+        for name, params in tightest(more, replace(plain, temperature=temperature)):
+            both = f"temperature {temperature:g} with {name}"
+            yield _explanation("sampler/filter", both, told, more, params, free=2)
+    kinds = {other.name.partition(" of ")[0].partition(" (")[0]: other for other in reversed(others)}
+    likely = sorted(kinds.values(), key=lambda other: -other.gain)[:_OTHERS]
+    for other in (fitted_alternative(more, other, plain) for other in likely):
+        yield _explanation("sampler/filter", other.name, other.cause, applied(more, other, plain), plain)
+
+
+def drawn_finding(
+    more: Draws, setup: KeelSubject, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
+) -> Finding:
+    """Which distribution the tokens were drawn from: the likeliest of those that the tokens do not rule out."""
+    sampling = setup.sampling
+    size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
+    if chance >= thresholds["sampler_draws"]:
+        size = f"{len(more)} drawn tokens are e^{odds:.3g} times likelier under other ways to draw"
+    small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
+    tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
+    better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
+    if setup.shared.get("reported") == "sampler/mismatch":  # no way to draw that is known explains the reports
+        better = (entry for entry in better if _agrees(entry, small, sampling, thresholds))
+    best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
+    if best is not None:
+        configured = (
+            f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+        )
+        return finding(
+            best.code,
+            f"{size}; {best.name} explains them (chance {best.chance:.2g}), while {configured}",
+            best.cause,
+            "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are, and no penalties, bans or "
+            "least length (repetition_penalty=1): engines take defaults of their own from generation_config.json",
+        )
+    nearest = "; ".join(f"{entry.name}: chance {entry.chance:.1g}" for entry in _one_a_kind(tried)[:3])
+    return finding(
+        "sampler/mismatch",
+        f"{size}; nothing that was tried explains them ({nearest}){_begins(more, sampling, thresholds)}",
+        "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
+        "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
+    )
+
+
+def _agrees(entry: Explanation, drawn: Draws, sampling: SamplingParams, thresholds: Thresholds) -> bool:
+    """Whether what was reported of the tokens is the policy's own, or at least half way to this explanation's."""
+    told = drawn.sample_logp.isfinite()
+    policy, own = drawn.logp(unfiltered(sampling)), entry.drawn.logp(entry.params)
+    before, after = (float((drawn.sample_logp - logp)[told].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
+    return not before > thresholds["scoring_gap_half"] or after <= before / 2
+
+
+def _one_a_kind(tried: Sequence[Explanation]) -> list[Explanation]:
+    """The best of each kind, by the first words of its name."""
+    return list({entry.name.split()[0]: entry for entry in reversed(tried)}.values())[::-1]
+
+
+def _begins(more: Draws, sampling: SamplingParams, thresholds: Thresholds) -> str:
+    """From which token of a completion, or of the text, the draws are not the policy's, as text."""
+    if more.position is None:
+        return ""
+    masses = tail_masses(more, sampling)
+    lengths = torch.tensor(more.prompts, device=more.position.device)[more.row]
+    for where, places in (("the completion", more.position), ("the text", lengths + more.position)):
+        for edge in places.unique().tolist():
+            before = masses[places < edge]
+            if len(before) < FEW:
+                continue
+            if uniform_p_value(before) < thresholds["sampler_doubt"]:
+                break
+            if uniform_p_value(masses[places == edge]) < thresholds["sampler_explained"] / len(places.unique()):
+                return f"; it begins at token {int(edge) + 1} of {where}, and the {len(before)} before it are sound"
+    return ""
+
+
+def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
+    return -float(drawn.logp(params).nan_to_num(neginf=-1e9).sum())
+
+
+def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> Finding:
+    """Filters that the configuration itself asks for: the samples are not the policy's own."""
+    sampling = setup.sampling
+    lost = more.logp(sampling) - more.logp(unfiltered(sampling))
+    kl, cut = float(lost[torch.isfinite(lost)].mean()), 1 - float((-lost).exp().mean())
+    return finding(
+        "sampler/filter",
+        f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "
+        f"{100 * cut:.1f} % of the probability on average: KL(sampler‖policy) is {kl:.3g} nats per token",
+        "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
+        setting("set {} for training", whole_distribution(setup.config.to_dict())),
+        severity=_severity(kl, thresholds) if cut > thresholds["filtered_mass"] else "note",
+    )
+
+
+def _severity(kl: float, thresholds: Thresholds) -> Severity:
+    if kl > thresholds["sampler_kl_error"]:
+        return "error"
+    return "warning" if kl > thresholds["sampler_kl_warning"] else "note"

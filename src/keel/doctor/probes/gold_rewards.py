@@ -1,0 +1,297 @@
+"""Gold answers, judged without a model: do they earn what a right answer should, and if not, what would?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from statistics import fmean
+
+from keel.doctor.evidence import SAME, chance_above, level
+from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.exploits import exploit_findings
+from keel.doctor.probes.judged_golds import JudgedGold, totals_of
+from keel.doctor.probes.replies import OutOfPlays, played_again
+from keel.doctor.thresholds import Thresholds
+from keel.envs.answers import last_number, last_tag
+
+EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
+CHOOSING = 2
+HOPELESS = 3  # problems on which no other row's answer earns
+TRIFLE = 0.01  # of a reward's size, within which texts earn the same for all that is said of them
+ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
+FORMS = {  # what a reward may want around an answer
+    "{}": "as it is",
+    "\\boxed{{{}}}": "\\boxed{…}",
+    "$\\boxed{{{}}}$": "$\\boxed{…}$",
+    "<answer>{}</answer>": "<answer>…</answer>",
+    "<answer> {} </answer>": "<answer> … </answer>",
+    "<think></think><answer>{}</answer>": "<think>…</think><answer>…</answer>",
+    "<think>\n\n</think>\n<answer>\n{}\n</answer>": "<think>…</think> and <answer>…</answer> on lines of their own",
+    "<think>\n\n</think>\n\n{}": "<think>…</think> before it",
+    "#### {}": "#### …",
+    "The answer is {}": "The answer is …",
+    "The answer is {}.": "The answer is ….",
+    "The final answer is {}": "The final answer is …",
+    "Answer: {}": "Answer: …",
+    "Final answer: {}": "Final answer: …",
+    "**{}**": "**…**",
+    "`{}`": "`…`",
+    "({})": "(…)",
+    "{}.": "a full stop after it",
+    " {}": "a space before it",
+    "{}\n": "a new line after it",
+    '{{"answer": "{}"}}': '{"answer": "…"}',
+}
+
+
+def gold_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
+    if not judged:
+        return
+    totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    scale = max(map(abs, totals))
+    margin = max(thresholds["reward_spread"] * (max(totals) - min(totals)), SAME * scale, SAME)
+    lacking = _lacking(judged, margin, SAME * scale)
+    unpaid = [float(row in lacking) for row in judged]
+    by_chance = chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
+    if not lacking or (by_chance and fmean(unpaid) < 1):
+        yield from exploit_findings(setup, judged, thresholds)
+        return
+    if over := _over_before(setup, lacking):
+        yield _unheard(over, judged)
+        return
+    if _pays_for_anything(judged, scale):
+        return  # a reward that never differs: what the groups show
+    form = _form(setup, lacking[:EXPLAINED], margin)
+    if form is None and _ignores_the_text(setup, judged, scale):
+        yield _textless(judged)
+        return
+    if form is None and (paid := _paid_whatever(lacking, totals, SAME * scale)):
+        yield _open(judged, paid)
+        return
+    found = _explained(setup, judged, lacking, margin, by_chance, form)
+    trifles = SAME * scale < max(totals) - min(totals) <= TRIFLE * scale
+    # what no text moves is no judgement of answers: whatever makes these differences count is the graver fault
+    yield replace(found, severity="warning") if trifles and found.severity == "error" else found
+
+
+def _over_before(setup: KeelSubject, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
+    """Those whose episode ends before their last turn is said, where most do: the reward has no answer to judge."""
+    task, over = setup.run.task, list[JudgedGold]()
+    if not task.multi_turn:
+        return over
+    for row in lacking[:EXPLAINED]:
+        with suppress(OutOfPlays), played_again(setup, row.problem, row.turns) as (_, replies):
+            over += [row] if len(replies) < len(row.turns) else []
+    return over if 2 * len(over) > len(lacking[:EXPLAINED]) else []
+
+
+def _unheard(over: Sequence[JudgedGold], judged: Sequence[JudgedGold]) -> Finding:
+    return finding(
+        "answer/unusable",
+        f"{len(over)} episodes of gold answers that earn nothing, of {len(judged)} that were judged, are over before "
+        f"the last of their {len(over[0].turns)} turns is said",
+        "the environment ends episodes before an answer can be given: a user who hangs up, a budget of turns or of "
+        "time that is spent too early, an end that is read into a call",
+        "let the step of an episode return None only after the answer",
+        severity="error",
+    )
+
+
+def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> list[JudgedGold]:
+    """Gold answers that earn no more than anything else, or less than a wrong one by more than `margin`.
+
+    Where wrong ones earn more on most problems it need not be by as much: a reward that pays for something else may
+    tell texts apart by trifles.
+    """
+    outranked = sum(row.gold < row.top - rounding for row in judged)
+    least = rounding if 2 * outranked > len(judged) else margin
+    return [row for row in judged if row.gold <= row.bottom + rounding or row.gold < row.top - least]
+
+
+def _paid_whatever(lacking: Sequence[JudgedGold], totals: Sequence[float], rounding: float) -> list[JudgedGold]:
+    """Problems on which every text earns the most there is to earn; [] unless those are most that are lacking."""
+    full = max(totals)
+    paid = [row for row in lacking if min(row.gold, row.bottom) >= full - rounding]
+    return paid if 2 * len(paid) > len(lacking) and min(totals) < full - rounding else []
+
+
+def _open(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
+    return finding(
+        "reward/exploit",
+        f"on {len(paid)} of {len(judged)} problems wrong and empty answers earn {paid[0].bottom:.3g}, all that a gold "
+        f"answer earns, such as {paid[0].problem.key!r} with the gold answer {paid[0].turns[-1].strip()[-40:]!r}",
+        "the reward pays in full where it cannot judge: where it cannot read the gold answer, or finds none",
+        "pay nothing, or leave the problem out, where the reward cannot read its own answer",
+        severity="error" if len(paid) > len(judged) / 2 else None,
+    )
+
+
+def _ignores_the_text(setup: KeelSubject, judged: Sequence[JudgedGold], scale: float) -> bool:
+    """Whether every text earns the same on a problem, be it gold, wrong, empty or sampled, and problems differ."""
+    answers = [(row.gold, row.empty, *row.others) for row in judged]
+    sampled = [tuple(reward.total for reward in group.rewards) for group in setup.groups]
+    alike = all(max(totals) - min(totals) <= SAME * scale for totals in (*answers, *sampled))
+    return alike and max(row.gold for row in judged) - min(row.gold for row in judged) > SAME * scale
+
+
+def _textless(judged: Sequence[JudgedGold]) -> Finding:
+    low, high = min(row.gold for row in judged), max(row.gold for row in judged)
+    return finding(
+        "reward/exploit",
+        f"on each of {len(judged)} problems gold, wrong, empty and sampled answers all earn the same, and from "
+        f"{low:.3g} to {high:.3g} on different problems",
+        "the reward judges something that belongs to the problem, such as its prompt, and not the completion",
+        "let the reward read the completion's text: keel check-task lists what every attack earns",
+        severity="error",
+    )
+
+
+def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
+    totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
+    return min(totals) > 0 and max(totals) - min(totals) <= SAME * scale
+
+
+def _explained(
+    setup: KeelSubject,
+    judged: Sequence[JudgedGold],
+    lacking: Sequence[JudgedGold],
+    margin: float,
+    by_chance: bool,
+    form: tuple[str, str, int] | None,
+) -> Finding:
+    """The finding with what would have earned: another form, a part of the answer, another row's, the opposite."""
+    average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
+    size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
+    reversed_share = fmean(row.is_least for row in lacking)
+    completions = [reward.total for group in setup.groups for reward in group.rewards]
+    summed = setup.config.reward.aggregate == "sum"
+    bare = max(max(row.gold, row.top) for row in lacking)
+    earning = summed and max(completions) > bare + margin  # what no answer without the form does
+    written = f"; the model's completions earn {fmean(completions):.3g}"
+    if form is not None:
+        content, name, count = form
+        asked = earning or _asked_for(setup, name)
+        what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns on {count}"
+        return finding(
+            "reward/gold",
+            f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}"
+            + ("; prompts ask for that form, or completions have it" if asked else ""),
+            "the reward compares a value, and the gold answer is more than that"
+            if name == FORMS["{}"]
+            else f"the reward reads answers in a form that gold answers do not have: {name}",
+            "let task.gold return what the reward reads, and ask for that form in the prompt (data.system_prompt, or "
+            "the task's prompt)",
+            severity="note" if asked else "warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
+        )
+    other = None if reversed_share > 0.9 else _other_row(setup, judged, lacking[:EXPLAINED], margin)
+    if reversed_share > 0.9:
+        cause = "the sign of the reward is reversed, or it pays for a distance: right answers earn least"
+    elif other is not None:
+        written += f"; {other}"
+        cause = "the reward compares with the answer of another problem: answers and problems have been shifted"
+    else:
+        cause = "the reward does not know its own answers: it compares with something else, or pays for something else"
+    return finding(
+        "reward/gold",
+        size + written,
+        cause,
+        "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
+        severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
+    )
+
+
+def _asked_for(setup: KeelSubject, name: str) -> bool:
+    """Whether the prompts show the form that the reward reads: bare answers in the data are then as they should be."""
+    form = next(form for form, called in FORMS.items() if called == name)
+    marks = [mark for mark in re.split(r"\s+|\{+\}+|[{}$]", form) if len(mark) > 2]
+    decode = setup.policy.tokenizer.decode
+    prompts = [decode(list(group.prompt_tokens)) for group in setup.groups]
+    return bool(marks) and all(mark in prompt for prompt in prompts for mark in marks)
+
+
+def _form(setup: KeelSubject, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
+    """A part of the gold answer in a form that earns on most of these problems, and another answer in it does not."""
+    pairs: list[tuple[str, str]] = []
+    for row in lacking[:CHOOSING]:
+        first = row is lacking[0]
+        names = [(content, form) for content in _contents(row) for form in FORMS] if first else pairs
+        texts = [_filled(row, content, form) for content, form in names]
+        earning = [
+            pair for pair, earned in zip(names, _earned(setup, row, texts), strict=True) if earned > row.top + margin
+        ]
+        pairs = earning if first else earning or pairs
+    for content, form in pairs:
+        rights = [_earned(setup, row, [_filled(row, content, form)])[0] for row in lacking]
+        wrongs = [
+            _earned(setup, row, [_filled(other, content, form)])[0]
+            for row, other in zip(lacking, [*lacking[1:], lacking[0]], strict=True)
+        ]
+        count = sum(right > row.top + margin for row, right in zip(lacking, rights, strict=True))
+        better = sum(right > wrong + margin for right, wrong in zip(rights, wrongs, strict=True))
+        if 2 * count > len(lacking) and (better or len({row.turns for row in lacking}) < 2):
+            return content, FORMS[form], count
+    return None
+
+
+def _contents(row: JudgedGold) -> dict[str, str]:
+    """What of a gold answer may be compared: all of it, its parts, the problem's own answer."""
+    gold, answer = row.turns[-1].strip(), row.problem.answer
+    answers = answer if isinstance(answer, list | tuple) else [answer]
+    behind = re.split(r"####|[Aa]nswer(?: is|:)", gold)[-1].strip(" .\n*")
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", gold)
+    candidates = {
+        "the gold answer": gold,
+        "the gold answer's last number": last_number(gold) or "",
+        "what follows its mark": behind,
+        "what its tag holds": (last_tag(gold) or "").strip(),
+        "what its box holds": boxed[-1] if boxed else "",
+        "its last line": gold.splitlines()[-1].strip() if gold else "",
+        "problem.answer": str(answers[0]) if answers and answers[0] is not None else "",
+        "the gold answer in lower case": gold.lower(),
+        "the gold answer in upper case": gold.upper(),
+        "the gold answer in title case": gold.title(),
+    }
+    distinct: dict[str, str] = {}
+    for name, text in candidates.items():
+        if text and text not in distinct.values():
+            distinct[name] = text
+    return distinct
+
+
+def _filled(row: JudgedGold, content: str, form: str) -> str:
+    contents = _contents(row)
+    return form.format(contents.get(content, contents["the gold answer"]) if contents else "")
+
+
+def _earned(setup: KeelSubject, row: JudgedGold, texts: Sequence[str]) -> list[float]:
+    """What these last turns earn after the gold answer's first ones."""
+    return totals_of(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
+
+
+def _other_row(
+    setup: KeelSubject, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float
+) -> str | None:
+    """Gold answers of other problems that earn in place of a problem's own, as text; None where most have none."""
+    turns = [row.turns for row in judged[:ROWS]]
+    matches, offsets = 0, list[int]()
+    for number, row in enumerate(lacking):
+        if number == HOPELESS and not matches:
+            return None
+        earned = _earned(setup, row, [gold[-1] for gold in turns])
+        better = [i for i, total in enumerate(earned) if total > row.gold + margin]
+        best = [i for i in better if earned[i] >= max(earned) - SAME]
+        matches += bool(best)
+        offsets += [i - judged.index(row) for i in best]
+    if 2 * matches <= len(lacking):
+        return None
+    shift = max(set(offsets), key=offsets.count)
+    steady = (
+        f", {abs(shift)} {'after' if shift > 0 else 'before'} it in the batch"
+        if offsets.count(shift) > matches / 2
+        else ""
+    )
+    return f"on {matches} of {len(lacking)} problems another problem's gold answer{steady} earns more than its own"

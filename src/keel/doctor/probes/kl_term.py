@@ -1,0 +1,205 @@
+"""The KL term: its expected gradient by summing over the vocabulary, against the exact one, on a perturbed policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+from keel.base.imports import is_import_path
+from keel.doctor.advice import no_penalty
+from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term, sampled_values
+from keel.doctor.findings import Advice, Finding, finding, propose
+from keel.doctor.formula import formula_of
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.share import gradient_norms
+from keel.doctor.probes.states import mean_kl, policy_states, reference_states
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.kl import advise
+from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, divergence_of
+from keel.losses import scale_rewards
+
+KLS = (POLICY_REF, REF_POLICY)
+DIVERGENCES = (*KLS, "total-variation", JSD, TOPK)
+SHARES = (0.01, 0.1, 0.5)
+NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
+MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state
+SEEN_KL = 0.1  # nats per token
+NEAR_KL = 1e-4  # where a run begins
+ROUNDING = 1e-12  # nats per token in fp64
+
+
+def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
+    config, kl = setup.config, setup.run.kl
+    unneeded = _unneeded(setup)
+    if setup.run.reference is None:  # only at β = 0 without measurements
+        return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
+    with setup.perturbed(_noise(setup)):
+        policy, reference = policy_states(setup), reference_states(setup)
+        figures = {"kl_perturbed": mean_kl(policy, reference)}
+        if not math.isfinite(figures["kl_perturbed"]):
+            overflows = "kl/no-gradient, kl/reversed: policy and reference are no finite numbers at the states sampled"
+            return Outcome("kl_term", unneeded, figures, unchecked=(overflows,))
+        if figures["kl_perturbed"] <= 0.0:
+            together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
+            return Outcome("kl_term", unneeded, figures, unchecked=(together,))
+        norms = gradient_norms(setup)
+    values = sampled_values(policy, reference, kl)
+    named = thresholds["kl_gradient_named"]
+    few = slice(None, None, max(1, len(policy) * setup.vocabulary // MEASURED_ELEMENTS))
+    measure = partial(measure_term, policy[few], reference[few], kl, setup.run.pairing, named=named)
+    measured = measure(off_policy=config.off_policy)
+    if is_import_path(config.kl.estimator):  # one's own formula may do nothing as near as training stays
+        near = measure(off_policy=config.off_policy, target=NEAR_KL)
+        measured = near if near.size < thresholds["kl_gradient_zero"] else measured
+    if measured.kl < ROUNDING:
+        certain = "kl/no-gradient, kl/reversed: the KL of a policy that is certain of all it writes is a rounding error"
+        return Outcome("kl_term", unneeded, figures, unchecked=(certain,))
+    used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
+    figures |= measured.figures()
+    expected = _expected(setup)
+    if expected is not None and expected in measured.cosines:
+        figures["cosine_expected"] = measured.cosines[expected]
+    figures |= {f"sampled_{name}": value for name, value in values.items()}
+    figures |= norms.figures(setup.full_beta, SHARES)
+    lines = [_gradient_line(setup, measured), norms.line(setup.full_beta, SHARES, figures["kl_perturbed"])]
+    lines.append(_value_line(setup, values))
+    if not used:
+        return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
+    findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
+    return Outcome("kl_term", findings, figures, tuple(lines))
+
+
+def _noise(setup: KeelSubject) -> float:
+    """The noise at which the KL is of the size that training sees; LoRA's B starts at 0 and takes far less of it."""
+    with setup.perturbed(NOISE):
+        kl = mean_kl(policy_states(setup), reference_states(setup))
+    return NOISE * math.sqrt(SEEN_KL / kl) if kl > SEEN_KL and math.isfinite(kl) else NOISE
+
+
+def _value_line(setup: KeelSubject, values: Mapping[str, float]) -> str:
+    name = setup.config.kl.estimator
+    shown = ["k1", "k3"] + ([name] if f"{name}_mean" in values and name not in ("k1", "k3") else [])
+    listed = ", ".join(f"{key} {values[f'{key}_mean']:.3g} ± {values[f'{key}_se']:.2g}" for key in shown)
+    return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
+
+
+def _term_label(setup: KeelSubject) -> str:
+    kl = setup.config.kl
+    pairing = setup.run.pairing
+    return f"kl.estimator={kl.estimator} in the {kl.placement} (gradient={pairing.form}, level={pairing.level})"
+
+
+def _gradient_line(setup: KeelSubject, measured: MeasuredGradient) -> str:
+    return (
+        f"{_term_label(setup)}: expected gradient is {measured.meaning}; cosine to ∇KL(policy‖ref) "
+        f"{measured.cosine:.3f}, size {measured.size:.3g} times it (at {measured.kl:.2g} nats per token)"
+    )
+
+
+def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
+    """What the experiment says of the configured term; the total variation is allowed only to who asks for it."""
+    expected = _expected(setup)
+    asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
+    expected = expected if expected in asked else None
+    size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
+    if measured.size < thresholds["kl_gradient_zero"]:
+        away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
+        yield finding(
+            "kl/no-gradient",
+            f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size} (at "
+            f"{measured.kl:.2g} nats per token)",
+            f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
+            "holds nothing" + (", and on older samples it pushes away" if away else ""),
+            _proven_pairing(setup),
+            severity="warning" if measured.kl < 2 * NEAR_KL else None,  # as far as that a penalty may be meant to begin
+        )
+        return
+    beta = setup.full_beta
+    allowed = KLS if expected is None else (expected,)
+    if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
+        return
+    near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
+    if near or (measured.name in allowed and measured.factor > 0):
+        factor = measured.size if near else measured.factor
+        along = (GRADIENT_MEANINGS[POLICY_REF] if near else measured.meaning).partition(":")[0]
+        yield finding(
+            "kl/scale",
+            f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like {beta * factor:.3g}",
+            f"{_term_label(setup)} points along {along} and has another size",
+            _proven_pairing(setup, f"divide the estimator by {factor:.3g}"),
+        )
+        return
+    times = "" if measured.name is None or abs(measured.factor - 1) < 0.05 else f"{measured.factor:.3g} times "
+    yield finding(
+        "kl/reversed",
+        f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
+        f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
+        f"{_term_label(setup)} follows {times}{measured.meaning}"
+        + (": it rewards distance" if measured.factor < 0 else _instead_of(expected)),
+        _proven_pairing(setup),
+    )
+
+
+def _expected(setup: KeelSubject) -> str | None:
+    """The gradient that the configured formula has by the table: what its code is measured against."""
+    formula = formula_of(setup.config.to_dict())
+    return None if formula is None else divergence_of(formula.expected)
+
+
+def _instead_of(expected: str | None) -> str:
+    if expected is not None:
+        return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
+    return ", no KL between policy and reference"
+
+
+def _proven_pairing(setup: KeelSubject, otherwise: str = "") -> Advice:
+    """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
+    formula = formula_of(setup.config.to_dict())
+    change = {} if formula is None else formula.change
+    if not change:
+        return Advice(otherwise or "mend the estimator or the loss: the formula that is configured is a right one")
+    return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
+
+
+def _reward_scale(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
+    """In the reward, before the division by the std, β is divided too."""
+    rows = setup.batch.rows
+    scale = scale_rewards(setup.run.loss)
+    assert rows.rewards is not None
+    std = rows.rewards.double().std().item() if bool(torch.isfinite(rows.rewards).all()) else 0.0
+    if setup.config.kl.placement != "reward" or scale == "none" or std <= 0.0:
+        return
+    figures["effective_beta"] = setup.full_beta / std
+    yield finding(
+        "kl/scale",
+        f"rewards have std {std:.3g}: β = {setup.full_beta:g} acts like {setup.full_beta / std:.3g}",
+        f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
+        propose(
+            "set {}, or {}, which comes after the division",
+            {"loss.scale_rewards": "none"},
+            {"kl.placement": "advantage"},
+        ),
+        severity="note",
+    )
+
+
+def _unneeded(setup: KeelSubject) -> tuple[Finding, ...]:
+    config = setup.config
+    notes = [note for note in advise(config.loss.loss_type, config.kl.beta) if note.startswith("kl/unneeded: ")]
+    return tuple(
+        finding(
+            "kl/unneeded",
+            f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
+            note.removeprefix("kl/unneeded: "),
+            propose(
+                "set {} (the KL is still measured), or keep it if a skill outside the reward has to stay",
+                no_penalty(config.to_dict()),
+            ),
+        )
+        for note in notes
+    )

@@ -1,0 +1,271 @@
+"""Limits that cut, or do not: completions left out for their KL, skipped updates, old samples, a near reference."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from keel.base.types import Group
+from keel.doctor.advice import either
+from keel.doctor.decide import by_mean
+from keel.doctor.evidence import at_least, chance_above, level, more_groups
+from keel.doctor.findings import Finding, finding, propose
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.clip_range import clip_options, clipped_side, idle_passes, own_range
+from keel.doctor.probes.reach import gradient_norm
+from keel.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.losses.mismatch import behaviour_logp, mismatch_weights
+from keel.trainer.batch import StepBatch
+from keel.trainer.guards import NORM_WINDOW, spike_limit
+from keel.trainer.options import GuardLimits
+
+STEPS = 400  # of a simulated guard
+MANY = 30  # problems from which on the scatter of their shares tells more than a bound that holds for any
+LEAST_SCATTER = 0.01  # of norms: no two batches have the same one
+CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
+
+
+def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """What the configured limits do to a policy that has moved as far as one that learns must."""
+    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last that needs its gradients
+    if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
+        codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
+        return Outcome("limits", unchecked=(f"{codes}: no update could be tried",))
+    figures: dict[str, float] = {}
+    findings = (
+        *_rejects(setup, first, figures, thresholds),
+        *(
+            [*clipped_side(setup, figures, thresholds)]
+            or [*clip_options(setup, first, figures, thresholds)]
+            or [*own_range(setup, figures, thresholds)]
+            or idle_passes(setup, first, figures)
+        ),
+        *_skips(setup, first, figures, thresholds),
+        *_budget(setup, first, thresholds),
+        *_too_old(setup, first, figures, thresholds),
+        *_triggered(setup, first),
+        *_left_out(setup, figures, thresholds),
+    )
+    return Outcome("limits", findings, figures)
+
+
+def _rejects(
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+) -> Iterator[Finding]:
+    """Completions over kl.collect_max once the policy is `kl_not_learning` away from where it was.
+
+    Samples of the old policy against the moved one stand for samples of the moved one against the reference: both are
+    a policy's own tokens at that distance. More are drawn while chance may decide; a problem is one observation.
+    """
+    limit = setup.config.kl.collect_max
+    if limit is None or setup.run.reference is None:
+        return
+    distance, most = thresholds["kl_not_learning"], thresholds["rejected_most"]
+    ratios: list[Tensor] = []  # [completions] of each group
+
+    def shares(groups: Sequence[Group]) -> list[float]:
+        if more := groups[len(ratios) :]:
+            batch = setup.pack(more) if ratios else setup.batch
+            values = _log_ratios(setup, first, batch, distance)
+            ratios.extend(values.split([len(group.completions) for group in batch.groups]))
+        return [float((values > limit).double().mean()) for values in ratios]
+
+    def chance_of(groups: Sequence[Group]) -> float:
+        return chance_over(shares(groups), most)
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        return fmean(shares(groups)) > most and chance_of(groups) > level(thresholds)
+
+    groups = more_groups(setup, "kl/rejects-all", undecided)
+    chance, values = chance_of(groups), torch.cat(ratios)
+    over, count = int((values > limit).sum()), len(values)
+    figures["rejected"] = over / count
+    if chance > level(thresholds):
+        return
+    usual = float(f"{max(10 * distance, 5 * float(values.abs().quantile(0.9))):.1g}")
+    yield finding(
+        "kl/rejects-all",
+        f"at {distance:g} nats per token from the reference, which every policy that learns passes, {over} of {count} "
+        f"completions of {len(groups)} problems are over kl.collect_max={limit:g} (over {most:.0%}; by chance once in "
+        f"{1 / max(chance, 1e-300):.1g})",
+        "a completion's own KL is mostly noise: what the policy has just learned to prefer leaves the policy term, and "
+        "the KL penalty stays",
+        propose("set {}, or {}", {"kl.collect_max": usual}, {"kl.collect_max": None}),
+    )
+
+
+def chance_over(shares: Sequence[float], most: float) -> float:
+    """Of a mean this far over `most`: by a bound that holds for any shares, and of many by their scatter, too."""
+    bound = chance_above(shares, most)
+    if len(shares) < MANY:
+        return bound
+    return min(1.0, 2 * min(bound, by_mean([share - most for share in shares])))  # the clearer one of two
+
+
+def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
+    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
+
+    Where completions were cut it scatters about its mean as that of whole ones would: by the root of their length.
+    """
+    mask, before = batch.rows.action_mask, setup.logp(batch)
+    with moved(setup, first.gradients, first.loss, math.sqrt(level / first.peak_kl), weight_decay=0.0):
+        ratio = before - setup.logp(batch)
+    values = ratio.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp_min(1)
+    if setup.cut_from is None:
+        return values
+    shorter = float(mask.sum()) / len(mask) / setup.completion_length
+    return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
+
+
+def _skips(
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+) -> Iterator[Finding]:
+    """The spike guard on gradient norms that scatter as those of this batch's groups do."""
+    guards, spike = setup.config.guards, setup.run.limits.grad_spike
+    if guards.on_spike != "skip" or spike >= CLOSE_SPIKE:
+        return
+    scatter = _norm_scatter(setup, first)
+    figures |= {"norm_scatter": scatter, "skipped": simulated_skips(scatter, setup.run.limits)}
+    if not figures["skipped"] > thresholds["skipped_most"]:
+        return
+    yield finding(
+        "guard/skips-all",
+        f"gradient norms scatter by {scatter:.0%} from step to step: guards.grad_spike={spike:g} with on_spike=skip "
+        f"would skip {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
+        "ordinary norms count as spikes; what is skipped leaves the running median, which then falls further",
+        propose("set {}, or {}", {"guards.grad_spike": 10.0}, {"guards.on_spike": "warn"}),
+    )
+
+
+def _norm_scatter(setup: KeelSubject, first: FirstUpdate) -> float:
+    """The relative scatter of a step's gradient norm: that of single groups, over the root of their number."""
+    rows = first.batch.rows
+    assert rows.group is not None
+    assert rows.advantages is not None
+    norms = []
+    for number in range(len(setup.groups)):
+        only = torch.where(rows.group == number, rows.advantages, torch.zeros_like(rows.advantages))
+        batch = first.batch.with_rows(advantages=only, kl_advantages=None)
+        norms.append(gradient_norm(loss_gradients(setup, batch, beta=0.0, entropy_coef=0.0)[0]))
+    values = torch.tensor([norm for norm in norms if norm > 0], dtype=torch.float64)
+    if len(values) < 2:
+        return LEAST_SCATTER
+    return max(LEAST_SCATTER, float(values.std() / values.mean()) / math.sqrt(setup.config.rollout.prompts_per_step))
+
+
+def simulated_skips(scatter: float, limits: GuardLimits) -> float:
+    """The share of updates that the loop's own guard would skip on log-normal norms of that scatter."""
+    draw, skipped = random.Random(0), 0
+    norms: list[float] = []
+    for _ in range(STEPS):
+        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-NORM_WINDOW:], limits)
+        if limit is not None and norm > limit:
+            skipped += 1
+        else:
+            norms.append(norm)
+    return skipped / STEPS
+
+
+def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:
+    """A budget that ends the run, or takes it back, before anything can be learned within it."""
+    budget = setup.config.kl.budget
+    if budget is None or budget.action == "warn":
+        return
+    length = setup.completion_length
+    allowed = budget.max * (length if budget.unit == "per_token" else 1.0)
+    update = first.peak_kl * setup.run.optimizer.schedule(0) ** 2 * length
+    least = thresholds["reach_least"]
+    if allowed >= max(least, update):
+        return
+    advised = float(f"{thresholds['kl_over_budget'] * (1.0 if budget.unit == 'per_token' else length):.1g}")
+    yield finding(
+        "guard/skips-all",
+        f"kl.budget.max={budget.max:g} allows {allowed:.2g} nats per completion; the first update alone takes "
+        f"{update:.2g}, and under {least:g} nothing can be seen to change",
+        f"kl.budget.action={budget.action} ends every attempt to learn as soon as it begins",
+        propose("set {}", {"kl.budget.max": advised}),
+    )
+
+
+def _too_old(
+    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
+) -> Iterator[Finding]:
+    """Samples so old that the updates of those steps have left the policy that drew them.
+
+    A few are a random walk; over many, what learns goes one way.
+    """
+    run = setup.run
+    age = min(run.rollout.max_staleness, setup.config.run.max_steps)
+    per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
+    deep = age > thresholds["sample_age"]  # a step or two is one update's distance, which has its own limit
+    figures["sample_age_kl"] = (age * age if deep else age) * per_step  # over many steps what is learned adds up
+    limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
+    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
+        return  # where one update is too long its own finding says so
+    younger = min(int(thresholds["sample_age"]) // 2, int(limit / thresholds["update_margin"] / per_step))
+    slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
+    yield finding(
+        "sampler/too-old",
+        f"samples may be {age} steps old, and in these the policy goes {figures['sample_age_kl']:.2g} nats per token "
+        f"{'where its updates' if deep else 'as a random walk of updates'} of {first.peak_kl:.2g} each"
+        f"{' point one way' if deep else ''} (over {limit:g})",
+        f"rollout.max_staleness={run.rollout.max_staleness}: what is trained on was drawn by another policy, further "
+        "away than weights can repair",
+        propose(
+            "set {}, or {}",
+            {"rollout.max_staleness": younger},
+            {"optim.learning_rate": one_digit(run.optimizer.learning_rate * slower)},
+        ),
+    )
+
+
+def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
+    """A reference that is replaced at a KL which a single update passes."""
+    run = setup.run
+    if run.reference is None or run.reference.kind != "kl_triggered":
+        return
+    threshold = float(setup.config.reference.params.get("threshold", math.inf))
+    update = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
+    if threshold >= update:
+        return
+    yield finding(
+        "reference/follows",
+        f"one step moves the policy by {update:.2g} nats per token, and the reference is replaced from "
+        f"reference.threshold={threshold:g} on",
+        "the reference takes the policy over at every step: the KL stays near 0 and holds nothing",
+        either(
+            propose("set {}, or {}", {"reference.threshold": 0.1}, {"reference": {"kind": "auto"}}),
+            "nothing, if the KL is meant to hold single steps, as in mirror descent",
+            joined="; ",
+        ),
+    )
+
+
+def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """Tokens whose weight of policy over sampler lies outside the limits of loss.mismatch, and which weigh 0 then."""
+    options, logp = setup.run.loss.mismatch, setup.logp()
+    sampled = behaviour_logp(setup.batch.rows, logp, options.level)
+    if options.kind not in ("mask", "icepop") or sampled is None:
+        return
+    zero = (mismatch_weights(logp, sampled, setup.mask, options) == 0) & setup.mask
+    shares = (zero.sum(-1) / setup.mask.sum(-1).clamp(min=1)).tolist()  # completions are what is independent
+    figures["left_out"] = float(zero.sum() / setup.mask.sum().clamp(min=1))
+    most = thresholds["sampler_rejected"] / 2
+    if figures["left_out"] <= most:
+        return
+    yield finding(
+        "loss/no-gradient",
+        f"{figures['left_out']:.0%} of the sampled tokens weigh 0 before anything was trained: policy over sampler "
+        f"lies outside of [{options.floor or 0:g}, {options.cap:g}] for them",
+        f"loss.mismatch.kind={options.kind} leaves out what should be trained: its limits are narrower than what the "
+        "sampler differs by, be it rounding or a fault of its own",
+        propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.cap": 2.0, "loss.mismatch.floor": None}),
+        severity=None if at_least(shares, level(thresholds)) > most else "warning",
+    )

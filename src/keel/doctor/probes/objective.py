@@ -1,0 +1,215 @@
+"""The objective: does the loss push each sampled token the way of its advantage, and does β stay a coefficient?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from keel.base.types import Batch, Scores
+from keel.doctor.advice import either
+from keel.doctor.findings import Finding, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.advantage import token_weights
+from keel.doctor.probes.controller import LEVELS, controller_findings
+from keel.doctor.probes.ratios import ratio_findings
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.losses import LossOptions, objective
+from keel.losses.recipes import get_loss
+from keel.losses.reductions import get_reduction
+
+ROWS = 0.1  # of a batch
+ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
+
+
+def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on made-up series of KL."""
+    mask = setup.mask
+    advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
+    gradient = loss_gradient(setup, advantage)
+    reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
+    weights = token_weights(mask, reduction, setup.loss_length)
+    figures: dict[str, float] = {}
+    against = loss_gradient(setup, -advantage)  # rows that are left out for their advantage are not left out here
+    pushes = [*_pushes(setup, gradient, against, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
+    if not pushes or pushes[0].severity == "note":
+        pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
+    findings = [*pushes, *controller_findings(setup, figures, thresholds)]
+    line = (
+        f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
+        f"{figures.get('factor', 0.0):.3g} times as far as its reduction says; β is {figures['beta_start']:.3g} at "
+        f"first and at most {figures['beta_most']:.3g} on series of KL up to {max(LEVELS):g}"
+    )
+    return Outcome("objective", tuple(findings), figures, (line,))
+
+
+def loss_gradient(
+    setup: KeelSubject,
+    advantage: Tensor,
+    *,
+    beta: float = 0.0,
+    log_ratio: float = 0.0,
+    step: Tensor | float = 0.0,
+    loss: LossOptions | None = None,
+) -> Tensor:
+    """∂loss/∂logp `[B, T]` of the configured objective, or of another `loss`.
+
+    `log_ratio` is that of the reference over the policy, the same for every token, `step` that of the policy over the
+    one that sampled.
+    """
+    if "logp" not in setup.of_batch:
+        setup.of_batch["logp"] = setup.logp()
+    logp = setup.of_batch["logp"].clone().requires_grad_()
+    rows = Batch(
+        action_mask=setup.mask,
+        advantages=advantage,
+        old_logp=logp.detach() - step,
+        ref_logp=logp.detach() + log_ratio,
+        group=setup.batch.rows.group,
+    )
+    zero = torch.zeros_like(logp)
+    out = objective(
+        Scores(logp, zero, zero, ref_policy_kl=zero, divergence=zero),
+        rows,
+        setup.run.loss if loss is None else loss,
+        setup.run.kl,
+        beta,
+        pairing=setup.run.pairing,
+        max_completion_length=setup.loss_length,
+    )
+    if not out.loss.requires_grad:
+        return torch.zeros_like(logp)
+    (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
+    return torch.zeros_like(logp) if gradient is None else gradient
+
+
+def _pushes(
+    setup: KeelSubject,
+    gradient: Tensor,
+    against: Tensor,
+    advantage: Tensor,
+    weights: Tensor,
+    figures: dict[str, float],
+    thresholds: Thresholds,
+) -> Iterator[Finding]:
+    """Each token's push −∂loss/∂logp over A × weight: 1 wherever the loss is what it says."""
+    mask = setup.mask
+    if not bool(gradient[mask].isfinite().all()):
+        return  # a loss that is not finite is named by the update
+    push = (-gradient[mask].double() / (advantage[mask] * weights[mask]).double()).nan_to_num(0.0)
+    up = advantage[mask] > 0
+    alive = push != 0
+    figures |= {"pushed": float((push > 0).double().mean())}
+    figures["factor"] = float(push[alive].median()) if bool(alive.any()) else 0.0
+    loss_name = f"loss.loss_type={setup.config.loss.loss_type}"
+    away, dead = _share(push < 0, up), _share(push == 0, up)
+    if max(away) > thresholds["loss_wrong_way"]:
+        both = min(away) > thresholds["loss_wrong_way"]
+        yield finding(
+            "loss/sign",
+            f"at ratio 1 {away[0]:.0%} of the tokens with a positive advantage are made less likely and {away[1]:.0%} "
+            "of those with a negative one more likely",
+            f"{loss_name} has its sign reversed: it trains towards what earns less"
+            if both
+            else f"{loss_name} does not use the advantage's sign",
+            "let the loss be −A times something that grows with logp, or use a loss of Keel's own",
+        )
+    elif max(dead) > thresholds["loss_dead_tokens"]:
+        yield finding(
+            "loss/no-gradient",
+            f"∂loss/∂logp is zero on {dead[0]:.0%} of the sampled tokens with a positive advantage and {dead[1]:.0%} "
+            "of those with a negative one, at ratio 1 and β = 0",
+            f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
+            "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
+        )
+    elif where := left_out(mask, alive) or _rows_left_out(setup, alive | (against[mask] != 0)):
+        yield finding(
+            "loss/no-gradient",
+            f"∂loss/∂logp is zero on {where}, {float((~alive).double().mean()):.0%} of the sampled tokens, at ratio 1 "
+            "and β = 0, and on no other token",
+            f"{loss_name} cuts the batch: what is written there is sampled, earns and is never trained",
+            "let the loss cover every row and token of the mask that it is given (lengths from the mask, no constant)",
+        )
+    elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
+        yield finding(
+            "loss/scale",
+            f"∂loss/∂logp is {figures['factor']:.3g} times −A × the weight that the reduction gives a token",
+            f"{loss_name} is multiplied by something, such as the number of tokens: clipping, kl.beta and the entropy "
+            "bonus then weigh against another loss than they were set for",
+            "return the loss of each token before any reduction; the reduction is applied to it afterwards",
+        )
+    elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
+        spread = f"{float(push.min()):.3g} to {float(push.max()):.3g}"
+        by = weighed_by(mask, push, thresholds)
+        yield finding(
+            "loss/scale",
+            f"∂loss/∂logp over −A × the reduction's weight goes from {spread} over the tokens"
+            + (f": it {by}" if by else ""),
+            f"{loss_name} weighs tokens or advantages in a way of its own"
+            + (", as where what should be a mean over a completion is a sum, or the other way round" if by else ""),
+            either("return the loss of each token, with its own ratio" if by else "", "nothing, if that is meant"),
+            severity="warning" if by else "note",
+        )
+
+
+def weighed_by(mask: Tensor, push: Tensor, thresholds: Thresholds) -> str:
+    """What a token's weight depends on, where that is all: its completion's length, or its place; "" if neither."""
+    row, column = mask.nonzero().unbind(-1)
+    begins, ends = mask.int().argmax(-1), mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
+    lengths = mask.sum(-1)[row]
+    for way, power in (("grows with the length of the completion", 1), ("falls with the length of the completion", -1)):
+        if len(lengths.unique()) > 1 and _even(push / lengths.double() ** power, thresholds):
+            return way
+    for way, place in (("its distance from the end", ends[row] - column), ("its place", column - begins[row])):
+        values = [push[place == number] for number in place.unique()]
+        means = [float(part.mean()) for part in values]
+        steady = means in (sorted(means), sorted(means, reverse=True))
+        if len(means) > 2 and steady and all(_even(part, thresholds) for part in values):
+            far = max(means) > thresholds["loss_factor"] * min(means)
+            return f"is decided by {way}" if far else ""
+    return ""
+
+
+def _even(values: Tensor, thresholds: Thresholds) -> bool:
+    return float(values.max() - values.min()) <= thresholds["loss_uneven"] * float(values.abs().max())
+
+
+def left_out(mask: Tensor, alive: Tensor) -> str:
+    """Which tokens of every completion have no gradient, as text, where their place decides it; `alive` is `mask`'s."""
+    rows = [alive[mask.nonzero()[:, 0] == row].tolist() for row in range(len(mask))]
+    rows = [row for row in rows if row]
+    if all(all(row) for row in rows):
+        return ""
+    for end, ordered in (("first", rows), ("last", [row[::-1] for row in rows])):
+        for count in sorted({row.index(False) for row in ordered if not all(row)}):
+            if count and all(row == [i < count for i in range(len(row))] for row in ordered):
+                return f"all but the {end} {_tokens(count)} of every completion"
+        for count in sorted({row.index(True) for row in ordered if any(row)}):
+            if count and all(row == [i >= count for i in range(len(row))] for row in ordered):
+                return f"the {end} {_tokens(count)} of every completion"
+    return ""
+
+
+def _tokens(count: int) -> str:
+    return f"{count} tokens" if count > 1 else "token"
+
+
+def _rows_left_out(setup: KeelSubject, alive: Tensor) -> str:
+    """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them.
+
+    Completions of one token, and those that were cut, may be left out for what they are.
+    """
+    tokens = alive.split(setup.mask.sum(1).tolist())
+    ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
+    rows = [row for row, is_whole in zip(tokens, ended, strict=True) if len(row) > 1 and is_whole]
+    dead = sum(not bool(row.any()) for row in rows)
+    whole = all(bool(row.all()) or not bool(row.any()) for row in rows)
+    return f"all of {dead} of {len(rows)} completions" if whole and dead > ROWS * len(rows) else ""
+
+
+def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
+    """The share of tokens among those with a positive and with a negative advantage."""
+    chosen = (where[up], where[~up])
+    return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]

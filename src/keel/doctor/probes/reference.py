@@ -1,0 +1,304 @@
+"""The reference: equal to the policy at the start, still when it should be, moving when it should."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from keel.base.imports import import_object, is_import_path
+from keel.doctor.advice import either, setting
+from keel.doctor.advice import reference as as_kind
+from keel.doctor.findings import Advice, Finding, finding
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.models.fingerprint import effective_weights, fingerprint
+from keel.reference import Reference
+from keel.reference.kinds import KINDS, build_reference
+
+STILL_KINDS = ("frozen", "adapter_off")
+MAX_UPDATES = 512
+AT_ONCE = 2  # steps: what is taken over within as many leaves no distance to measure
+HUGE_KL = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
+
+
+def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
+    if setup.run.reference is None:
+        return Outcome(
+            "reference",
+            lines=("no reference is built: kl.beta is 0 and kl.measure_every is 0",),
+            unchecked=("reference/*: this run has no reference",),
+        )
+    figures: dict[str, float] = {}
+    placed = tuple(misplaced(setup))
+    if placed:
+        return Outcome("reference", placed, figures)
+    saved, start = _saved(setup.run.reference), reference_fingerprint(setup)
+    findings = at_start(setup, thresholds, figures)
+    try:
+        findings += _while_policy_moves(setup, thresholds, figures)
+        findings += [] if findings else [*_round_trip(setup)]
+    finally:
+        _restore(setup, saved, start)
+    line = (
+        f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
+        f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
+    )
+    return Outcome("reference", tuple(findings), figures, (line,))
+
+
+# -- where things lie ---------------------------------------------------------------------------------------------
+
+
+def devices(model: nn.Module) -> dict[str, int]:
+    """How many parameters lie on which device."""
+    counts: dict[str, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        counts[str(tensor.device)] = counts.get(str(tensor.device), 0) + tensor.numel()
+    return counts
+
+
+def misplaced(setup: KeelSubject) -> Iterator[Finding]:
+    """Everything on one device; a reference that rests elsewhere has to visit for its pass."""
+    assert setup.run.reference is not None
+    with setup.run.reference.model() as model:
+        devices_of = {"policy": devices(setup.policy.model), "reference": devices(model)}
+    if len({device for counts in devices_of.values() for device in counts}) <= 1:
+        return
+    where = "; ".join(
+        f"{who}: " + ", ".join(f"{count:,} numbers on {device}" for device, count in counts.items())
+        for who, counts in devices_of.items()
+    )
+    yield finding(
+        "device/placement",
+        where,
+        "a model loader or a reference of your own leaves a part where it was made",
+        "move all of it to one device, or set model.device",
+    )
+
+
+# -- while the policy moves ---------------------------------------------------------------------------------------
+
+
+def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+    """On the perturbed policy: the reference must not follow it, not by scoring and not by `update`."""
+    mask = setup.mask
+    (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
+    noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
+    with setup.perturbed():
+        print_perturbed = reference_fingerprint(setup)
+        moved_logp, moved_ref = setup.logp(), reference_logp(setup)
+        figures["policy_moved"] = largest_gap(logp, moved_logp, mask)
+        figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
+        figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
+        steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]  # else its scores tell nothing
+        if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
+            return [_follows(setup, figures)]
+        reference_logp(setup)
+        print_scored = reference_fingerprint(setup)
+        if print_scored != print_perturbed:
+            figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)
+            return [_moving(setup, "scoring with it changed its weights", figures)]
+        return _updates(setup, figures, ref, print_scored, noise if steady else math.inf, thresholds)
+
+
+def reference_fingerprint(setup: KeelSubject) -> str:
+    """The digest of the weights that the reference's pass uses, not the one that it says it has."""
+    assert setup.run.reference is not None
+    with setup.run.reference.model() as model:
+        return fingerprint(model)
+
+
+def shares_trained_weights(setup: KeelSubject) -> bool:
+    """Whether the reference's pass uses a tensor that training changes."""
+    assert setup.run.reference is not None
+    trained = {p.data_ptr() for p in setup.run.optimizer.parameters}
+    with setup.run.reference.model() as model:
+        return any(tensor.data_ptr() in trained for _, tensor in effective_weights(model))
+
+
+def _follows(setup: KeelSubject, figures: Mapping[str, float]) -> Finding:
+    evidence = (
+        f"noise on the policy's trainable weights moved its log-probabilities by {figures['policy_moved']:.3g} nats "
+        f"and the reference's by {figures['reference_moved']:.3g}; KL between them is {figures['kl_perturbed']:.3g}"
+    )
+    if not shares_trained_weights(setup):
+        return _moving(setup, "scoring with it changed its weights", figures)
+    if setup.policy.lora is not None:
+        return finding(
+            "reference/adapter-on",
+            evidence,
+            "the reference is scored with the policy's adapter on: both are the same model, and the KL stays near 0 "
+            "however far the policy goes",
+            either(
+                setting("set {}", as_kind(setup.config.to_dict(), "adapter_off")),
+                "switch the adapter off inside your reference's model()",
+            ),
+        )
+    return finding(
+        "reference/moving",
+        evidence,
+        "the reference shares its weights with the policy, so every update moves both",
+        either(
+            setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
+            "hold a deep copy of the policy in your reference",
+        ),
+    )
+
+
+def _moving(setup: KeelSubject, how: str, figures: Mapping[str, float]) -> Finding:
+    return finding(
+        "reference/moving",
+        f"{how}: the reference's log-probabilities moved by {figures['reference_moved']:.3g} nats",
+        f"reference.kind={setup.config.reference.kind} changes without saying so (its kind is "
+        f"{_kind(setup)!r}): the KL is measured from a point that follows the policy",
+        either(
+            setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
+            "for one that is meant to move use ema, snapshot or kl_triggered",
+            joined="; ",
+        ),
+    )
+
+
+def _kind(setup: KeelSubject) -> str:
+    assert setup.run.reference is not None
+    return setup.run.reference.kind
+
+
+def _updates(
+    setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
+) -> list[Finding]:
+    """Call `update` as the loop would and look at the weights at every doubling of the steps, and at its scores.
+
+    What a reference adds to its layers' outputs, as an average under LoRA, is in its scores and not in its weights.
+    """
+    reference = setup.run.reference
+    assert reference is not None
+    kind, every = _kind(setup), _parameters(setup).get("every")
+    due = kind in ("ema", "snapshot", "kl_triggered") and (every is not None or kind == "kl_triggered")
+    last = (int(every) if every else 1) if due else min(setup.config.run.max_steps, MAX_UPDATES)
+    reported = changed = False
+    step = 0
+    for step in range(1, last + 1):
+        kl = HUGE_KL if kind == "kl_triggered" or step == last else figures["kl_perturbed"]
+        reported = bool(reference.update(setup.policy.model, step, kl)) or reported
+        if step & (step - 1) == 0 or step == last or reported:
+            changed = reference_fingerprint(setup) != before
+        if changed or reported:
+            break
+    figures["reference_moved"] = largest_gap(ref, reference_logp(setup), setup.mask)
+    changed = changed or figures["reference_moved"] > noise
+    figures["reference_moved_at_step"] = float(step) if changed else 0.0
+    if changed and (kind in STILL_KINDS or not reported):
+        return [_moving(setup, f"update() at step {step} changed its weights and returned {reported}", figures)]
+    if not changed and (reported or due):
+        return [
+            finding(
+                "reference/moving",
+                f"update() was called up to step {step} and returned {reported}; the weights are those of the start",
+                f"a reference of kind {kind!r} is meant to move after {last} steps and did not",
+                "check reference.every, reference.threshold, or the update() of your own reference",
+            )
+        ]
+    if not changed or kind == "kl_triggered" or step > AT_ONCE:
+        return []
+    for later in range(step + 1, AT_ONCE + 1):
+        reference.update(setup.policy.model, later, figures["kl_perturbed"])
+    return [*_at_once(setup, figures, thresholds)]
+
+
+def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A reference that moves every few steps must stay behind, or there is nothing left to measure the KL from."""
+    remaining = token_kl(setup.logp(), reference_logp(setup), setup.mask) / max(figures["kl_perturbed"], 1e-12)
+    figures["kl_left_after_update"] = remaining
+    if not remaining < thresholds["reference_follows"]:
+        return
+    yield finding(
+        "reference/follows",
+        f"of the KL of a policy that has moved, update() at steps 1 to {AT_ONCE} leaves {remaining:.1%} (under "
+        f"{thresholds['reference_follows']:.0%})",
+        f"reference.kind={setup.config.reference.kind} takes the policy over within {AT_ONCE} steps: the KL measures "
+        "these alone, stays near 0 and does not hold the policy near its start, however far it goes",
+        either(_slower(setup), "nothing, if the KL is meant to hold single steps, as in mirror descent", joined="; "),
+    )
+
+
+def _slower(setup: KeelSubject) -> Advice:
+    """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
+    tree, now = setup.config.to_dict(), _parameters(setup)
+    rarer = {"reference.every": 100} if not is_import_path(setup.config.reference.kind) and "every" in now else {}
+    still = setting("{}, which never moves", as_kind(tree, "frozen"))
+    return either(setting("set {}", rarer), still)
+
+
+def _parameters(setup: KeelSubject) -> dict[str, Any]:
+    """The reference's parameters, its factory's defaults included."""
+    config = setup.config.reference
+    users_own = is_import_path(config.kind)
+    factory: Callable[..., Reference] = import_object(config.kind, "reference") if users_own else KINDS[_kind(setup)]
+    defaults = inspect.signature(factory).parameters
+    return {**{name: p.default for name, p in defaults.items() if p.default is not p.empty}, **config.params}
+
+
+def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
+    """A reference of one's own, saved beside a policy that has moved, must be the same after loading beside another.
+
+    At step 0 policy and reference are the same: whichever of the two is saved then, the reference comes back.
+    """
+    config, original = setup.config.reference, setup.run.reference
+    if not is_import_path(config.kind) or original is None:
+        return
+    with setup.perturbed(seed=1):
+        saved, expected = _saved(original), reference_fingerprint(setup)
+    why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
+    if saved:
+        try:
+            with setup.perturbed():
+                setup.run.reference = build_reference(config.kind, setup.policy, **config.params)
+                setup.run.reference.load_state_dict(saved)
+                why = (
+                    ""
+                    if reference_fingerprint(setup) == expected
+                    else "load_state_dict() does not bring its weights back"
+                )
+        except Exception as error:  # a user's reference may raise anything
+            why = f"load_state_dict() raises {type(error).__name__}"
+        finally:
+            setup.run.reference = original
+    if not why:
+        return
+    yield finding(
+        "reference/not-saved",
+        f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
+        f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
+        "from another point",
+        "let state_dict() hold the reference's weights and load_state_dict() restore them",
+    )
+
+
+def _restore(setup: KeelSubject, saved: Mapping[str, Any] | None, expected: str) -> None:
+    """The reference as it was before it was made to move; rebuilt from the policy where it cannot restore itself."""
+    reference, config = setup.run.reference, setup.config.reference
+    assert reference is not None
+    try:
+        if saved is not None:
+            reference.load_state_dict(saved)
+        restored = reference_fingerprint(setup) == expected
+    except Exception:  # a user's reference may raise anything
+        restored = False
+    if not restored:
+        setup.run.reference = build_reference(config.kind, setup.policy, **config.params)
+
+
+def _saved(reference: Reference) -> Mapping[str, Any] | None:
+    try:
+        return copy.deepcopy(reference.state_dict())
+    except Exception:  # a reference of one's own need not be able to save itself to be looked at
+        return None

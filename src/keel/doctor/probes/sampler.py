@@ -1,0 +1,212 @@
+"""The sampler against the policy: what it reports, what it draws, and what explains the difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from keel.base.types import Group
+from keel.doctor.draws import (
+    Draws,
+    batch_draws,
+    best_temperature,
+    chance_of,
+    draws,
+    first_tokens,
+    most_tokens,
+)
+from keel.doctor.findings import Finding
+from keel.doctor.gap import in_half_precision, largest
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.alternatives import Alternative, alternatives, filter_odds
+from keel.doctor.probes.explanations import configured_finding, drawn_finding
+from keel.doctor.probes.masks import foreign
+from keel.doctor.probes.noise import (
+    NOISE_STEP,
+    among_others_finding,
+    copies_explained,
+    lone_draws,
+    no_copies_findings,
+    noise_findings,
+)
+from keel.doctor.probes.reported import Reports, filtered_findings, later_turns_findings, reported_finding
+from keel.doctor.strange import STRANGE_STEPS, strange_turns
+from keel.doctor.thresholds import Thresholds
+from keel.doctor.verdict import Outcome
+from keel.rollout.sampling import SamplingParams
+
+_TARGET_TOKENS = 1500  # tokens
+_TIMES = 3  # as many where the first ones leave a doubt
+_FURTHER = range(6, 6 + 6 * _TIMES)
+_STRANGE = 2  # times that random texts are continued
+
+
+def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
+    own = ~foreign(setup, thresholds)
+    drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
+    figures: dict[str, float] = {}
+    findings: list[Finding] = []
+    unchecked: list[str] = []
+    if not len(reports.drawn):
+        unchecked.append("sampler/*: the engine reports no log-probabilities")
+    else:
+        gap = reports.gap
+        figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
+        findings += later_turns_findings(reports, thresholds)
+        told = _reported(setup, reports, thresholds)
+        setup.shared["reported"] = told[-1].code if told else ""
+        findings += told
+    if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
+        findings += filtered_findings(setup, drawn, thresholds)  # else what makes sample_logp wrong is in both
+    repeated = [*noise_findings(setup, thresholds)]
+    findings += repeated
+    if setup.shared["repeated steps"]:
+        unchecked.append("sampler/filter: steps that repeat each other tell nothing of their distribution")
+        return Outcome("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
+    more = _sample_more(setup, thresholds)
+    ends = setup.policy.eos_ids
+    chance, others, odds = _draw_statistics(more, setup.sampling, ends)
+    doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
+    decided = chance < alarm or odds > -math.log(alarm)
+    if not decided and (chance < doubt or odds > -math.log(doubt)):  # decide on other draws, and more of them
+        more = _sample_more(setup, thresholds, rounds=_FURTHER)
+        chance, others, odds = _draw_statistics(more, setup.sampling, ends)
+    figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
+    drawn_otherwise = chance < alarm or odds > -math.log(alarm)
+    if setup.shared.get("greedy"):  # of a few completions a policy that is sure writes the likeliest ones, too
+        setup.shared["greedy"] = bool((more.tokens == more.logits.argmax(-1)).all())
+    if drawn_otherwise and repeated and _not_by_copying(setup, more, thresholds):
+        findings = [finding for finding in findings if finding not in repeated]
+        repeated = []
+    if any(finding.severity == "error" for finding in repeated):
+        unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
+    elif setup.shared.get("chosen actions"):
+        unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
+    elif drawn_otherwise:
+        findings += _no_copies(setup, more, thresholds) or [
+            _among_others(setup, more, drawn_finding(more, setup, chance, others, odds, thresholds), thresholds)
+        ]
+    elif setup.sampling.filtered:
+        findings.append(configured_finding(setup, more, thresholds))
+    setup.shared["sampler off"] = any(finding.code == "sampler/mismatch" for finding in findings)
+    lines = (
+        f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
+        f"policy's; {len(more)} drawn tokens are the policy's with chance {chance:.2g}",
+    )
+    return Outcome("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
+
+
+def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> list[Finding]:
+    """What is wrong with what is reported of the batch; where it is near enough there, of what follows random texts.
+
+    A policy that is sure of its own completions gives them the same log-probabilities whatever went wrong before them.
+    """
+    found = [] if reports.close(thresholds) else [reported_finding(reports, thresholds)]
+    strange = strange_turns(setup, STRANGE_STEPS[0])
+    if any(finding.severity == "error" for finding in found) or not strange:
+        return found
+    after = Reports.of(setup, strange)
+    if not len(after.drawn) or after.close(thresholds):
+        return found
+    further = reported_finding(after, thresholds)
+    if further.severity != "error":
+        return found
+    mild = after.size <= thresholds["scoring_gap_half"] or in_half_precision(setup)
+    evidence = f"after random texts {further.evidence}"
+    return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
+
+
+def _not_by_copying(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> bool:
+    """Whether completions are drawn otherwise, and so repeat themselves more often.
+
+    At a temperature that fits all draws the copies are no more than there should be, or completions are drawn otherwise
+    when nothing can be copied.
+    """
+    if setup.shared.get("greedy"):
+        return False
+    if copies_explained(setup, _fitting(setup, more)):
+        return True
+    if setup.shared.get("copies in any step"):  # a sampler that is surer repeats itself more often
+        return True
+    return _alone_otherwise(setup, thresholds)
+
+
+def _no_copies(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> list[Finding]:
+    """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
+    found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
+    return [] if found and _alone_otherwise(setup, thresholds) else found
+
+
+def _among_others(setup: KeelSubject, more: Draws, explained: Finding, thresholds: Thresholds) -> Finding:
+    """That completions depend on each other, where those drawn alone are the policy's and not as those of groups are.
+
+    A filter or penalty that explains the draws, as one that bites late in a text, is the likelier cause.
+    """
+    if explained.code == "sampler/filter":
+        return explained
+    lone = lone_draws(setup)
+    alone, fitted = (chance_of(lone, params) for params in (setup.sampling, _fitting(setup, more)))
+    if alone < thresholds["sampler_doubt"] or fitted > thresholds["sampler_draws"]:
+        return explained
+    return among_others_finding(len(lone), alone)
+
+
+def _fitting(setup: KeelSubject, more: Draws) -> SamplingParams:
+    """The run's sampling at the temperature that explains the draws best."""
+    best = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
+    return replace(setup.sampling, temperature=best)
+
+
+def _alone_otherwise(setup: KeelSubject, thresholds: Thresholds) -> bool:
+    """Whether completions that are drawn alone are not the policy's either."""
+    chance, _, odds = _draw_statistics(lone_draws(setup), setup.sampling, setup.policy.eos_ids)
+    return chance < thresholds["sampler_draws"] or odds > -math.log(thresholds["sampler_draws"])
+
+
+def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """What is reported and what is drawn often have one cause: it is named once."""
+    return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
+
+
+def _draw_statistics(
+    more: Draws, sampling: SamplingParams, ends: Iterable[int]
+) -> tuple[float, list[Alternative], float]:
+    """The chance of these draws under the policy; other ways to draw, and the evidence for any of them in nats."""
+    chance = chance_of(more, sampling)
+    if sampling.filtered:  # beyond the configured filters; a token that they rule out is the chance's matter
+        inside = more.logp(sampling).isfinite()
+        more, sampling = replace(more, logits=more.distribution(sampling)).where(inside), SamplingParams()
+    others, odds = alternatives(more, sampling, ends)
+    both = torch.tensor([odds, filter_odds(more, sampling)], dtype=torch.float64)
+    return chance, others, float(both.logsumexp(0)) - math.log(2)
+
+
+def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+    """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones.
+
+    Half of what is looked at may be written after random texts: there a policy is sure of nothing, and ways to draw
+    that agree where it is sure differ.
+    """
+    groups: list[Group] = []
+    steps = range(STRANGE_STEPS[0], STRANGE_STEPS[0] + (_STRANGE if rounds.start == 0 else _STRANGE * _TIMES))
+    strange = [group for step in steps for group in strange_turns(setup, step + 100 * rounds.start, step)]
+    excluded = foreign(setup, thresholds)
+    first = min(_TARGET_TOKENS, most_tokens(setup))
+    target = min(first * (1 if rounds.start == 0 else _TIMES), most_tokens(setup))
+    length = max(1, int(setup.mask.sum()) // len(setup.mask))
+    count = min(64, max(2, -(-first // (4 * length))))
+    wide = replace(setup.sampling, num_generations=count)
+    total = 0
+    for number in rounds:
+        step = NOISE_STEP + number
+        problems = setup.run.task.sample(4, seed=setup.config.run.seed, step=step)
+        groups += setup.collect(problems, step=step, sampling=wide)
+        total = sum(sum(c.action) for group in groups for c in group.completions)
+        if total >= target:
+            break
+    groups = [*first_tokens(strange, most_tokens(setup) // 2), *groups]
+    return draws(setup, groups).without(batch_draws(setup).tokens[excluded].tolist())  # what looks like foreign text

@@ -1,0 +1,74 @@
+"""Readers of what training left behind: Keel's runs, TRL's, TensorBoard and W&B folders, tables, printed lines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keel.base.errors import KeelError
+from keel.doctor.history import History
+from keel.doctor.names import TRAINERS
+from keel.doctor.readers.keel_run import is_keel_run, read_keel_run
+from keel.doctor.readers.table import SUFFIXES, parse_map, read_table
+from keel.doctor.readers.tensorboard import EVENTS, event_folders, read_tensorboard
+from keel.doctor.readers.trl import STATE, read_trl, state_files
+from keel.doctor.readers.wandb_run import is_wandb_run, read_wandb
+from keel.loggers import rundir
+
+__all__ = ["is_run", "parse_map", "read_history", "runs_below"]
+DEPTH = 5  # folders below a named one that are searched for runs
+
+
+def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
+    """Whatever lies at `path`, recognised by its files; `mapping` names columns of a table or tags of a folder."""
+    if path.is_file():
+        if path.name == STATE:
+            return read_trl(path)
+        if path.suffix in SUFFIXES:
+            return read_table(path, mapping)
+        raise KeelError(f"{path} is no log: give a run's folder, {STATE}, or a file ending in {', '.join(SUFFIXES)}")
+    if not path.is_dir():
+        raise KeelError(f"nothing at {path}: give a run's folder, a log, or a configuration")
+    if is_keel_run(path) and not mapping:
+        return _other_metrics(path) or read_keel_run(path)
+    if state_files(path) and not mapping:
+        return read_trl(path)
+    if is_wandb_run(path):
+        return read_wandb(path, mapping)
+    if event_folders(path):
+        return read_tensorboard(path, mapping)
+    raise KeelError(
+        f"{path} holds no run: none of Keel's metrics.jsonl, TRL's {STATE}, W&B's run folders or TensorBoard's event "
+        "files is in it"
+    )
+
+
+def _other_metrics(path: Path) -> History | None:
+    """Of a folder whose metrics.jsonl another trainer wrote, as prime-rl does; None where it is Keel's."""
+    file = path / rundir.METRICS
+    if not file.is_file() or (path / rundir.ENV).is_file():
+        return None
+    try:
+        history = read_table(file)
+    except KeelError:
+        return None
+    return history if history.source in TRAINERS else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder itself, not one below it, is a run."""
+    return is_keel_run(path) or bool(state_files(path)) or is_wandb_run(path) or any(path.glob(EVENTS))
+
+
+def runs_below(path: Path) -> list[Path]:
+    """The runs at or below a folder, not too deep, sorted; what lies within a run, as checkpoints do, is none."""
+    runs = []
+    for folder, inner, _ in os.walk(path):
+        here = Path(folder)
+        if is_run(here):
+            runs.append(here)
+            inner.clear()
+        elif len(here.relative_to(path).parts) >= DEPTH:
+            inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]
+    return sorted(runs)

@@ -1,0 +1,217 @@
+"""A file of rows: CSV, JSON lines, an export of W&B, or what a trainer printed; columns named by `--map` or known."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import check_depth, json_lines, parse_json
+from keel.doctor.history import History, series_of
+from keel.doctor.names import canonical, from_map, renamed, source_of
+
+TABLES, PRINTED = (".csv", ".tsv", ".jsonl", ".ndjson", ".json"), (".log", ".txt", ".out")
+SUFFIXES = (*TABLES, *PRINTED)
+Row = dict[str, Any]
+_LONGEST_NAME = 10_000
+
+
+def parse_map(text: str | None) -> dict[str, str]:
+    """`kl=train_kl,reward=score` as {name: column}."""
+    columns: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, equals, column = pair.partition("=")
+        if not equals or not column:
+            raise KeelError(f"--map {pair!r} is not name=column, such as kl=train_kl,reward=score")
+        from_map(name.strip())
+        columns[name.strip()] = column.strip()
+    return columns
+
+
+def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
+    """Columns as `mapping` names them, the others by the names that Keel and the trainers of names.yaml use."""
+    return history_of(path, _rows(path), mapping)
+
+
+def history_of(path: Path, rows: list[Row], mapping: Mapping[str, str] | None = None) -> History:
+    """Rows of metrics as a history."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    mapped = dict(mapping or {})
+    for name, column in mapped.items():
+        if column not in columns:
+            listed = ", ".join(columns) or "none"
+            raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {listed}")
+    lower = {name.lower(): name for name in reversed(columns)}
+    step = mapped.pop("step", None) or next((lower[name] for name in _STEPS if name in lower), "step")
+    source = source_of(columns)
+    named, unused = renamed(series_of(rows, step), mapped, source)
+    if not named:
+        raise KeelError(
+            f"no column of {path} is known: name them with --map kl=COLUMN,reward=COLUMN; "
+            f"there are: {', '.join(columns) or 'none'}"
+        )
+    notes = [f"read {len(rows)} rows of {path}; steps from {step!r}" if step in columns else f"read {len(rows)} rows"]
+    if source is not None:
+        notes.append(f"by its names a log of {source}")
+    if step not in columns:
+        notes.append("no step column: rows are counted from 1; name it with --map step=COLUMN")
+    if unused:
+        notes.append(f"not used: {', '.join(sorted(unused))}")
+    missing = ("a table holds no options: checks that need the configuration are left out",)
+    return History(source or "table", path, named, missing=missing, notes=tuple(notes))
+
+
+# The best first: W&B counts calls of log() in `_step`, of which a trainer may make several a step.
+_STEPS = ("step", "global_step", "training/global_step", "train/global_step", "steps", "iteration", "_step")
+
+
+def _rows(path: Path) -> list[Row]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
+    if path.suffix in (".csv", ".tsv"):
+        rows = _cells(path, data)
+    elif path.suffix in PRINTED:
+        rows = printed_rows(data.decode("utf-8", "replace").splitlines())
+    else:
+        rows = [_flat(row) for row in _objects(path, data)]
+    if not rows:
+        raise KeelError(f"{path} has no rows")
+    return rows
+
+
+def _cells(path: Path, data: bytes) -> list[Row]:
+    """Rows of a CSV file; a cell that is empty was not measured and is left out."""
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    text = data.decode("utf-8-sig", "replace").replace("\0", "")
+    try:
+        rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
+        longest = max((len(name) for row in rows[:1] for name in row if name), default=0)
+        if longest > _LONGEST_NAME:  # csv's own limit is one of the whole process, which libraries raise
+            raise csv.Error(f"a column's name has {longest} characters")
+    except csv.Error as error:
+        raise KeelError(f"{path} is no CSV file: {error}") from error
+    names = _export_names(path, [name for name in (rows[0] if rows else {}) if name])
+    return [{names[k]: v for k, v in _numbers(row).items() if v != "" and k in names} for row in rows]
+
+
+def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
+    """Column → metric: of a chart that was exported from W&B, `RUN - METRIC` without its `__MIN` and `__MAX`."""
+    if {"Name", "State"} <= set(columns):
+        raise KeelError(f"{path} is W&B's table of runs, one row a run: export a run's history or a chart instead")
+    if not any(name.endswith("__MIN") for name in columns):
+        return {name: name for name in columns}
+    values = [name for name in columns if not name.endswith(("__MIN", "__MAX"))]
+    runs = list(dict.fromkeys(name.rpartition(" - ")[0] for name in values if " - " in name))
+    if len(runs) > 1:
+        raise KeelError(f"{path} holds {len(runs)} runs of W&B ({', '.join(runs)}): export one of them")
+    return {name: name.rpartition(" - ")[2] for name in values}
+
+
+def _numbers(row: Mapping[str | None, Any]) -> Row:
+    """Cells as numbers where they are some."""
+    cells: Row = {}
+    for name, cell in row.items():
+        if name is None:
+            continue
+        try:
+            cells[name] = float(cell) if cell not in (None, "") else ""
+        except (TypeError, ValueError):
+            cells[name] = cell
+    return cells
+
+
+def _objects(path: Path, data: bytes) -> Iterator[Row]:
+    """Rows of JSON lines, or of a file that is one JSON list or has one in it."""
+    if path.suffix == ".json":
+        try:
+            whole = parse_json(data)
+        except ValueError:
+            whole = None
+        if isinstance(whole, dict):
+            whole = next((v for v in whole.values() if isinstance(v, list) and v and isinstance(v[0], dict)), whole)
+        if isinstance(whole, list):
+            yield from (row for row in whole if isinstance(row, dict))
+            return
+    # the last line of a file that is being written is no object yet
+    yield from (row for _, row in json_lines(data.split(b"\n")) if row and not isinstance(row, str))
+
+
+def _flat(row: Row) -> Row:
+    """A row's metrics: of verl's file logger those under `data`; of W&B's history without what was not logged there."""
+    inner = row.get("data")
+    flat = {**{k: v for k, v in row.items() if k != "data"}, **inner} if isinstance(inner, dict) else row
+    if "_step" in flat or "_runtime" in flat:
+        flat = {name: value for name, value in flat.items() if value is not None}
+    return {name: None if value in _NOT_FINITE else value for name, value in flat.items()}
+
+
+class _Spelled(tuple[str, ...]):
+    """Texts; nothing that is no text is among them."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, str) and super().__contains__(value)
+
+
+_NOT_FINITE = _Spelled(("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"))
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity)"
+_NAME = r"(?<![\w/.@()\-])(?!pid=)([A-Za-z_][\w/.@()\-]{0,200})"  # bounded: a line may be one long word
+_PAIR = re.compile(rf"{_NAME}\s{{0,9}}[:=]\s{{0,9}}(?:np\.\w+\(|tensor\()?({_NUMBER})(?![\w.])")
+
+
+def printed_rows(lines: Iterable[str]) -> list[Row]:
+    """What a trainer printed: `step:3 - actor/kl_loss:0.01 - …`, a dictionary a line, or `step=3 reward=0.5 …`."""
+    rows = []
+    for line in lines:
+        text = _COLOURS.sub("", line)
+        row = _dictionary(text) or _pairs(text)
+        named = sum(name.lower() not in _STEPS for name in row)
+        if named >= 2 or (named and any(name.lower() in _STEPS for name in row)):
+            rows.append(row)
+    steps = [row for row in rows if any(name.lower() in _STEPS for name in row)]
+    return steps or rows  # lines without a step lie between those that have one
+
+
+def _pairs(text: str) -> Row:
+    """Names and numbers; rates and KLs that three decimals leave at or near 0 were not measured by them."""
+    return {
+        name: float(value)
+        for name, value in _PAIR.findall(text)
+        if not (_COARSE.fullmatch(value) and _is_small(canonical(name)))
+    }
+
+
+_COARSE = re.compile(r"-?0\.0{2,4}\d?")  # a digit at most of what a trainer rounds to a few decimals
+
+
+def _is_small(name: str | None) -> bool:
+    return name == "optim/learning_rate" or (name is not None and name.startswith("kl/"))
+
+
+def _dictionary(text: str) -> Row:
+    """The dictionary that a line holds, as Python or JSON writes it; numbers may be texts."""
+    start, end = text.find("{"), text.rfind("}")
+    if start < 0 or end < start or end - start > 100_000:
+        return {}
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = check_depth(parse(text[start : end + 1]))
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        if isinstance(value, dict):
+            return {name: _number(v) for name, v in value.items() if isinstance(name, str)}
+    return {}
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -1,0 +1,93 @@
+"""TRL's output folder: the log history of `trainer_state.json`, and the options where they were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import parse_json
+from keel.doctor.history import History, series_of
+from keel.doctor.names import keel_options, renamed
+from keel.doctor.readers.keel_run import vocabulary_of
+from keel.doctor.readers.training_args import read_training_args
+
+STATE = "trainer_state.json"
+
+
+def state_files(path: Path) -> list[Path]:
+    """The folder's own state first, then those of its checkpoints, the newest first."""
+    top = [path / STATE] if (path / STATE).is_file() else []
+    numbered = sorted(path.glob(f"checkpoint-*/{STATE}"), key=_number, reverse=True)
+    return [*top, *numbered]
+
+
+def read_trl(path: Path) -> History:
+    """The longest log there is; a file `trainer_state.json` may be given instead of its folder."""
+    paths = [path] if path.is_file() else state_files(path)
+    states = [(file, _state(file)) for file in paths]
+    file, state = max(states, key=lambda pair: _step(pair[1]), default=(path, {}))
+    history = state.get("log_history")
+    log = [line for line in history if isinstance(line, dict)] if isinstance(history, list) else []
+    lines = [line for line in log if not any(key.startswith(("eval_", "train_runtime")) for key in line)]
+    if not lines:
+        raise KeelError(f"{file} has no log_history with training steps: log with logging_steps=1 and save the state")
+    held_out = [line for line in log if any(key.startswith("eval_") for key in line)]
+    logged = series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]) | series_of(
+        [{k: v for k, v in line.items() if k == "step" or k.startswith("eval_")} for line in held_out]
+    )
+    series, unused = renamed(logged, {}, "TRL")
+    folder = file.parent
+    options, options_from = _options(folder)
+    every = lines[0].get("step")
+    notes = [f"read {len(lines)} logged steps of TRL's {file}"]
+    if isinstance(every, int) and every > 1:
+        notes.append(f"TRL logged every {every} steps: each figure is a mean over them")
+    if options_from is not None:
+        notes.append(f"options from {options_from}, read without running it")
+    if unused:
+        notes.append(f"not used: {', '.join(sorted(unused))}")
+    missing = [] if options_from else [f"no training_args.bin beside {file}: the options are unknown"]
+    missing.append("TRL writes no rollouts and no events: rewards of single completions cannot be looked at")
+    config_files = [folder / "config.json", *sorted(path.glob("checkpoint-*/config.json") if path.is_dir() else [])]
+    sizes = [size for file in config_files if (size := vocabulary_of(file)) is not None]
+    return History(
+        source="TRL",
+        path=path,
+        series=series,
+        config=options,
+        vocabulary=sizes[-1] if sizes else None,
+        missing=tuple(missing),
+        notes=tuple(notes),
+    )
+
+
+def _options(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    for file in (folder / "training_args.bin", folder.parent / "training_args.bin"):
+        args = read_training_args(file)
+        if not args:
+            continue
+        return keel_options("TRL", args), file
+    return {}, None
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KeelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise KeelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise KeelError(f"{path} is not a trainer's state: an object with log_history is wanted")
+    return data
+
+
+def _step(state: dict[str, Any]) -> int:
+    value = state.get("global_step", 0)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _number(path: Path) -> int:
+    digits = path.parent.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,267 @@
+"""Read a run folder; the run may be partial, running or interrupted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.files import check_depth, parse_json
+from keel.base.lock import is_locked
+from keel.base.redact import masked, redact_data, redact_text, register_secrets
+from keel.doctor.lines import GrowingLines, Record
+from keel.doctor.thresholds import Thresholds, load_thresholds, thresholds_of
+from keel.loggers import rundir
+
+# rollouts.jsonl may be very large; of a larger file only the first and the last part are read.
+ROLLOUT_BYTES = 16 * 2**20
+_FILES = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The contents of a run folder. Fields of missing files are empty or None, and `missing` has a note."""
+
+    path: Path
+    name: str
+    config_text: str | None = None
+    config: Record = field(default_factory=dict)
+    env: Record = field(default_factory=dict)
+    metrics: tuple[Record, ...] = ()
+    rollouts: tuple[Record, ...] = ()
+    evaluations: tuple[Record, ...] = ()
+    events: tuple[Record, ...] = ()
+    abandoned: tuple[tuple[str, tuple[Record, ...]], ...] = ()
+    findings: tuple[Record, ...] | None = None
+    summary: Record | None = None
+    running: bool = False
+    missing: tuple[str, ...] = ()
+
+    def series(self, metric: str) -> list[tuple[float, float | None]]:
+        """(step, value) of every line that has this metric; None where it was not finite."""
+        return curve_of(self.metrics, metric)
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value of a metric."""
+        return next((value for _, value in reversed(self.series(metric)) if value is not None), None)
+
+    @property
+    def metric_names(self) -> set[str]:
+        """Of all lines, since a metric may be measured only now and then."""
+        return {name for line in self.metrics for name in line}
+
+    @property
+    def evaluated(self) -> dict[tuple[str, str], list[Record]]:
+        """The evaluations of each (split, task), the trained one first: a retention task may have the same name."""
+        grouped: dict[tuple[str, str], list[Record]] = {}
+        for line in self.evaluations:
+            split = "retention" if line.get("split") == "retention" else "trained"
+            grouped.setdefault((split, str(line.get("task", "task"))), []).append(line)
+        return dict(sorted(grouped.items(), key=lambda item: item[0][0] != "trained"))
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """The thresholds of this run."""
+        return _thresholds(self.config, [])
+
+    @property
+    def max_steps(self) -> int | None:
+        """As configured."""
+        value = number(option_of(self.config, "run.max_steps"))
+        return None if value is None else int(value)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        steps = [value for line in self.metrics if (value := number(line.get("step"))) is not None]
+        return int(max(steps, default=0))
+
+
+def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | None]]:
+    """(step, value) of every line that has this metric; None where it was not finite."""
+    return [(number(line.get("step")) or 0.0, number(line[metric])) for line in lines if metric in line]
+
+
+def option_of(config: Mapping[str, Any], dotted: str) -> Any:
+    """A value of a configuration as plain data, such as `kl.beta`; None where it is not there."""
+    value: Any = config
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if type(value) is float:  # nearly all are, and a long run has hundreds of thousands
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the largest float
+        return None
+
+
+def interval(value: object) -> tuple[float, float] | None:
+    """[low, high] as numbers, or None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        low, high = number(value[0]), number(value[1])
+        if low is not None and high is not None:
+            return (low, high)
+    return None
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run folder; raises a KeelError if it contains no run."""
+    return RunReader(path, ROLLOUT_BYTES).read()
+
+
+class RunReader:
+    """Read a run folder repeatedly; only new lines of JSON-lines files are parsed."""
+
+    def __init__(self, path: Path, rollout_bytes: int) -> None:
+        self.path = path
+        limits = {rundir.ROLLOUTS: rollout_bytes}
+        self._lines = {name: GrowingLines(path / name, limits.get(name)) for name in rundir.LINE_FILES}
+
+    def running(self) -> bool:
+        """Whether a process holds the run's lock."""
+        return is_locked(self.path / rundir.LOCK)
+
+    def signature(self) -> tuple[object, ...]:
+        """Identity, time and size of each file; changes when there is something new to read."""
+        return tuple(_stamp(self.path / name) for name in (*_FILES, rundir.ABANDONED))
+
+    def read(self, running: bool | None = None) -> RunRecord:
+        """Read the current contents; pass `running` if it is known."""
+        path, notes = self.path, list[str]()
+        if not path.is_dir():
+            raise KeelError(f"no run directory at {path}; a run is a folder such as runs/default")
+        if not any((path / name).exists() for name in _FILES):
+            raise KeelError(f"{path} is not a run folder: it has none of {', '.join(_FILES)}")
+        config_text = _text(path / rundir.CONFIG, notes)
+        metrics = _stepped(rundir.METRICS, self._lines[rundir.METRICS].read(notes), notes)
+        summary = _current(_json(path / rundir.SUMMARY, notes), metrics, notes)
+        config = _yaml(config_text, notes)
+        register_secrets(config)
+        _thresholds(config, notes)
+        return RunRecord(
+            path=path,
+            name=path.resolve().name,
+            config_text=_shown(config_text, config),
+            config=masked(config),
+            env=_mapping(_json(path / rundir.ENV, notes)),
+            metrics=metrics,
+            rollouts=self._lines[rundir.ROLLOUTS].read(notes),
+            evaluations=_stepped(rundir.EVAL, self._lines[rundir.EVAL].read(notes), notes),
+            events=tuple(redact_data(event) for event in self._lines[rundir.EVENTS].read(notes)),
+            abandoned=_abandoned(path / rundir.ABANDONED),
+            findings=_findings(redact_data(_json(path / rundir.FINDINGS, notes))),
+            summary=summary,
+            running=self.running() if running is None else running,
+            missing=tuple(notes),
+        )
+
+
+def _stepped(file: str, lines: tuple[Record, ...], notes: list[str]) -> tuple[Record, ...]:
+    """The lines whose step is a number; a note counts the others."""
+    kept = tuple(line for line in lines if number(line.get("step")) is not None)
+    if len(kept) < len(lines):
+        notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no numeric step and were skipped")
+    return kept
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
+    """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
+    attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
+    attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
+    metrics = [_stepped(rundir.METRICS, GrowingLines(attempt / rundir.METRICS).read([]), []) for attempt in attempts]
+    return tuple((attempt.name.replace("-", " "), lines) for attempt, lines in zip(attempts, metrics, strict=True))
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        notes.append(f"{path.name} does not exist")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    return None
+
+
+def _json(path: Path, notes: list[str]) -> Any:
+    text = _text(path, notes)
+    if text is None:
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        notes.append(f"{path.name} is not JSON")
+        return None
+
+
+def _yaml(text: str | None, notes: list[str]) -> Record:
+    if text is None:
+        return {}
+    import yaml
+
+    try:
+        return _mapping(check_depth(yaml.safe_load(text)))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        notes.append(f"{rundir.CONFIG} is not YAML")
+        return {}
+
+
+def _thresholds(config: Record, notes: list[str]) -> Thresholds:
+    """The run's own, or the shipped ones where the configuration has a damaged or unknown one."""
+    try:
+        return thresholds_of(config)
+    except KeelError as error:
+        notes.append(f"{rundir.CONFIG}: {error}; using the default thresholds")
+        return load_thresholds()
+
+
+def _shown(text: str | None, config: Record) -> str | None:
+    """The configuration as written, if it has no secrets."""
+    if text is None or masked(config) == config:
+        return None if text is None else redact_text(text)
+    import yaml
+
+    return str(yaml.safe_dump(masked(config), sort_keys=False, allow_unicode=True))
+
+
+def _mapping(value: Any) -> Record:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Record | None:
+    """The summary, or None if the run has continued since it was written."""
+    if not isinstance(summary, dict):
+        return None
+    summarized, done = number(summary.get("steps")), number(metrics[-1].get("step")) if metrics else None
+    if summarized is not None and done is not None and summarized != done:
+        notes.append(f"{rundir.SUMMARY} is of step {summarized:.0f}, but the run is at {done:.0f}: it was ignored")
+        return None
+    return summary
+
+
+def _findings(value: Any) -> tuple[Record, ...] | None:
+    """A list of findings, or an object that holds one; None where nothing was judged."""
+    if isinstance(value, Mapping):
+        value = value.get("findings")
+    if not isinstance(value, list):
+        return None
+    return tuple(item if isinstance(item, dict) else {"code": str(item)} for item in value)

@@ -1,0 +1,471 @@
+"""Does scoring give each token the policy's log-probability: always the same, in any batch, at the right position?
+
+Training's scores against the model's own forward, under conditions of which each is harder than the one before; where
+they differ by more than rounding, the hypothesis that closes the gap is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from keel.base.errors import first_line
+from keel.base.types import Completion, Group
+from keel.doctor.advice import changes, either, setting
+from keel.doctor.decide import Gap, OpenGap, open_gap
+from keel.doctor.draws import best_temperature
+from keel.doctor.findings import Advice, finding
+from keel.doctor.gap import (
+    average,
+    bf16_scores,
+    close,
+    closed,
+    in_float32,
+    in_half_precision,
+    largest,
+    rounding_explains,
+)
+from keel.doctor.gradient import gradient_findings
+from keel.doctor.hypothesis import Hypothesis, swap, within
+from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
+from keel.doctor.probes.masks import is_blind
+from keel.doctor.strange import ordinary_tokens
+from keel.doctor.verdict import Outcome, Verdict, no_memory_for
+from keel.models.head import evaluating
+from keel.trainer.memory import is_out_of_memory
+
+_MISSED = 0.5  # of a change that scores miss which do not follow the weights, at least
+_ROUNDINGS = 2.0  # times one rounding that two of them differ by at most, on average
+
+NAN = torch.nan  # where nothing is expected of a score
+
+
+def _errors(subject: Any) -> Tensor:
+    """Scores less the model's own log-probabilities `[N]`, where something is expected."""
+    expected = subject.forward_logp()
+    known = subject.written & ~expected.isnan()
+    return (subject.score() - expected)[known]
+
+
+GAP = Gap(_errors, lambda subject, errors: close(subject, errors, subject.thresholds), closed)
+
+# ------------------------------------------------------------------------ what explains a gap
+
+_ALIGN = "use logits[:, :-1] with tokens[:, 1:] in model.scorer, in the context of the whole prompt (rows.completion)"
+
+
+def hypotheses(subject: KeelSubject) -> Iterator[Hypothesis]:
+    """In order: the first that closes the gap is named."""
+    temperature = _fitting_temperature(subject)
+    expected, scored = partial(_swapped, "forward_logp"), partial(_swapped, "score")
+    trains_only = "a layer that acts only in training mode is on while log-probabilities are computed"
+    mode = within(lambda subject: eval_mode(subject.policy.model))
+    yield Hypothesis("in evaluation mode", "scoring/dropout", trains_only, no_dropout(subject.config), mode)
+    for name, code, cause, advice, apply in (
+        (
+            "where each row has the scores of another one",
+            "mismatch",
+            "model.scorer gives scores back in another order than its rows (rolled, or sorted and not put back)",
+            "return the scores in the order of the rows, or undo the sorting",
+            expected(_other_rows),
+        ),
+        (
+            "beside rows of a completion's own length, without padding",
+            "positions",
+            "padding moves the real tokens: position ids count it (left padding), or attention sees it",
+            "pad on the right, or give position_ids = attention_mask.cumsum(-1) - 1 and pass the attention mask",
+            scored(partial(_apart, beside=2)),
+        ),
+        (
+            "when each completion is scored alone",
+            "mismatch",
+            "rows of a batch read each other: packed without a mask between them, or a cache that they share",
+            "let every row attend to its own tokens alone (a block-diagonal mask, cu_seqlens), at its own positions",
+            scored(_apart),
+        ),
+        *(
+            (
+                f"with log-probabilities from the logits one place {where} the right one",
+                "shifted",
+                "logits and tokens are misaligned by one: logits at place i belong to token i + 1",
+                _ALIGN,
+                expected(partial(_shifted, shift=shift)),
+            )
+            for shift, where in ((-1, "before"), (1, "after"))
+        ),
+        (
+            f"at temperature {temperature:.3g}, sampling has {subject.temperature:g}",
+            "temperature",
+            "model.scorer does not divide the logits by the temperature it is given",
+            "compute log_softmax(logits / temperature) in model.scorer",
+            expected(lambda subject: subject.forward_logp(temperature=temperature)),
+        ),
+        *(
+            (
+                f"with {what}",
+                "positions",
+                "the position ids of the training pass are not those of the text",
+                "give position_ids 0, 1, 2, … over prompt and completion",
+                expected(partial(_at_positions, positions=positions)),
+            )
+            for what, positions in POSITIONS.items()
+        ),
+        (
+            "without the last token of each completion",
+            "shifted",
+            "the scores end one token early, so that the end of the text is not trained",
+            _ALIGN,
+            expected(_ended_early),
+        ),
+        (
+            "after prompts without their first token",
+            "shifted",
+            "the prompt is shortened or shifted before it is scored",
+            _ALIGN,
+            expected(_shortened),
+        ),
+    ):
+        yield Hypothesis(name, f"scoring/{code}", cause, advice, apply)
+
+
+def _swapped(part: str, measured: Callable[[Any], Tensor]) -> Callable[[Any], AbstractContextManager[Any]]:
+    """The subject with a part that says what is measured at once, on the subject as it is."""
+
+    def apply(subject: Any) -> AbstractContextManager[Any]:
+        value = measured(subject)
+        return swap(**{part: lambda: value})(subject)
+
+    return apply
+
+
+def _other_rows(subject: Any) -> Tensor:
+    """The own forward of the row that each row's scores are nearest to, as far as both go."""
+    scored, expected = subject.score(), subject.forward_logp()
+    written = subject.written
+    rows = expected.masked_fill(~written, NAN)
+    apart = (scored[:, None] - rows).abs().nanmean(-1)  # [B, B], over the other row's tokens
+    both = (written[:, None] & written[None]).any(-1)
+    return rows[apart.masked_fill(~both, torch.inf).argmin(-1)]
+
+
+def _apart(subject: Any, beside: int = 0) -> Tensor:
+    """Each completion scored in a batch of its own, beside others of its length; `[B, T]`."""
+    rows = []
+    for group in subject.groups:
+        for i, own in enumerate(group.completions):
+            others = [replace(own, tokens=tuple((t + k) % subject.vocabulary for t in own.tokens)) for k in (7, 13)]
+            completions = (own, *others[:beside])
+            alone = replace(group, completions=completions, rewards=group.rewards[i : i + 1] * len(completions))
+            logp = subject.logp(subject.pack([alone]))[:1]
+            rows.append(functional.pad(logp, (0, subject.batch.width - logp.shape[1])))
+    return torch.cat(rows)
+
+
+def _shifted(subject: Any, shift: int) -> Tensor:
+    """Log-probabilities of the tokens from the logits one position off; NaN where there is none."""
+    logp = (subject.logits() / subject.temperature).log_softmax(-1)
+    picked = logp.roll(-shift, dims=1).gather(-1, subject.tokens().unsqueeze(-1)).squeeze(-1).clone()
+    for row, count in enumerate(len(c.tokens) for c in subject.batch.completions):
+        picked[row, slice(max(count - 1, 0), None) if shift > 0 else slice(0, 1)] = NAN
+    return picked
+
+
+def _fitting_temperature(subject: Any) -> float:
+    """The temperature at which the model's own forward is nearest to the scores."""
+    scored, logits, tokens = subject.score(), subject.logits().double(), subject.tokens().unsqueeze(-1)
+
+    def off(params: Any) -> float:
+        logp = (logits / params.temperature).log_softmax(-1).gather(-1, tokens).squeeze(-1)
+        return average((scored - logp)[subject.written])
+
+    return best_temperature(subject.sampling, off)
+
+
+POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # from the lengths of prompt and completion
+    "positions that begin at 1": lambda p, n: torch.arange(1, p + n + 1),
+    "positions that begin anew at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
+    "every position at 0": lambda p, n: torch.zeros(p + n, dtype=torch.long),
+    "positions that count the completion only": lambda p, n: torch.cat(
+        (torch.zeros(p, dtype=torch.long), torch.arange(1, n + 1))
+    ),
+}
+
+
+def _at_positions(subject: Any, positions: Callable[[int, int], Tensor]) -> Tensor:
+    """The model's own forward under other position ids."""
+    rows, model = [], subject.policy.model
+    with evaluating(model):
+        for group, completion in ((g, c) for g in subject.groups for c in g.completions):
+            tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=subject.policy.device)
+            given = len(group.prompt_tokens)
+            ids = positions(given, len(completion.tokens)).to(tokens.device)[None]
+            seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
+            logits = model(input_ids=tokens, attention_mask=seen, position_ids=ids, use_cache=False).logits[0].float()
+            logp = (logits / subject.temperature).log_softmax(-1)[given - 1 : -1]
+            picked = logp.gather(-1, tokens[0, given:, None]).squeeze(-1)
+            rows.append(functional.pad(picked, (0, subject.batch.width - len(picked))))
+    return torch.stack(rows)
+
+
+def _ended_early(subject: Any) -> Tensor:
+    counts, expected = subject.written.sum(-1), subject.forward_logp().clone()
+    expected[torch.arange(len(expected), device=expected.device), counts.clamp_min(1) - 1] = NAN
+    return expected
+
+
+def _shortened(subject: Any) -> Tensor:
+    groups = [replace(g, prompt_tokens=g.prompt_tokens[1:] or g.prompt_tokens) for g in subject.groups]
+    shorter: Tensor = subject.forward_logp(groups)
+    return shorter
+
+
+# ------------------------------------------------------------------------ under which conditions
+
+
+def _padded(subject: Any) -> Any:
+    """The batch's completions beside a longer row, so that all of them are padded."""
+    group = subject.groups[0]
+    context = subject.policy.context_length or 1 << 30
+    prompt = (group.prompt_tokens * 2)[: context - len(group.completions[0].tokens)]
+    longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
+
+    def score() -> Tensor:
+        logp: Tensor = subject.logp(subject.pack([*subject.groups, longer]))[:-1, : subject.batch.width]
+        return logp
+
+    return subject.swapped(score=score)
+
+
+def _of_other_text(subject: Any) -> Any:
+    """Completions of other tokens, each drawn evenly from the vocabulary.
+
+    A policy that is certain of what it writes has log-probabilities near 0 and hardly looks at its positions: there a
+    wrong score is as near as a right one. Of other text no token is certain.
+    """
+    ordinary, draw = ordinary_tokens(subject), Random(subject.config.run.seed).choices
+
+    def written(completion: Completion) -> Completion:
+        return replace(completion, tokens=tuple(draw(ordinary, k=len(completion.tokens))))
+
+    groups: Sequence[Group] = [
+        replace(group, completions=tuple(map(written, group.completions))) for group in subject.groups
+    ]
+    return replace(subject, batch=subject.pack(groups), of_batch={})
+
+
+@contextmanager
+def _without_gradient(subject: Any) -> Iterator[Any]:
+    with torch.no_grad():
+        other = _of_other_text(subject)
+        yield other.swapped(score=torch.no_grad()(other.score))  # explanations switch gradients on
+
+
+# Each is harder than the one before; an error is found under the label.
+CONDITIONS: tuple[tuple[str, Callable[[Any], AbstractContextManager[Any]]], ...] = (
+    ("", nullcontext),
+    ("", lambda subject: nullcontext(_padded(subject))),
+    ("", lambda subject: nullcontext(_of_other_text(subject))),
+    ("without a gradient, and not with one, ", _without_gradient),
+)
+
+
+def measure_scoring(subject: KeelSubject) -> Outcome:
+    """Two passes against each other, then one pass against the model's own unpadded forward."""
+    figures: dict[str, float] = {}
+    broken = _unsteady(subject, figures)
+    if broken is not None:
+        return Outcome.of("scoring", [broken], ())
+    errors = _errors(subject)
+    figures |= {"gap_max": largest(errors), "gap_mean": average(errors)}
+    lines = (f"scoring: largest difference from the model's own forward {figures['gap_max']:.2g} nats",)
+    verdicts = [Verdict.sound("", **figures)]
+    for label, condition in CONDITIONS:
+        with condition(subject) as given:
+            opened = open_gap(GAP, given, hypotheses(given))
+            if opened is not None:
+                verdicts += _explained(given, opened, label)
+                return Outcome.of("scoring", verdicts, lines)
+    exact = not in_half_precision(subject)
+    if not exact:
+        try:
+            with in_float32(subject):
+                exact, found = _in_full_precision(subject)
+                verdicts += found
+        except Exception as error:  # no room for it, or kernels and buffers of 16 bits alone: training does without
+            why = f"it cannot be tried with these weights of 16 bits: {first_line(error)}"
+            verdicts.append(Verdict.unchecked(["scoring in fp32"], why))
+    if all(verdict.state != "found" for verdict in verdicts):
+        verdicts += _of_gradient(subject, exact)
+    if all(verdict.state != "found" for verdict in verdicts):
+        verdicts += _of_changed_weights(subject)
+    return Outcome.of("scoring", verdicts, lines)
+
+
+def _explained(subject: Any, opened: OpenGap, label: str, *, narrow: bool = True) -> Iterator[Verdict]:
+    """The cause of a gap, `narrow`: 16 bits among them; nothing where the masks' measure names it."""
+    size = f"{label}training's log-probabilities are off by up to {opened.largest:.3g} nats ({opened.mean:.3g} mean)"
+    if is_blind(subject, subject.thresholds):
+        return
+    if opened.by is not None:
+        by = opened.by
+        yield Verdict.found(finding(by.code, f"{size}; the gap closes {by.name}", by.cause, by.advice))
+        return
+    written = subject.written
+    gap, rounding = (scored - subject.forward_logp() for scored in (subject.score(), bf16_scores(subject)))
+    if narrow and rounding_explains(gap[written], rounding[written], subject.thresholds):
+        mild = opened.mean < subject.thresholds["precision_error"]
+        yield Verdict.found(
+            finding(
+                "sampler/precision",
+                f"{size}; the same forward in bfloat16 is off by {average(rounding[written]):.3g} on average",
+                "model.scorer computes in half precision, the sampler in the weights' own",
+                "compute the log-softmax in fp32: logits.float() before log_softmax",
+                severity="warning" if mild else "error",
+            )
+        )
+        return
+    ours, theirs = subject.score()[written].double(), subject.forward_logp()[written].double()
+    factor = float((ours * theirs).sum() / theirs.square().sum().clamp_min(1e-12))
+    scaled = float((ours - factor * theirs).abs().mean()) <= 0.01 * float(theirs.abs().mean())
+    yield Verdict.found(
+        finding(
+            "scoring/mismatch",
+            size + (f"; they are {factor:.3g} times the right ones" if scaled else ""),
+            "what training takes for log π(token) is something else: none of dropout, padding, shift, temperature, "
+            "positions and precision explains it",
+            "compare model.scorer with scorer native: logits[:, :-1] / temperature, log_softmax in fp32, gather "
+            "tokens[:, 1:]",
+        )
+    )
+
+
+def _in_full_precision(subject: Any) -> tuple[bool, list[Verdict]]:
+    """With weights in fp32 and without autocast: whether scores are right to fp32's rounding, and what is wrong.
+
+    A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
+    """
+    other = _of_other_text(subject)
+    if in_half_precision(subject):
+        return False, []  # a base of integers
+    opened = open_gap(GAP, other, hypotheses(other))
+    if opened is None:
+        return True, []
+    rounding = average((bf16_scores(other) - other.forward_logp())[other.written])
+    return False, [*_explained(other, opened, "", narrow=False)] if opened.mean > _ROUNDINGS * rounding else []
+
+
+def _of_gradient(subject: KeelSubject, exact: bool) -> list[Verdict]:
+    """What is wrong with the gradient, and that it is unchecked where two more of it have no room.
+
+    As training computes it, and where scores of 16-bit weights are `exact` in fp32, in fp32 too: rounding hides less.
+    """
+    figures: dict[str, float] = {}
+    try:
+        found = [*gradient_findings(subject, figures, subject.thresholds)]
+        if not found and exact and in_half_precision(subject):
+            with in_float32(subject):
+                found = [*gradient_findings(subject, figures, subject.thresholds)]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        code, _, why = no_memory_for("scoring/gradient", error).partition(": ")
+        return [Verdict.unchecked([code], why)]
+    return [Verdict.sound("", **figures), *map(Verdict.found, found)]
+
+
+def _of_changed_weights(subject: KeelSubject) -> Iterator[Verdict]:
+    """Scores follow the weights: right ones of the first weights may be remembered, and every update leaves them.
+
+    Such scores miss what the weights have changed, of which 16 bits round away a part.
+    """
+    written, before, expected = subject.written, subject.score(), subject.forward_logp()
+    with subject.perturbed(seed=2):
+        errors, scored = _errors(subject), subject.score()
+        changed, is_rounding = average((subject.forward_logp() - expected)[written]), GAP.is_rounding(subject, errors)
+    if is_rounding or average(errors) <= _MISSED * changed:
+        return
+    yield Verdict.found(
+        finding(
+            "scoring/mismatch",
+            f"training's log-probabilities are right with the weights of the start; after a change of all trainable "
+            f"ones they have moved by up to {largest((scored - before)[written]):.3g} nats and are off by up to "
+            f"{largest(errors):.3g}",
+            "what is scored does not follow the weights: scores of the same tokens are kept from before, or a part of "
+            "the pass has weights of its own",
+            "let model.scorer compute with the model that it is given at every call, without a cache",
+        )
+    )
+
+
+# ------------------------------------------------------------------------ numbers, and the same ones twice
+
+
+def _unsteady(subject: KeelSubject, figures: dict[str, float]) -> Verdict | None:
+    """Scores that are no numbers, or others at each pass; the model's own first, which Keel's pass may refuse."""
+    limit, written = subject.thresholds["scoring_difference"], subject.written
+    own = subject.forward_logp()
+    passes = [own] if not bool(own[written].isfinite().all()) else [own, subject.score(), subject.score()]
+    broken = int((~torch.isfinite(torch.stack(passes)[:, written])).any(0).sum())
+    if broken:
+        return _not_finite(subject, broken, int(written.sum()))
+    apart = {"passes_apart": lambda: passes[1] - passes[2], "forward_apart": lambda: own - subject.forward_logp()}
+    for name, differences in apart.items():
+        figures[name] = largest(differences()[written])
+        if not figures[name] <= limit:
+            return _random(subject, figures[name], figures)
+    return None
+
+
+def _not_finite(subject: KeelSubject, broken: int, total: int) -> Verdict:
+    weights = [name for name, p in subject.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
+    cause = f"the weights themselves are not finite: {', '.join(weights[:3])}" if weights else "a pass overflows"
+    wider: Advice = setting("set {}", changes(subject.config.to_dict(), {"model.dtype": "float32"}))
+    return Verdict.found(
+        finding(
+            "scoring/non-finite",
+            f"{broken} of {total} log-probabilities are NaN or infinite before any update",
+            cause,
+            "load whole weights in model.name" if weights else either(wider, "mend model.scorer"),
+        )
+    )
+
+
+def _random(subject: KeelSubject, apart: float, figures: dict[str, float]) -> Verdict:
+    """Which switch makes two passes agree: evaluation mode, or dropout taken out of torch itself."""
+    active = [name for name, module in subject.policy.model.named_modules() if is_active_dropout(module)]
+    for switch, context in (
+        ("evaluation mode", lambda: eval_mode(subject.policy.model)),
+        ("dropout replaced by the identity", without_dropout),
+    ):
+        with context():
+            again = largest((subject.score() - subject.score())[subject.written])
+        if again <= subject.thresholds["scoring_difference"]:
+            named = f"; active dropout layers: {', '.join(active[:3])}" if active else ""
+            dropout = finding(
+                "scoring/dropout",
+                f"two passes over the same tokens differ by up to {apart:.3g} nats, with {switch} {again:.1g}{named}",
+                "dropout (or another layer that acts in training mode only) is on where log-probabilities are taken, "
+                "and off in the reference and the sampler",
+                no_dropout(subject.config),
+            )
+            return Verdict.found(dropout, **figures)
+    random = finding(
+        "scoring/nondeterministic",
+        f"two passes over the same tokens differ by up to {apart:.3g} nats, in evaluation mode too",
+        "a kernel, the model or model.scorer draws random numbers or depends on what ran before",
+        "use attn_implementation=eager or sdpa, and take randomness out of the model's forward or of model.scorer",
+        severity="error",
+    )
+    return Verdict.found(random, **figures)
+
+
+__all__ = ["measure_scoring"]

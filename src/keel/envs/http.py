@@ -1,0 +1,218 @@
+"""`http`: an environment behind a URL; docs/environments.md has the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from keel.base.certificates import certificates
+from keel.base.errors import KeelError
+from keel.base.redact import UnsetVariable, expand_env
+from keel.base.types import Problem
+from keel.envs.games import Game, Messages, Outcome, RemoteEpisode, SeededTask, imported, users
+from keel.envs.problems import is_held_out
+from keel.envs.rewards.http import shown
+
+if TYPE_CHECKING:
+    import httpx2
+
+MAX_BYTES = 1 << 20  # of an answer
+RETRIES = 2  # of `reset` alone: a repeated `step` could be played twice
+BACKOFF_S = 0.5
+CLOSE_S = 5.0
+IDLE_S = 2.0
+
+
+class ServerFailed(Exception):
+    """A server cannot be reached, or does not follow the protocol; the message names its URL."""
+
+
+class Unavailable(ServerFailed):
+    """The same request may succeed later."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where an environment is, and how to ask it."""
+
+    url: str
+    headers: Mapping[str, str]
+    timeout_s: float
+    params: Mapping[str, Any] = field(default_factory=dict)
+    _clients: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False, compare=False)  # by event loop
+
+    def client(self) -> httpx2.AsyncClient:
+        """The client of this event loop. It uses no connection that was idle for long: the server may be closing it."""
+        import httpx2
+
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = httpx2.AsyncClient(
+                headers={"Accept-Encoding": "identity", **expanded(self.headers)},
+                timeout=self.timeout_s,
+                limits=httpx2.Limits(keepalive_expiry=IDLE_S),
+                verify=certificates(trust_env=True),
+                follow_redirects=False,
+            )
+        return self._clients[loop]
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request; the time limit and the size limit are those of the whole answer."""
+        import httpx2
+
+        where, data = f"{shown(self.url)}/{path}", b""
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self.client().stream("POST", f"{expanded_text(self.url, 'url')}/{path}", json=dict(body)) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    data += chunk
+                    if len(data) > MAX_BYTES:
+                        raise ServerFailed(f"{where} answered more than 1 MiB")
+        except (TimeoutError, httpx2.TimeoutException):
+            raise Unavailable(f"{where} did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
+        except httpx2.RequestError as error:
+            raise Unavailable(f"{where} cannot be reached: {error or type(error).__name__}") from error
+        if response.is_redirect:
+            raise ServerFailed(f"{where} redirects, which is not followed: set task.url to the environment's address")
+        if response.status_code != 200:
+            kind = Unavailable if response.status_code == 429 or response.status_code >= 500 else ServerFailed
+            raise kind(f"{where} answered with status {response.status_code}")
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            raise ServerFailed(f"{where} did not answer in JSON") from None
+        if not isinstance(answer, dict):
+            raise ServerFailed(f"{where} answered a {type(answer).__name__}, not an object")
+        return answer
+
+
+class HttpGame(Game):
+    """One episode on a server; `env` is the server's last answer."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.turns = server, 0
+        self.id: str | None = None
+        self.env: dict[str, Any] = {}
+        self.metrics: dict[str, float] = {}
+
+    async def reset(self, problem: Problem) -> Messages:
+        """Begin an episode; a server that is unavailable is asked again."""
+        seed = problem.info["seed"]
+        body = {"seed": seed, "held_out": is_held_out(str(seed)), "params": dict(self.server.params)}
+        for attempt in range(RETRIES + 1):
+            try:
+                self.env = await self.server.ask("reset", body)
+                break
+            except Unavailable:
+                if attempt == RETRIES:
+                    raise
+                await asyncio.sleep(BACKOFF_S * 2**attempt)
+        self.id = _checked(self.env, "id", str, "a text")
+        return _messages(self.env)
+
+    async def step(self, text: str) -> Outcome:
+        self.turns += 1
+        body = {"id": self.id, "turn": self.turns, "text": text}
+        self.env = answer = await self.server.ask("step", body)
+        reward = _checked(answer, "reward", int | float, "a finite number", 0.0)
+        over = _checked(answer, "done", bool, "true or false", False)
+        if isinstance(reward, bool) or not math.isfinite(reward):
+            raise ServerFailed(f"reward is {reward!r}, not a finite number")
+        metrics = _checked(answer, "metrics", dict, "an object", {})
+        self.metrics = {f"env/{name}": float(value) for name, value in metrics.items()}
+        return Outcome(() if over else _messages(answer), float(reward), over)
+
+    def counts(self) -> Mapping[str, float]:
+        return self.metrics
+
+    async def close(self) -> None:
+        """Tell the server, which may be gone."""
+        name, self.id = self.id, None
+        if name is not None:
+            with suppress(ServerFailed, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.server.ask("close", {"id": name})
+
+
+def http(
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 20.0,
+    player: str | None = None,
+    view: str | None = None,
+    success: float = 1.0,
+    **params: Any,
+) -> SeededTask:
+    """An environment behind `url`, with parameters of its own beside these.
+
+    `url` and `headers` may contain environment variables: `{Authorization: Bearer $ENV_TOKEN}`. `timeout_s` limits each
+    request. `player` and `view` are functions, `module:attr`: `player(answer, observation)` gives the next turn of a
+    demonstration out of the server's last answer, `view(text)` what the model reads of an observation. Rewards that add
+    up to `success` count as correct.
+    """
+    check_address(url, headers, timeout_s)
+    server = Server(url.rstrip("/"), headers or {}, timeout_s, params)
+    task = SeededTask(
+        "http",
+        lambda problem: HttpGame(server),
+        imported("player", player),
+        imported("view", view),
+        success,
+        RemoteEpisode,
+        "; start the server, or fix task.url",
+    )
+    task.check()
+    return task
+
+
+def check_address(url: str, headers: Mapping[str, str] | None, timeout_s: float) -> None:
+    """Refuse an address that cannot be one, a variable that is not set, and a limit that is none."""
+    expanded(headers)
+    parts = urlsplit(expanded_text(url, "url"))
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise KeelError(f"task.url is {shown(url)!r}: give http://host:port/path or https://…, without a query")
+    if not timeout_s > 0:
+        raise KeelError(f"task.timeout_s is {timeout_s}: it must be above 0")
+
+
+def expanded(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers with their environment variables, so that configurations contain no secrets."""
+    return {name: expanded_text(value, "headers") for name, value in (headers or {}).items()}
+
+
+def expanded_text(text: str, option: str) -> str:
+    """A text with its environment variables."""
+    try:
+        return expand_env(text)
+    except UnsetVariable as error:
+        raise KeelError(f"task.{option} {error}") from None
+
+
+def _messages(answer: Mapping[str, Any]) -> Messages:
+    """The observation: a text, or messages with role and content."""
+    observation = answer.get("observation")
+    if isinstance(observation, str):
+        return users(observation)
+    if isinstance(observation, list) and observation and all(_is_message(entry) for entry in observation):
+        return [{"role": entry["role"], "content": entry["content"]} for entry in observation]
+    raise ServerFailed("observation is neither a text nor a list of messages with role and content")
+
+
+def _is_message(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("role", "content"))
+
+
+def _checked(answer: Mapping[str, Any], key: str, kind: Any, what: str, *default: Any) -> Any:
+    value = answer.get(key, *default)
+    if not isinstance(value, kind):
+        raise ServerFailed(f"{key} is {value!r:.40}, not {what}")
+    return value

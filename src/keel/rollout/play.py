@@ -1,0 +1,329 @@
+"""Collect groups of a task that plays its own episodes: their programs call the engine through an endpoint.
+
+An episode has one completion with as many branches as its program left contexts: their tokens are those that the engine
+drew, each is trained once, and all share the episode's reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Completion, Group, Problem
+from keel.envs.calls import LOOP, CallFailed, HungCalls
+from keel.envs.endpoint import Endpoint, GenerateBody, ModelAccess, context_exceeded
+from keel.envs.episode import Key, PlayedEpisode
+from keel.rollout.collect import Collector, check_context, check_keys, judged, of_all
+from keel.rollout.engine import check_engine, turn_by_turn
+from keel.rollout.render import fit
+from keel.rollout.sampling import SamplingParams
+from keel.rollout.serving import Call, CallQueue, drive, request_of
+
+AT_ONCE = 256  # episodes played at a time
+
+
+class EpisodeCalls(CallQueue):
+    """The calls of episodes. Calls join once every running episode waits for the engine, so that nothing depends on
+    timing; with `overlap`, they join as they come. An episode that makes no call for `timeout_s` is cancelled.
+    """
+
+    def __init__(self, keys: Iterable[Key], timeout_s: float | None, overlap: bool) -> None:
+        super().__init__()
+        self.to_start, self.timeout_s, self.overlap = deque(keys), timeout_s, overlap
+        self.unanswered: dict[Key, int] = {}  # calls of each running episode
+        self.playing: dict[Key, asyncio.Task[Any]] = {}
+        self.drawn: defaultdict[Key, list[tuple[tuple[int, ...], Completion]]] = defaultdict(list)
+        self.late: set[Key] = set()
+        self.full: set[Key] = set()  # episodes that a full context has ended
+        self.error: BaseException | None = None
+
+    def begin_next(self, ended: Key | None) -> Key | None:
+        """Count an episode as ended, and the next one as running; None if there are no more."""
+        with self.changed:
+            self.unanswered.pop(ended, None)  # type: ignore[arg-type]
+            self.changed.notify_all()
+            if not self.to_start or self.closed:
+                return None
+            key = self.to_start.popleft()
+            self.unanswered[key] = 0
+            return key
+
+    def finish(self, call: Call, completion: Completion) -> None:
+        with self.changed:
+            self.drawn[call.owner].append((call.request.tokens, completion))
+            if call.owner in self.unanswered:
+                self.unanswered[call.owner] -= 1
+        super().finish(call, completion)
+
+    def take(self, sampling: SamplingParams) -> list[Call]:
+        with self.changed:
+            if not self.overlap:
+                self._settle(everyone=True)
+            return super().take(sampling)
+
+    def abort(self, error: BaseException) -> None:
+        """End all episodes because of an error."""
+        self.error = self.error or error
+        self.close()
+
+    def _add(self, call: Call) -> None:
+        super()._add(call)
+        self.waiting.sort(key=lambda call: call.owner)
+        self.unanswered[call.owner] = self.unanswered.get(call.owner, 0) + 1
+
+    def _ready(self) -> bool:
+        self._settle(everyone=not self.overlap)
+        return bool(self.waiting)
+
+    def _settle(self, *, everyone: bool) -> None:
+        """Wait until every running episode, or any, has called the engine; what takes too long is cancelled."""
+        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        while not self.closed and (everyone or not self.waiting):
+            thinking = [key for key, calls in self.unanswered.items() if not calls]
+            if not thinking:
+                return
+            if self.changed.wait(None if end is None else max(0.0, end - time.monotonic())):
+                continue
+            if self.late.issuperset(thinking):
+                raise KeelError("an environment blocks the event loop: use await in its functions")
+            for key in thinking:
+                self.late.add(key)
+                if (playing := self.playing.get(key)) is not None:
+                    playing.get_loop().call_soon_threadsafe(playing.cancel)
+            assert self.timeout_s is not None
+            end = time.monotonic() + self.timeout_s
+
+
+@dataclass
+class _Result:
+    """An episode as `judged` reads it, with the prompt of its group left out of its branches."""
+
+    group: int
+    sample: int
+    failed: bool
+    turns: Sequence[str]
+    whole: Completion
+    counts: Mapping[str, float] = field(default_factory=dict)
+    described: list[dict[str, Any]] = field(default_factory=list)  # nothing: its program does not tell turns apart
+
+    def completion(self, policy_version: int | None, *, several_turns: bool) -> Completion:
+        branches = tuple(replace(branch, policy_version=policy_version) for branch in self.whole.branches)
+        counts = {"turn/count": float(len(self.turns)), **self.counts} if several_turns else {}
+        return replace(self.whole, counts=counts, policy_version=policy_version, branches=branches)
+
+
+@dataclass(frozen=True)
+class PlayCollector(Collector):
+    """Collects judged groups of a task with `plays`.
+
+    `max_completion_length` is the room of an episode's longest context after its first prompt; `max_turns` limits the
+    calls that each agent may make.
+    """
+
+    def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
+        """Collect one judged group per problem, in order; groups that the judge skips are in its `failures`."""
+        check_engine(self.engine)
+        check_keys(problems)
+        judge = self.judge
+        all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
+        noise, version = {"seed": self.seed, "attempt": attempt, "step": step}, self.engine.version
+        played, calls = self._play(problems, noise)
+        for key in sorted(played):
+            if (failure := played[key].failure) is not None:
+                kind = "timeout" if key in calls.late else "raised"
+                judge.record(f"{self.task.name}.play", problems[key[0]], key[1], CallFailed(kind, failure))
+        kept = [number for number in range(len(problems)) if any(played[k].branches for k in played if k[0] == number)]
+        prompts, results = [], []
+        for number in kept:
+            members = {key: episode for key, episode in sorted(played.items()) if key[0] == number}
+            prompt = _common_prompt(problems[number], members.values())
+            prompts.append(prompt)
+            results += [self._result(key, episode, prompt, calls) for key, episode in members.items()]
+        kept_problems = [problems[number] for number in kept]
+        numbered = [replace(result, group=kept.index(result.group)) for result in results]
+        episodes = {(kept.index(group), sample): e for (group, sample), e in played.items() if group in kept}
+        groups = judged(self.task, kept_problems, prompts, numbered, episodes, judge, version)  # type: ignore[arg-type]
+        groups = of_all(self.world, groups, judge, recorded, all_problems)
+        if all_problems and not groups:
+            raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
+        if self.release:
+            self.engine.release()
+        return groups
+
+    def _play(
+        self, problems: Sequence[Problem], noise: dict[str, int]
+    ) -> tuple[dict[Key, PlayedEpisode], EpisodeCalls]:
+        """Play all episodes on the event loop, and sample their calls in this thread."""
+        keys = [(group, sample) for group in range(len(problems)) for sample in range(self.sampling.num_generations)]
+        calls = EpisodeCalls(keys, self.judge.options.timeout_s, self.overlap_tools)
+        capacity = self.sampling.max_batch or min(len(keys), AT_ONCE) or None
+        sampling = replace(self.sampling, num_generations=1, max_batch=capacity)
+        converse = self.engine.converse if self.join_turns else partial(turn_by_turn, self.engine)
+        playing = LOOP.submit(self._episodes(problems, calls, sampling, noise))
+        playing.future.add_done_callback(lambda _: calls.close())
+        try:
+            drive(self.engine, calls, converse, **noise)
+        except BaseException:
+            calls.close()
+            playing.future.cancel()
+            LOOP.wait([playing], self.judge.options.timeout_s, HungCalls())
+            raise
+        if calls.error is not None:
+            raise calls.error
+        played: dict[Key, PlayedEpisode] = playing.result(None)
+        return played, calls
+
+    async def _episodes(
+        self, problems: Sequence[Problem], calls: EpisodeCalls, sampling: SamplingParams, noise: dict[str, int]
+    ) -> dict[Key, PlayedEpisode]:
+        answer = _Answers(self, problems, calls, sampling).answer
+        played: dict[Key, PlayedEpisode] = {}
+        drawing = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        stops = {"stop": list(sampling.stop)}
+        secret = secrets.token_urlsafe(24)
+        async with Endpoint(answer, secret, context=self.engine.context).serving() as url:
+            access = ModelAccess(url, secret, self.renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
+            async with self.task.playing(access) as play:
+
+                async def player() -> None:
+                    key: Key | None = None
+                    while (key := calls.begin_next(key)) is not None:
+                        calls.playing[key] = asyncio.ensure_future(play(problems[key[0]], key[1]))
+                        try:
+                            played[key] = await calls.playing[key]
+                        except asyncio.CancelledError:
+                            if key not in calls.late:
+                                raise
+                            played[key] = PlayedEpisode(
+                                failure=f"did not call the model for {calls.timeout_s:g} s (reward.timeout_s)"
+                            )
+
+                async with asyncio.TaskGroup() as players:
+                    for _ in range(min(AT_ONCE, len(calls.to_start))):
+                        players.create_task(player())
+        return played
+
+    def _result(self, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls) -> _Result:
+        """The completion of an episode: its last branch, and the others beside it."""
+        trained: set[int] = set()
+        branches = [
+            branch
+            for tokens, sampled in reversed(episode.branches)
+            if (branch := self._branch(key, tuple(tokens), sampled, prompt, calls, trained)) is not None
+        ]
+        last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length"
+        stop = "length" if key in calls.full else episode.stop or last_call
+        if not branches:  # an episode that failed before its first turn: a token that is not trained
+            pad = self.renderer.tokenizer.eos_token_id
+            branches = [Completion((int(pad),), (False,), (0.0,), (0.0,), "", stop)]
+        last, *others = (replace(branch, stop_reason=stop) for branch in branches)
+        whole = replace(last, text=episode.text, branches=tuple(others))
+        return _Result(*key, episode.failure is not None, episode.turns, whole)
+
+    def _branch(
+        self,
+        key: Key,
+        tokens: tuple[int, ...],
+        sampled: Sequence[bool],
+        prompt: tuple[int, ...],
+        calls: EpisodeCalls,
+        trained: set[int],
+    ) -> Completion | None:
+        """The tokens after the prompt, of which those are trained that the engine drew and no other branch trains."""
+        start, known = len(prompt), [False] * len(tokens)
+        action, logp, filtered = [False] * len(tokens), [0.0] * len(tokens), [0.0] * len(tokens)
+        answers = calls.drawn[key]
+        for number in sorted(range(len(answers)), key=trained.__contains__):  # of equal ones each is trained
+            context, drawn = answers[number]
+            begin, end = len(context), len(context) + len(drawn.tokens)
+            if tokens[:begin] != context or tokens[begin:end] != drawn.tokens or known[begin]:
+                continue
+            known[begin:end] = [True] * (end - begin)
+            if number not in trained:
+                trained.add(number)
+                action[begin:end] = known[begin:end]
+                only_filtered = self.engine.logp_after_filters and self.sampling.filtered
+                logp[begin:end] = [float("nan")] * (end - begin) if only_filtered else drawn.sample_logp
+                filtered[begin:end] = drawn.sample_logp if only_filtered else drawn.filtered_logp
+        if list(sampled) != known:
+            raise KeelError(
+                f"{self.task.name}: completion {key[1]} of a problem has other sampled tokens than the engine drew: "
+                "its program must pass on what the endpoint answers"
+            )
+        if not any(action):
+            return None
+        cut = slice(start, None)
+        return Completion(tokens[cut], tuple(action[cut]), tuple(logp[cut]), tuple(filtered[cut]), "", "")
+
+
+@dataclass
+class _Answers:
+    """Answers the endpoint's requests by calls of the run's engine."""
+
+    collector: PlayCollector
+    problems: Sequence[Problem]
+    calls: EpisodeCalls
+    sampling: SamplingParams
+    first: dict[Key, int] = field(default_factory=dict)  # tokens of each episode's first prompt
+    positions: defaultdict[Key, int] = field(default_factory=lambda: defaultdict(int))
+
+    def __post_init__(self) -> None:
+        self.group_of = {problem.key: number for number, problem in enumerate(self.problems)}
+
+    async def answer(self, body: GenerateBody) -> Completion:
+        """The completion of an episode's request, with noise that continues after its earlier ones."""
+        sampling, given = self.sampling, body.sampling_params
+        noise = given.noise
+        if given.keel is None or noise.problem not in self.group_of:
+            raise KeelError("request.sampling_params.keel names no episode of this rollout")
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if getattr(given, name) != getattr(sampling, name):
+                raise KeelError(
+                    f"request.sampling_params.{name} is {getattr(given, name)}, and the run samples with rollout.{name}"
+                    f"={getattr(sampling, name)}: leave it out"
+                )
+        key = self.group_of[noise.problem], noise.sample
+        limit = self._limit(key, noise.problem, body)
+        request = request_of(body, noise, start=self.positions[key], limit=limit)
+        self.collector.engine.check(request, sampling)
+        self.positions[key] += limit
+        call = Call(request, sampling, key)
+        self.calls.submit(call)
+        return await asyncio.wrap_future(call.done)
+
+    def _limit(self, key: Key, problem: str, body: GenerateBody) -> int:
+        """The largest number of tokens of the answer."""
+        collector, tokens = self.collector, body.token_ids
+        if key not in self.first:
+            try:
+                fit(tokens, collector.max_prompt_length, "error", problem)
+                check_context(collector.engine, [self.problems[key[0]]], [tokens], self.sampling)
+            except KeelError as error:  # of the configuration, as for every other task
+                self.calls.abort(error)
+                raise
+            self.first[key] = len(tokens)
+        longest = self.first[key] + self.sampling.max_completion_length
+        if longest <= len(tokens):
+            self.calls.full.add(key)
+            raise context_exceeded(len(tokens), longest)
+        limits = longest - len(tokens), collector.max_turn_length, body.sampling_params.max_tokens
+        return min(limit for limit in limits if limit is not None)
+
+
+def _common_prompt(problem: Problem, episodes: Iterable[PlayedEpisode]) -> tuple[int, ...]:
+    """What the contexts of a group begin with, before their first sampled token."""
+    heads = [tokens[: list(sampled).index(True)] for e in episodes for tokens, sampled in e.branches]
+    prompt = tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*heads, strict=False)))
+    if not prompt:
+        raise KeelError(
+            f"problem {problem.key!r}: the contexts of its episodes begin with different tokens, so they are no group"
+        )
+    return prompt

@@ -1,0 +1,468 @@
+"""What environments answer and how episodes end, through the probe that reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from doctor.faults_episodes import Calling
+from doctor.schooled import schooled_config
+from keel.base.types import Completion, Problem
+from keel.doctor.findings import Finding
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.probes import episodes, replies
+from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
+from keel.doctor.probes.fickle import fickle_findings
+from keel.doctor.probes.replayed import Replayed, asked_of, replayed
+from keel.doctor.probes.replies import (
+    PLAYS,
+    PLAYS_OF_SINGLE_TURNS,
+    OutOfPlays,
+    answers_again,
+    contents,
+    first_turn,
+    is_null,
+    is_useless,
+    stands_in,
+)
+from keel.doctor.probes.replies import replies as read_replies
+from keel.doctor.probes.results import broke, directly, not_the_tools, of_another_episode
+from keel.doctor.thresholds import load_thresholds
+from keel.envs.episode import step_sync
+from keel.models.tiny import tiny_tokenizer
+
+HERE = "doctor.faults_episodes"
+TURNS = "rollout.max_completion_length=60", "rollout.max_turns=2"
+KINDS = ("wrong", "constant", "done", "random", "clocked", "object", "cut", "told", "found")
+
+
+def probed(name: str, *overrides: str) -> list[Finding]:
+    named = (
+        f"{{name: '{HERE}:of_kind', kind: {name}}}" if " " in name or name in KINDS else f"{{name: '{HERE}:{name}'}}"
+    )
+    setup = build_subject(schooled_config(f"task={named}", *TURNS, *overrides))
+    with closing(setup.run):
+        return list(episode_findings(setup, load_thresholds()))
+
+
+FAULTS = {
+    "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
+    "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
+    "calls succeed with null": ("tool/failing", "whatever it is asked", ["null"]),
+    "a tool without a return": ("tool/failing", "whatever it is asked", ["none"]),
+    "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
+    "calls return another episode's result": ("tool/failing", "handed to another", ["swapped"]),
+    "a template that drops what tools return": (
+        "tool/failing",
+        "the chat template or the task drops",
+        ["sound", "data.chat_template=default", f"model.name={HERE}:forgetful"],
+    ),
+    "the same result for every call": ("tool/failing", "the same whatever it is asked", ["constant"]),
+    "results that nobody asked for": ("tool/failing", "nothing to do with what it is asked", ["random"]),
+    "results that hold those of other episodes": ("tool/failing", "every result holds theirs", ["piled up"]),
+    "results behind the last ones": ("tool/failing", "every result holds theirs", ["last two"]),
+    "an object in place of a result": ("tool/failing", "no text of its own", ["object"]),
+    "results of which little is left": ("tool/failing", "max_characters", ["cut"]),
+    "results in the model's own name": ("tool/failing", "the model's own turn", ["spoken for the model"]),
+    "turns counted over all episodes": ("tool/failing", "a count of turns", ["counted together"]),
+    "replies that give the answer away": ("prompt/answer-leak", "whatever it is asked", ["told"]),
+    "episodes that never end": ("output/truncated", "never ends an episode", ["endless"]),
+}
+HEALTHY = {
+    "a tool that answers": ["sound"],
+    "a tool that answers, in a template": ["sound", "data.chat_template=default"],
+    "one of several lines, in a template that writes JSON": [
+        "lines",
+        "data.chat_template=default",
+        f"model.name={HERE}:quoting",
+    ],
+    "the same question to all": ["again"],
+    "a word that it was done": ["done"],
+    "results with the time they took": ["clocked"],
+    "the same verdict on all that is wrong": ["wrong"],
+    "replies that judge what was said": ["found"],
+    "a talk of as many turns as there are": ["interview"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named(fault: str) -> None:
+    code, cause, overrides = FAULTS[fault]
+    (first,) = probed(*overrides)
+    assert (first.code, first.severity) == (code, "warning" if "random" in overrides else "error")
+    assert cause in first.cause
+
+
+class WithoutBlanks:
+    """A tokenizer of characters that loses blanks."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens)).replace(" ", "")
+
+
+def test_a_reply_has_its_own_blanks_where_the_tokenizer_loses_them() -> None:
+    said = ("7", "<title>502 Bad Gateway</title>\n", "7")
+    tokens = tuple(ord(sign) for text in said for sign in text if sign != " ")
+    action = tuple(turn != 1 for turn, text in enumerate(said) for sign in text if sign != " ")
+    zeros = (0.0,) * len(tokens)
+    completion = Completion(tokens, action, zeros, zeros, "\n".join(said), "eos")
+    assert read_replies(completion, WithoutBlanks()) == ["<title>502 Bad Gateway</title>"]
+    changed = replace(completion, text="what a template made of it")
+    assert read_replies(changed, WithoutBlanks()) == ["<title>502BadGateway</title>\n"]
+
+
+def test_what_dice_show_is_no_other_episodes_result() -> None:
+    """Two outcomes for each problem, of which the other one is that of another problem."""
+
+    def row(key: str, shown: str, first: str, again: str) -> Replayed:
+        return Replayed(Problem(key, "?"), "roll", shown, first, again, (), asked=key, of_tool=False)
+
+    turned = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{a} {b}") for a, b in ("12", "21", "34", "43", "56", "65")]
+    assert of_another_episode(turned) is not None
+    restless = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{b} {a}") for a, b in ("78", "87", "90")]
+    assert of_another_episode([*turned, *restless]) is None
+    sides = ("heads", "tails"), ("tails", "heads")
+    own = [row(k, f"{k} {shown}", f"{k} {again}", f"{k} {again}") for k in "abcd" for shown, again in sides]
+    assert of_another_episode(own) is None
+
+
+def test_a_session_that_one_episode_closes_is_named() -> None:
+    def row(key: str, shown: str | None, later: str) -> Replayed:
+        return Replayed(Problem(key, "?"), "look", shown, later, later, (), asked=key, of_tool=False)
+
+    closed = [row(key, f"found {key}", "Error: the page was closed") for key in "abcde"]
+    assert "fail when they are made again" in str(broke(closed))
+    assert broke(closed[:3]) is None  # too few
+    assert broke([row(key, "Error: the page was closed", "Error: the page was closed") for key in "abcde"]) is None
+    assert broke([row(key, f"found {key}", f"found {key}") for key in "abcde"]) is None
+    framed = [row(key, "[/INST] [INST] Error: bad id", "Error: bad id") for key in "abcde"]
+    assert broke(framed) is None  # what it said in the batch, in a template's words
+
+
+def test_a_turn_that_was_cut_is_no_call() -> None:
+    """Its end is missing, which any tool refuses: what is wrong is the limit."""
+    setup = build_subject(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
+    with closing(setup.run):
+        cut = replace(
+            setup, turns=tuple(replace(t, completion=replace(t.completion, stop_reason="length")) for t in setup.turns)
+        )
+        assert replayed(setup) != ([], [])
+        assert replayed(cut) == ([], [])
+
+
+def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
+    task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
+    setup = build_subject(schooled_config(task, "rewards=[{name: task}]", *TURNS))
+    with closing(setup.run):
+        assert [found.code for found in fickle_findings(setup, load_thresholds())] == ["reward/fickle"]
+
+
+@pytest.mark.parametrize("kind", ["sound", "random"])
+def test_a_reward_may_look_at_the_episode(kind: str) -> None:
+    task = f"task={{name: '{HERE}:of_kind', kind: {kind}}}"
+    setup = build_subject(schooled_config(task, f"rewards=[{{name: '{HERE}:of_the_episode'}}]", *TURNS))
+    with closing(setup.run):
+        assert setup.failures == ()
+        assert max(reward.total for group in setup.groups for reward in group.rewards) > 0
+        assert [*fickle_findings(setup, load_thresholds())] == []
+        assert setup.shared["plays"][0] > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity"),
+    [("sound", None), ("arguments turned", "warning"), ("result cut", "warning"), ("of another call", "error")],
+)
+def test_a_reply_is_what_the_tool_returns_for_the_call(kind: str, severity: str | None) -> None:
+    setup = playing(lambda problem: Calling(kind, problem))
+    rows = []
+    for number in range(4):
+        problem, text = Problem(f"{number}", "?"), f"<larger> {number} {number + 5} </larger>"
+        reply = contents(step_sync(setup.run.task.start(problem), text))
+        rows.append(Replayed(problem, text, reply, reply, reply, (), asked=text, of_tool=True))
+        assert directly(setup, problem, text) == [f"of {number} {number + 5} it is {number + 5}"]
+    wrong = not_the_tools(setup, rows)
+    assert (None if wrong is None else wrong.severity) == severity
+
+
+def playing(start: Any) -> Any:
+    """A setup of which only the task is played."""
+    return SimpleNamespace(
+        run=SimpleNamespace(task=SimpleNamespace(start=start)),
+        policy=SimpleNamespace(tokenizer=tiny_tokenizer()),
+        config=SimpleNamespace(rollout=SimpleNamespace(max_turns=2)),
+        shared={},
+    )
+
+
+def test_thoughts_make_no_other_call() -> None:
+    episode = Calling("sound", Problem("0", "?"))
+    said = ["<larger> 1 2 </larger>", "I wonder. <larger> 1 2 </larger>", "<larger> 2 1 </larger>"]
+    first, thought, other = (asked_of(episode, text) for text in said)
+    assert first == thought != other
+
+
+def test_a_start_that_is_awaited_is_played() -> None:
+    async def start(problem: Problem) -> Calling:
+        return Calling("sound", problem)
+
+    reply = answers_again(playing(start), Problem("0", "?"), "<larger> 1 2 </larger>")
+    assert "it is 2" in contents(reply)
+
+
+@pytest.mark.parametrize(
+    ("max_turns", "seconds", "played"), [(2, 0.0, PLAYS), (1, 0.0, PLAYS_OF_SINGLE_TURNS), (2, 4.0, 3)]
+)
+def test_environments_are_played_again_within_bounds(
+    max_turns: int, seconds: float, played: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Answering(seconds)
+    monkeypatch.setattr(replies, "time", SimpleNamespace(monotonic=lambda: task.now))
+    setup = playing(task.start)
+    setup.config.rollout.max_turns = max_turns
+    for _ in range(100):
+        with suppress(OutOfPlays):
+            answers_again(setup, Problem("0", "?"), "?")
+    assert task.started == played
+
+
+def test_a_first_turn_is_the_text_that_the_engine_hands_on() -> None:
+    tokenizer = tiny_tokenizer()
+    turn, reply = ([*tokenizer.encode(text, add_special_tokens=False)] for text in ("12;", "34"))
+    tokens = (*turn, tokenizer.eos_token_id, *reply)
+    action = (True,) * (len(turn) + 1) + (False,) * len(reply)
+    completion = Completion(tokens, action, (0.0,) * len(tokens), (0.0,) * len(tokens), "", "eos")
+    assert first_turn(completion, tokenizer) == "12;"
+    assert first_turn(completion, tokenizer, [";"]) == "12"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_sound_episodes_are_silent(name: str) -> None:
+    assert probed(*HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "\n<result>\n\n</result>\n",
+        "tool\n",
+        "Error: KeyError 'x'",
+        "KeyError: 'x'",
+        "search timed out",
+        "No results found.",
+        "0 results",
+        "Zero hits.",
+        "\n<|im_start|>user\n<tool_response>\nTool error: no such page\n</tool_response>",
+        '{"error": "no such page"}',
+        '{"result": null, "error": "no such page"}',
+        '{"status": "error", "message": "no such page"}',
+        "HTTP 404 Not Found",
+        "The service is unavailable.",
+        "Failed to open the page",
+        "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>",
+        "<!DOCTYPE html>\n<title>504 Gateway Time-out</title>",
+        "HTTP/1.1 429 Too Many Requests",
+        '{"status": 403, "message": "Forbidden"}',
+        "<result>\n<coroutine object search at 0x7f22c1d0>\n</result>",
+        "<tools.Page object at 0x7f22c1d0>",
+        "<bound method Index.get of <tools.Index object at 0x7f22c1d0>>",
+        "<Response [200]>",
+        "[object Object]",
+        "curl: (6) Could not resolve host: index.example",
+        "sh: python: cannot execute binary file",
+        "Unable to reach the index",
+        "ls: notes: No such file or directory",
+        "usage: find [-h] [--most N] QUERY\nfind: the following arguments are required: QUERY\n",
+        "Usage: notes add [OPTIONS] TEXT\nTry 'notes add --help' for help.",
+        "<result>\nUsage: cp <from> <to>\n</result>",
+        "usage:find[-h][--most N]QUERY",
+        "find: missing operand",
+        "Missing required parameter: query",
+        "Missing 1 required positional argument: 'query'",
+        "The parameter 'query' is missing.",
+        "Field `pair` is required",
+        "Process exited with code 137: memory limit exceeded",
+        "Command exited with non-zero exit status 1",
+        "Killed",
+        "sandbox: the process was killed",
+        "Segmentation fault (core dumped)",
+        "sh: larger: command not found",
+        "Time limit exceeded",
+        "Connection reset by peer",
+        "<result>\nUnusual traffic was seen from your network. Show that you are not a robot.\n</result>",
+        "Verify you are human by completing the action below.",
+        "Please log in to continue reading",
+        "This site is under maintenance until Monday.",
+        "Your session has expired.",
+        "search: the API key is missing",
+        "You exceeded your current quota, please check your plan",
+        "Please enable JavaScript to continue",
+        "<result>\nmax...(truncated)\n</result>",
+    ],
+)
+def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
+    assert is_useless(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "null"),
+    [
+        ("null", True),
+        ("None\n", True),
+        ('{"status": "ok", "result": null}', True),
+        ("<|user|>{'success': True, 'answer': None, 'source': None}", True),
+        ('{"valid": true, "reason": null}', False),
+        ('{"success": true, "error": null}', False),  # something was done
+        ("none of them is larger", False),
+        ("nullable: yes", False),
+        ("7", False),
+        ("", False),
+        ("The command ran successfully. No output was printed.", True),
+        ("Nothing is larger.", False),
+        ("Code executed successfully. (no output)", True),
+        ("<result>program exited with code 0\n[no stdout]</result>", True),
+        ("Code executed successfully: 7", False),
+        ("No.", False),
+    ],
+)
+def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None:
+    assert is_null(reply) == null
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "0 results were withheld: all 3 are shown",
+        "0 records lost, 12 found",
+        "7",
+        "<result>\n0\n</result>",
+        "?",
+        "The trial " + "went on for many days and " * 3 + "failed.",
+        "Try again.",
+        '{"result": 7, "error": null}',
+        '{"error": null, "result": 7}',
+        '{"error": "", "result": 7}',
+        "0 errors, 2 warnings",
+        "Errors: 0",
+        "exit code 0, no errors",
+        "2 tests failed, 1 passed",
+        "3 errors, 1 of them at line 7",
+        "null",
+        "mean squared error 0.25",
+        "<function> f(x) = 2 x </function>",
+        "a generator object at 0x7f22c1d0 gave 7",
+        "timeout: 30",
+        "What cannot be seen is not said.",
+        "Title: Can't Buy Me Love is a song",
+        "Could not have been earlier than 1492",
+        "No such thing as a free lunch: 1938 proverb",
+        "Unable to move north. You are in the kitchen; exits: south",
+        "f: g: 7",
+        "410 Gone with the Wind tickets",
+        "<html><title>502 words on gateways</title></html>",
+        "404",
+        "usage: 35 % of the disk",
+        "usage: git [--version] [--help] <command>\n\nThese are common Git commands:\n   clone     Clone a repository",
+        "Usage: move <direction>\nYou are in a cave.",
+        "The name field is required. Type string.",
+        "Usage: in the 19th century <i>rarely</i>",
+        "Usage: 3 [low]",
+        "The field is required reading",
+        "The property is missing from the register since 1800",
+        "Missing fields of wheat",
+        "The process exited with code 0",
+        "The server returned status 200: 7",
+        "You killed the dragon",
+        "If a process exited with code 1, start it again.",
+        "The code of the bank is 42",
+        "John F. Kennedy was killed in Dallas in 1963.",
+        "Stack Overflow: how to sort a list",
+        "The rate exceeded 5 percent in 2019",
+        "Refund is not permitted for basic economy fares",
+        "Order 17 returned, status: refunded",
+        "Exit status: ok\n42",
+        "exit code: 1\nstdout: 3 passed, 1 failed",
+        "Time Limit Exceeded on test 3 (2 of 7 passed)",
+        "You got killed by the troll. Score: 10",
+        "A robot may not injure a human being.",
+        "To log in to the server, use ssh",
+        "CAPTCHA is a test that tells people from programs",
+        "Runway 27L was under maintenance in March 1994",
+        "Skip to main content. Please enable JavaScript to use comments. The Battle of Hastings was fought in 1066.",
+        "Are you a robot? I would like to talk to a person about my order 4411.",
+        "Hi, I got an email that your session has expired. My user id is mia_li_3668.",
+        "GET /items: API key required; returns a list of items",
+        "1 2 3 5 7 11 13 17 19 23 ... (truncated)",
+        "9.42 (truncated to 2 decimals)",
+        "17 (truncated)",
+        "3 ... (truncated toward zero)",
+        "The cone is truncated at a third of its height",
+        "It was cut off from the mainland by the tide.",
+    ],
+)
+def test_one_that_says_something(reply: str) -> None:
+    assert not is_useless(reply)
+
+
+RESULT = 'Caf\xe9 "Nord"\n\tC:\\menu\nopens at 7'
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        RESULT,
+        f"tool\n{json.dumps(RESULT)}\nassistant",
+        f"tool\n{json.dumps(RESULT, ensure_ascii=False)}\nassistant",
+        RESULT.casefold(),
+        RESULT.replace("\xe9", ""),  # for which the tokenizer has no token
+    ],
+)
+def test_a_result_that_is_written_otherwise_stands_there(shown: str) -> None:
+    assert stands_in(RESULT, shown, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("shown", ["tool\n\nassistant", RESULT.replace("7", "8"), RESULT.partition("\n")[0]])
+def test_one_that_is_dropped_changed_or_cut_does_not(shown: str) -> None:
+    assert not stands_in(RESULT, shown, tiny_tokenizer())
+
+
+class Answering:
+    """A task whose every turn is answered, after some seconds by the probe's clock."""
+
+    multi_turn = True
+
+    def __init__(self, seconds: float) -> None:
+        self.started, self.seconds, self.now = 0, seconds, 0.0
+
+    def start(self, problem: Any) -> Any:
+        self.started += 1
+        return SimpleNamespace(step=self.step, close=lambda: None)
+
+    def step(self, text: str) -> str:
+        self.now += self.seconds
+        return "go on"
+
+
+@pytest.mark.parametrize(("seconds", "played"), [(0.0, REPLAYED), (SECONDS / 2, 2)])
+def test_single_turns_are_played_again_within_bounds(
+    seconds: float, played: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Answering(seconds)
+    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: task.now))
+    config = SimpleNamespace(rollout=SimpleNamespace(max_turns=1))
+    setup: Any = SimpleNamespace(config=config, run=SimpleNamespace(task=task), shared={})
+    groups: list[Any] = [
+        SimpleNamespace(problem=SimpleNamespace(key=str(i)), completions=[SimpleNamespace(text="?")] * 8)
+        for i in range(40)
+    ]
+    for _ in range(2):  # what is known is not asked again
+        assert [unfinished(setup, group) for group in groups] == [[True]] * played + [[]] * (40 - played)
+    assert task.started == played

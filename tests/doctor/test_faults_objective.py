@@ -1,0 +1,251 @@
+"""Each fault of loss, controller, turn's end, prompt and task is the first thing that the preflight names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from doctor.followed import check_named_first, repeated
+from doctor.schooled import schooled_config
+from doctor.test_faults_reference import FAULTS as OF_REFERENCE
+from doctor.test_faults_scoring import FAULTS as OF_SCORING
+from doctor.test_faults_scoring import LORA, TALK
+from doctor.test_travel import FAULTS as OF_TRAVEL
+from keel.doctor.keel_subject import build_subject
+from keel.doctor.preflight import preflight
+from keel.doctor.probes.clip_range import own_range
+from keel.doctor.probes.limits import clipped_side, probe_limits
+from keel.doctor.probes.objective import left_out, probe_objective
+from keel.doctor.probes.sampler import probe_sampler
+from keel.doctor.probes.update import probe_update
+from keel.doctor.thresholds import load_thresholds
+
+pytestmark = pytest.mark.doctor
+
+
+HERE = "doctor.faults_objective"
+BIASED = "kl.allow_biased=true"
+
+
+def loss(name: str) -> str:
+    return f"loss.loss_type={HERE}:{name}"
+
+
+def controller(name: str) -> str:
+    return f"kl.controller={{name: '{HERE}:{name}'}}"
+
+
+def engine(name: str) -> str:
+    return f"rollout.engine={HERE}:{name}"
+
+
+def task(name: str) -> str:
+    return f"task={{name: '{HERE}:{name}'}}"
+
+
+FAULTS = {
+    "a loss with its sign flipped": ("loss/sign", [loss("sign_flipped")]),
+    "a loss without the advantage": ("loss/sign", [loss("advantage_ignored")]),
+    "the advantage's size alone": ("loss/sign", [loss("advantage_without_sign")]),
+    "good completions only": ("loss/no-gradient", [loss("good_ones_only")]),
+    "a loss without gradient": ("loss/no-gradient", [loss("loss_detached")]),
+    "half of the rows without gradient": ("loss/no-gradient", [loss("second_half_lost")]),
+    "a loss times the tokens": ("loss/scale", [loss("times_the_tokens")]),
+    "a coefficient that explodes": ("kl/controller", [controller("exploding")]),
+    "a negative coefficient": ("kl/controller", [controller("negative")]),
+    "a coefficient that is no number": ("kl/controller", [controller("not_a_number")]),
+    "a coefficient of zero": ("kl/controller", [controller("falling_silent")]),
+    "a controller that raises": ("kl/controller", [controller("needs_a_measurement")]),
+    "a coefficient in percent": ("kl/controller", [controller("in_percent")]),
+    "a controller in another unit": ("kl/controller", [controller("in_miles")]),
+    "an end token that is not trained": ("mask/end", [engine("EndNotTrained")]),
+    "the same over several turns": ("mask/end", [*TALK, engine("EndNotTrained")]),
+    "an end token that is stripped": ("mask/end", [engine("EndStripped")]),
+    "an engine that runs past the end": ("mask/end", [engine("PastTheEnd"), "rollout.max_completion_length=12"]),
+    "first tokens that are no actions": ("mask/not-actions", [engine("FirstTokenLeftOut")]),
+    "a prompt without its first token": ("sampler/other-prompt", [engine("PromptBeheaded")]),
+    "an adapter at twice its scale": ("sampler/stale", [LORA, engine("LoraTwice")]),
+    "a repetition penalty": ("sampler/filter", [engine("RepetitionPenalty")]),
+    "a scorer that ignores the last token": ("scoring/shifted", [f"model.scorer={HERE}:last_token_ignored"]),
+    "a hidden last prompt token": ("mask/attention", [f"model.scorer={HERE}:last_prompt_token_hidden"]),
+    "half of k3": ("kl/scale", [BIASED, f"kl.estimator={HERE}:half_k3"]),
+    "a penalty that begins far away": ("kl/no-gradient", [BIASED, f"kl.estimator={HERE}:nothing_when_near"]),
+    "half of a reversed k3": ("kl/reversed", [BIASED, f"kl.estimator={HERE}:half_reversed_k3"]),
+    "a reference that follows at once": ("reference/follows", [f"reference.kind={HERE}:following"]),
+    "an average that follows at once": ("reference/follows", ["reference={kind: ema, every: 1, alpha: 0.99}"]),
+    "a reference that is not saved": ("reference/not-saved", [f"reference.kind={HERE}:not_saved"]),
+    "a reference that saves the policy": ("reference/not-saved", [f"reference.kind={HERE}:saves_the_policy"]),
+    "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
+    "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
+    "the same problems at every step": ("task/repeats", [task("same_every_step"), "run.max_steps=100"]),
+    "the same problems for steps on end": ("task/repeats", [task("same_for_steps_on_end")]),
+    "a task of one problem": ("task/repeats", [task("one_problem")]),
+    "spaces at the prompt's end": ("prompt/format", [task("spaces_at_the_end")]),
+    "a shifted vocabulary": ("model/tokenizer", [f"model.name={HERE}:shifted_vocabulary"]),
+}
+
+
+PHRASES = {  # of which the explanation is the fault itself
+    "a prompt without its first token": "under prompts without their first 1 tokens",
+    "a scorer that ignores the last token": "the last token of each completion",
+    "a repetition penalty": "repetition penalty of 1.",
+    "half of k3": "0.5 times ∇KL(ref‖policy)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named_first(fault: str) -> None:
+    whole = not repeated(FAULTS, fault, OF_REFERENCE, OF_SCORING, OF_TRAVEL)
+    diagnosis = check_named_first(*FAULTS[fault], whole=whole)
+    assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
+    first = diagnosis.findings[0]
+    assert PHRASES.get(fault, "") in f"{first.evidence} {first.cause}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
+)
+def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
+    outcome = probe_objective(build_subject(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    assert not outcome.findings
+    assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
+    assert outcome.figures["pushed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "severity", "because"),
+    [
+        ("clipped_on_the_wrong_side", "error", "cuts the wrong side"),
+        ("clipped_on_both_sides", "warning", "never comes back"),
+        ("not_clipped", "warning", "no limit"),
+        ("ratio_to_itself", "warning", "does not see the ratio"),
+    ],
+)
+def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
+    setup = build_subject(schooled_config(loss(wrong), "loss.num_iterations=2"))
+    (finding,) = clipped_side(setup, {}, load_thresholds())
+    assert (finding.code, finding.severity) == ("loss/clip", severity)
+    assert because in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "named"),
+    [
+        ("range_of_sequences", 2, True),
+        ("range_of_sequences", 1, False),  # nothing is ever cut
+        ("range_for_sequences", 2, False),
+        ("right_loss", 2, False),
+    ],
+)
+def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: int, named: bool) -> None:
+    setup = build_subject(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
+    found = [*own_range(setup, {}, load_thresholds())]
+    assert [(f.code, f.severity) for f in found] == [("loss/clip", "warning")] * named
+
+
+@pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "go up"), ((0.0, 0.28), "go down"), ((0.2, 0.28), "")])
+def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side: str) -> None:
+    options = [f"{name}={value}" for name, value in zip(("loss.epsilon", "loss.epsilon_high"), limits, strict=True)]
+    setup = build_subject(schooled_config("loss.num_iterations=4", *options))
+    probe_update(setup, load_thresholds())
+    named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
+    assert [f"tokens that {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("loss.epsilon=0.0", "loss.epsilon_high=0.2"), True),
+        (("loss.importance_sampling_level=sequence", "loss.epsilon=0.0003", "loss.epsilon_high=0.0004"), False),
+        (("loss.epsilon=0.005", "optim.learning_rate=1e-6"), False),
+    ],
+    ids=["no room below", "a range of sequences", "a narrow range that no update leaves"],
+)
+def test_a_side_without_room_is_named_whatever_an_update_moves(options: tuple[str, ...], named: bool) -> None:
+    setup = build_subject(schooled_config("loss.num_iterations=4", "optim.learning_rate=1e-6", *options))
+    probe_update(setup, load_thresholds())
+    found = [f for f in probe_limits(setup, load_thresholds()).findings if f.code == "loss/clip"]
+    assert len(found) == named
+
+
+def test_every_clip_of_keels_own_cuts_its_side() -> None:
+    setup = build_subject(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
+    for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
+        run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
+        assert not [*clipped_side(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
+
+
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        (["+-", "+---"], "all but the first token of every completion"),
+        (["++", "++--"], "all but the first 2 tokens of every completion"),
+        (["+-", "+++-"], "the last token of every completion"),
+        (["-+", "---+"], "all but the last token of every completion"),
+        (["-+", "-+++"], "the first token of every completion"),
+        (["+-", "-+"], ""),
+        (["+++", "+"], ""),
+    ],
+)
+def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], where: str) -> None:
+    mask = torch.arange(4)[None] < torch.tensor([len(row) for row in rows])[:, None]
+    assert left_out(mask, torch.tensor([sign == "+" for row in rows for sign in row])) == where
+
+
+def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
+    findings = probe_objective(build_subject(schooled_config(loss("weak_ones_left_out"))), load_thresholds()).findings
+    assert "loss/no-gradient" not in [finding.code for finding in findings]
+
+
+@pytest.mark.parametrize("tokens", [8, 4096])
+def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(tokens: int) -> None:
+    """Of the two losses of one range, that of tokens alone."""
+    setup = build_subject(schooled_config(loss("range_of_sequences"), "loss.num_iterations=2"))
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    rows = replace(setup.batch.rows, group=torch.zeros(2, dtype=torch.long))
+    batch = replace(setup.batch, rows=rows)
+    for name, expected in (("range_of_sequences", True), ("range_for_sequences", False)):
+        run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": f"{HERE}:{name}"}))
+        long = SimpleNamespace(
+            mask=mask,
+            batch=batch,
+            run=run,
+            config=setup.config,
+            of_batch={"logp": torch.full((2, tokens), -1.0)},
+            loss_length=tokens,
+        )
+        assert bool([*own_range(long, {}, load_thresholds())]) == expected, name
+
+
+def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
+    diagnosis = preflight(schooled_config(loss("own_weights")))
+    assert diagnosis.healthy
+    assert "loss/scale" in [finding.code for finding in diagnosis.findings]
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        "{name: fixed, warmup_steps: 5}",
+        "{name: warmup, steps: 10}",
+        "{name: linear, end: 0.0, steps: 10}",
+        "{name: cosine, end: 0.1, steps: 10}",
+        "{name: step, target: 0.05}",
+        "{name: ziegler}",
+        "{name: dual, target: 0.05}",
+        "{name: pid, target: 0.05}",
+    ],
+)
+def test_keels_own_controllers_stay_within_bounds(controller: str) -> None:
+    assert not probe_objective(
+        build_subject(schooled_config(f"kl.controller={controller}")), load_thresholds()
+    ).findings
+
+
+def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
+    outcome = probe_sampler(build_subject(schooled_config("rollout.top_k=100")), load_thresholds())
+    assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

@@ -1,0 +1,288 @@
+"""Questions that are lost, given away, held out and trained on, or asked outside of the model's template."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+import pytest
+
+from doctor.asked import asked
+from doctor.test_frames import Judge
+from keel.base.types import Problem
+from keel.doctor.asking import CUT_SHORT, CUTS, SAID_OTHERWISE, _places, odd_marks, reworded
+from keel.doctor.probes.leaks import leak_findings, system_leaks
+from keel.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
+from keel.doctor.probes.repeats import contradiction_findings, eval_leak
+from keel.doctor.probes.written_out import written_out_findings
+from keel.doctor.thresholds import load_thresholds
+from keel.models.tiny import CHAT_TEMPLATE
+
+LIMITS = load_thresholds()
+
+
+def test_plain_prompts_that_are_ended_are_named() -> None:
+    plain = ("data.chat_template=none", "data.allow_control_tokens=true")
+    for end in ("<eos>", ""):
+        subject = asked(CHAT_TEMPLATE, "", (), *plain, form=f"{{}}{end}", messages=False)
+        assert [verdict.codes for verdict in odd_marks(subject)] == [("prompt/format",)] * bool(end)
+
+
+def test_the_end_of_what_questions_share_is_tried() -> None:
+    subject = asked()
+    for text in ("a: b: c: d: e: f: g: h", "a. b", "abc", "!!!!!!!!!!!"):
+        tokens = tuple(subject.policy.tokenizer.encode(text, add_special_tokens=False))
+        places = _places(subject, [(*tokens, 0, 0), (*tokens, 1, 1)])
+        assert places[0] == 0
+        assert places[-1] == len(tokens)
+        assert len(places) <= CUTS + 1
+
+
+@pytest.mark.parametrize(
+    ("packed", "last"),
+    [
+        ("max 1 2=2max 3 4=4max 5 6=", "max 5 6="),
+        ("max 5 6=", "max 5 6="),
+        ("5 6=", "5 6="),
+        ("An ant, Ants:", "An ant, Ants:"),
+    ],
+)
+def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
+    asked = reworded(Problem("1", packed), CUT_SHORT["from where they begin anew"])
+    assert asked.prompt == last
+
+
+@pytest.mark.parametrize(
+    ("way", "asked", "other"),
+    [
+        ("with their numbers written plainly", "add 8.000000 and +7", "add 8 and 7"),
+        ("with their numbers written plainly", "add 1,250.50, 1e3 and 007.", "add 1250.5, 1000 and 7."),
+        ("with their numbers written plainly", "v1.0.0, 12:30, x2 and -3", "v1.0.0, 12:30, x2 and -3"),
+        ("without blanks around them", "max 1 2=    ", "max 1 2="),
+        ("with single blanks", "max  1\t2=", "max 1 2="),
+        ("without single blanks", "m a x  1  2 =", "max 1 2="),
+        ("with blanks for the signs between words", "max_1,2=", "max 1 2="),
+        ("with blanks between words and numbers", "max12 of3", "max 12 of 3"),
+        ("without markup", "\\begin{problem}1 < 2\\end{problem}", "1 < 2"),
+        ("without labels", "**Problem.** 1 =\n\n**Solution.**", "1 ="),
+        ("in plain characters", "1 &lt; 2\u200b", "1 < 2"),
+        ("by their last line", "Sure.\n1 =\n", "1 ="),
+        ("without their last line", "1 =\nYours, Ann", "1 ="),
+    ],
+)
+def test_ways_to_ask_change_what_they_say(way: str, asked: str, other: str) -> None:
+    assert reworded(Problem("1", asked), {**SAID_OTHERWISE, **CUT_SHORT}[way]).prompt == other
+
+
+def test_messages_of_rows_before_are_left_out() -> None:
+    earlier = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 ="}]
+    problem = Problem("2", [*earlier, {"role": "user", "content": "2 ="}])
+    assert reworded(problem, str, alone=True).prompt == [earlier[0], {"role": "user", "content": "2 ="}]
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "codes"),
+    [
+        ("<bos><|user|>{}<eos><|assistant|>", "default", ["prompt/format"]),
+        ("<bos><|user|>{}<eos><|assistant|>", "none", []),
+        ("Which mark is it, <|assistant|> or none? {}", "default", []),
+        ("{}", "default", []),
+    ],
+    ids=["rendered before", "rendered once", "a text about marks", "plain"],
+)
+def test_messages_that_were_rendered_are_not_put_into_the_template_again(
+    form: str, template: str, codes: list[str]
+) -> None:
+    setup = asked(CHAT_TEMPLATE, "", (), f"data.chat_template={template}")
+    problems = [Problem(str(n), form.format(n)) for n in range(9)]
+    read = [Prompt(problem, (1, 2), str(problem.prompt)) for problem in problems]
+    assert [finding.code for finding in _filled_twice(setup, read)] == codes
+
+
+def test_one_prompt_for_many_answers_asks_nothing() -> None:
+    for gaps, codes in ((20, ["data/misaligned"]), (3, [])):
+        setup = asked().swapped(built=SimpleNamespace(judge=Judge(), run=asked().run))
+        rows = [(Problem(f"{n}", f"{n} =", str(n)), (n,)) for n in range(80)]
+        rows += [(Problem(f"gap {n}", "nan", str(n)), (3, 3, 3)) for n in range(gaps)]
+        setup.shared["steps"] = [rows]
+        assert [finding.code for finding in contradiction_findings(setup, LIMITS)] == codes
+
+
+@pytest.mark.parametrize(
+    ("form", "codes"),
+    [("  {} Plus one?", ["eval/leak"]), ("{} plus one", ["eval/leak"]), ("{} plus two?", [])],
+)
+def test_a_copy_in_other_letters_is_a_copy(form: str, codes: list[str]) -> None:
+    setup = asked()
+    held_out = [Problem(f"h{n}", form.format(n), str(n + 1)) for n in range(20)]
+    setup.run.task.held_out = lambda count: held_out[:count]
+    setup.shared["steps"] = [[(Problem(f"{n}", f"{n} plus one?", str(n + 1)), (n, 1)) for n in range(40)]]
+    found = [*eval_leak(setup, LIMITS)]
+    assert [finding.code for finding in found] == codes
+    assert all(finding.share == 0.5 for finding in found)  # of what is trained on, by tokens or by text
+
+
+@pytest.mark.parametrize(
+    ("said", "codes"),
+    [("The answer is {}", ["prompt/answer-leak"]), ("Hint: {}.", ["prompt/answer-leak"]), ("I have {} apples.", [])],
+)
+def test_an_answer_is_found_where_tokens_give_no_spaces_back(said: str, codes: list[str]) -> None:
+    setup = asked()
+    prompts = []
+    for n in range(32):
+        messages = [{"role": "user", "content": f"{n} times 7?"}, {"role": "assistant", "content": said.format(7 * n)}]
+        text = "".join(message["content"].replace(" ", "") for message in messages)
+        prompts.append(Prompt(Problem(f"{n}", messages, str(7 * n)), (n,), text))
+    assert [finding.code for finding in _leaks(setup, prompts, LIMITS)] == codes
+
+
+def of_texts(rewrite: Any, limit: int = 100) -> list[Prompt]:
+    """Prompts of a token a character between two marks, of short and long questions."""
+    questions = [f"min {n}{' 1 1 1' * (n % 3)}" for n in range(10, 42)]
+    texts = [f"<q>{rewrite(question)}<a>" for question in questions]
+    return [
+        Prompt(Problem(question, question), tuple(map(ord, text[:limit])), text[:limit])
+        for question, text in zip(questions, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "limit", "code"),
+    [
+        (str, 14, "prompt/truncated"),
+        (str.upper, 14, "prompt/truncated"),
+        (lambda text: quote(text) if len(text) > 12 else text, 100, "prompt/no-question"),
+        (lambda text: text.encode().hex() if len(text) > 12 else text, 100, "prompt/no-question"),
+        (lambda text: "min" if len(text) > 12 else text, 100, "prompt/no-question"),
+    ],
+    ids=["cut", "cut, in other letters", "as an address", "as bytes", "left out"],
+)
+def test_a_question_in_another_encoding_is_not_cut(rewrite: Any, limit: int, code: str) -> None:
+    (finding,) = _lost(asked(), of_texts(rewrite, limit))
+    assert finding.code == code
+
+
+@pytest.mark.parametrize(
+    ("form", "severity"),
+    [
+        ("The answer is {}.", "error"),
+        ("Output: {}", "warning"),
+        ("The final response is {}", "warning"),
+        ("Extract the final response time: {} ms", None),
+        ("Copy the output of the sensor: {}", None),
+    ],
+)
+def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str | None) -> None:
+    pairs = [(Problem(f"{n}", form.format(7 * n), str(7 * n)), form.format(7 * n)) for n in range(32)]
+    found = [*leak_findings(asked(), pairs, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
+    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+
+
+@pytest.mark.parametrize(
+    ("system", "severity"),
+    [
+        ("{answer}", "error"),
+        ("The answer: {answer}", "error"),
+        ("Reference {answer}, for the grader", "warning"),
+        ("Use the word {answer} in your reply.", "warning"),  # what is to be done
+        ("{other}", None),  # another problem's
+        ("Be brief.", None),
+        ("Answer 0, 7, 14, 21 or any other multiple of 7.", None),
+        ("Passage {n}: the train left at {answer} with {other} on board.", None),  # a text to read
+    ],
+)
+def test_a_system_message_that_says_the_answer_leaks_it(system: str, severity: str | None) -> None:
+    problems = [
+        Problem(
+            f"{n}",
+            [
+                {"role": "system", "content": system.format(answer=7 * n, other=7 * ((n + 5) % 32), n=n)},
+                {"role": "user", "content": f"{n} times 7?"},
+            ],
+            str(7 * n),
+        )
+        for n in range(32)
+    ]
+    found = [*system_leaks(asked(), problems, LIMITS)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
+    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+
+
+def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is() -> None:
+    def messages(n: int) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "Answer yes or no."}, {"role": "user", "content": f"Is {n} over 3?"}]
+
+    problems = [Problem(f"{n}", messages(n), "yes" if n > 3 else "no") for n in range(32)]
+    assert [*system_leaks(asked(), problems, LIMITS)] == []
+
+
+ENCODINGS: dict[str, Callable[[str], str]] = {
+    "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    "base64 in lines": lambda text: base64.encodebytes(3 * text.encode()).decode(),
+    "base64 of addresses": lambda text: base64.urlsafe_b64encode(text.encode()).decode().rstrip("="),
+    "base32": lambda text: base64.b32encode(text.encode()).decode(),
+    "base85": lambda text: base64.b85encode(text.encode()).decode(),
+    "hexadecimal digits": lambda text: text.encode().hex(),
+    "addresses": quote,
+    "forms": quote_plus,
+}
+
+
+@pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("form", ["What is {} plus one?", "max {} 3=", "¿Cuánto es {} más uno?"])
+def test_questions_in_a_code_are_named(form: str, encode: Callable[[str], str]) -> None:
+    problems = [Problem(f"{n}", encode(form.format(n)), f"{n + 1}") for n in range(32)]
+    found = [*written_out_findings(problems)]
+    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")]
+
+
+def test_questions_that_only_look_like_a_code_are_none() -> None:
+    words = ["lemon", "apple", "bread", "candle", "doors", "eagle", "fabric", "garden", "horses", "island", "jungle"]
+    random = Random(0)
+    for texts in (
+        words,
+        [f"{n}" for n in range(1000, 1032)],
+        [" ".join(f"{random.randrange(20, 80)}" for _ in range(4)) for _ in range(32)],  # numbers to sort
+        ["".join(random.choices("ACGT", k=24)) for _ in range(32)],
+        [f"{random.getrandbits(64):016x}" for _ in range(32)],
+        [f"https://example.org/a%20page/{n}" for n in range(32)],
+        [f"What is {n}% of 20?" for n in range(32)],
+        ["\n".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["\t".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["\u3000".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
+        ["".join(f"{random.randrange(0x61, 0x7B):02x}" for _ in range(8)) for _ in range(32)],
+        [f"/wiki/{n}%20page%20of%20it" for n in range(32)],
+        [f"www.example.org/a%20b%20c/{n}" for n in range(32)],
+        [f"search?q=red%20shoes%20here&id={n}" for n in range(32)],
+        [f"增长10%20个{n}" for n in range(32)],
+    ):
+        assert [*written_out_findings([Problem(f"{n}", text, "1") for n, text in enumerate(texts)])] == []
+
+
+@pytest.mark.parametrize("answer", ["some word {}", "SOME WORD {}", "The text is: some word {}"])
+def test_a_task_of_decoding_asks_for_what_the_code_says(answer: str) -> None:
+    coded = [base64.b64encode(f"some word {n}".encode()).decode() for n in range(16)]
+    assert [*written_out_findings([Problem(f"{n}", text, answer.format(n)) for n, text in enumerate(coded)])] == []
+
+
+def test_a_message_that_says_what_to_do_with_a_code_speaks_for_it() -> None:
+    decode = {"role": "system", "content": "Decode the text and answer the question in it."}
+    coded = [base64.b64encode(f"What is {n} plus one?".encode()).decode() for n in range(16)]
+    problems = [
+        Problem(f"{n}", [decode, {"role": "user", "content": text}], f"{n + 1}") for n, text in enumerate(coded)
+    ]
+    assert [*written_out_findings(problems)] == []
+
+
+def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:
+    for form in ("{{{{1, {n}}}, {{3}}}}", "{{[{n}]: 1}}", "['\\d{n}', \"\\(x\"]"):
+        assert [*written_out_findings([Problem(f"{n}", form.format(n=n)) for n in range(16)])] == []
+    messages = [Problem(f"{n}", str([{"role": "user", "content": f"{n}"}])) for n in range(16)]
+    assert [finding.code for finding in written_out_findings(messages)] == ["prompt/format"]
+    assert not recwarn.list

@@ -1,0 +1,66 @@
+"""Weights that are trained: next to none, or as many as a method that trains few has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from keel.doctor.probes.objective import weighed_by
+from keel.doctor.probes.trained import frozen_findings
+from keel.doctor.thresholds import load_thresholds
+from keel.models.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("trained", "named"),
+    [
+        (lambda name: name.endswith("model.norm.weight"), True),
+        (lambda name: name.endswith("layers.0.input_layernorm.weight"), True),
+        (lambda name: "norm" in name, False),
+        (lambda name: "layers.1" in name, False),
+        (lambda name: True, False),
+    ],
+    ids=["the last norm", "a norm of one layer", "all norms", "the last layer", "everything"],
+)
+def test_a_model_of_which_next_to_nothing_is_trained_is_named(trained: Any, named: bool) -> None:
+    model, _ = tiny_model()
+    parameters = [p for name, p in model.named_parameters() if trained(name)]
+    setup: Any = SimpleNamespace(
+        policy=SimpleNamespace(model=model, lora=None),
+        run=SimpleNamespace(optimizer=SimpleNamespace(parameters=parameters)),
+    )
+    assert [f.code for f in frozen_findings(setup)] == ["optim/no-update"] * named
+
+
+MASK = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+LENGTHS, PLACES = MASK.sum(-1, keepdim=True).double().expand(4, 4), (MASK.cumsum(-1) - 1).double()
+
+
+@pytest.mark.parametrize(
+    ("push", "by"),
+    [
+        (torch.ones(4, 4).double(), ""),
+        (LENGTHS, "grows with the length"),
+        (0.5 / LENGTHS, "falls with the length"),
+        (0.3 ** (LENGTHS - 1 - PLACES), "distance from the end"),
+        (0.3**PLACES, "its place"),
+        (0.99**PLACES, ""),
+        (1 + torch.arange(16).view(4, 4).double() ** 2 % 7, ""),
+    ],
+    ids=[
+        "even",
+        "a sum for a mean",
+        "a mean twice",
+        "discounted",
+        "fading",
+        "hardly discounted",
+        "weights of one's own",
+    ],
+)
+def test_what_a_tokens_weight_depends_on(push: torch.Tensor, by: str) -> None:
+    found = weighed_by(MASK, push[MASK], load_thresholds())
+    assert by in found
+    assert bool(found) == bool(by)
