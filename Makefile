@@ -11,6 +11,8 @@ VERL_VENV  := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.keel-installed
 ENVS_VENV  := .venv-envs
 ENVS_STAMP := $(ENVS_VENV)/.keel-installed
+VERIFIERS_VENV  := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.keel-installed
 DOCS_STAMP := $(VENV)/.keel-docs-installed
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
 SEED   ?= 0
@@ -21,7 +23,7 @@ TAG    ?=
 KILLS  ?= 20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-envs setup-verl setup-vllm train test test-all test-envs test-gpu test-verl test-vllm test-wheel test-list bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
+.PHONY: help setup setup-envs setup-verifiers setup-verl setup-vllm train test test-all test-envs test-gpu test-verifiers test-verl test-vllm test-wheel test-list bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -83,6 +85,16 @@ $(ENVS_STAMP): $(TEST_STAMP) constraints-envs.txt
 	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(ENVS_STAMP)
 
+setup-verifiers: $(VERIFIERS_STAMP)  ## create .venv-verifiers: verifiers on top of .venv (150 MB)
+
+# It pins mcp 2, and the packages of .venv-envs need mcp 1.
+$(VERIFIERS_STAMP): $(TEST_STAMP) constraints-verifiers.txt
+	@test -x $(VERIFIERS_VENV)/bin/python || $(BIN)/python -m venv $(VERIFIERS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VERIFIERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
+	$(VERIFIERS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-verifiers.txt verifiers
+	$(VERIFIERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(VERIFIERS_STAMP)
+
 train: $(STAMP)  ## train configs/default.yaml and write its report (5 minutes on 2 cores); NPROC=2
 	$(BIN)/keel train configs/default.yaml run.if_exists=replace --nproc $(NPROC)
 
@@ -103,6 +115,9 @@ test-gpu: $(TEST_STAMP)  ## run the tests that need a large CUDA device (half an
 test-envs: setup-envs  ## test environments of gem, openenv, skyrl-gym and textarena
 	$(ENVS_VENV)/bin/python -m pytest tests_envs
 
+test-verifiers: setup-verifiers  ## test tasksets of verifiers (2 minutes)
+	$(VERIFIERS_VENV)/bin/python -m pytest tests_verifiers
+
 test-verl: setup-verl  ## test Keel inside verl (a minute)
 	$(VERL_VENV)/bin/python -m pytest tests_verl
 
@@ -116,9 +131,10 @@ test-wheel:  ## build, install and train with the wheel (some minutes)
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) scripts/check_wheel.py --dist dist --tag "$(TAG)"
 
-test-list: $(TEST_STAMP) setup-envs setup-verl setup-vllm
-	@$(BIN)/python -m pytest --collect-only $(filter-out tests_envs/ tests_gpu/ tests_verl/ tests_vllm/,$(wildcard tests/ tests_*/))
+test-list: $(TEST_STAMP) setup-envs setup-verifiers setup-verl setup-vllm
+	@$(BIN)/python -m pytest --collect-only $(filter-out tests_envs/ tests_gpu/ tests_verifiers/ tests_verl/ tests_vllm/,$(wildcard tests/ tests_*/))
 	@$(ENVS_VENV)/bin/python -m pytest --collect-only tests_envs
+	@$(VERIFIERS_VENV)/bin/python -m pytest --collect-only tests_verifiers
 	@$(VERL_VENV)/bin/python -m pytest --collect-only tests_verl
 	@$(VLLM_VENV)/bin/python -m pytest --collect-only tests_vllm
 
@@ -163,4 +179,4 @@ $(DOCS_STAMP): $(TEST_STAMP)
 	@touch $@
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(ENVS_VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site dist
+	rm -rf $(VENV) $(ENVS_VENV) $(VERIFIERS_VENV) $(VERL_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site dist

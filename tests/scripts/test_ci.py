@@ -15,12 +15,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PHASES = (
     *("setup", "lint", "lint-workflows", "verify", "docs", "setup-vllm", "test-vllm", "test", "test-all"),
-    *(LAST := ("test-wheel", "test-verl", "test-envs", "soak")),
+    *(LAST := ("test-wheel", "test-verl", "test-envs", "test-verifiers", "soak")),
 )
 MAKE = """#!/bin/sh
 for name; do target=$name; done
 if [ "$target" = test-list ]; then
-  for phase in test test-all test-envs test-verl test-vllm $UNRUN; do echo "tests/test_it.py::$phase"; done; exit
+  for phase in test test-all test-envs test-verifiers test-verl test-vllm $UNRUN; do echo "tests/test_it.py::$phase"; done; exit
 fi
 echo "begin of $target"
 seq 20
@@ -80,7 +80,7 @@ def test_every_phase_is_run_and_timed(tmp_path: Path) -> None:
     assert all(f"\n{phase}:" in targets for phase in PHASES)
 
 
-@pytest.mark.parametrize("phase", ["lint", "test-vllm", "test", "soak", "test-envs"])  # in each lane, first and last
+@pytest.mark.parametrize("phase", ["lint", "test-vllm", "test", "soak", "test-verifiers"])  # in each lane, first and last
 def test_a_phase_that_fails_ends_the_run_and_is_shown_whole(tmp_path: Path, phase: str) -> None:
     status, printed, table = run(tmp_path, FAILS=phase)
     assert status == 1
@@ -105,7 +105,7 @@ def test_a_test_that_did_not_run_fails_the_run(tmp_path: Path, how: str, test: s
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
     ("phase", "beside"),
-    [("test-vllm", "docs"), ("test-all", "test-all"), ("soak", "test-envs")],
+    [("test-vllm", "docs"), ("test-all", "test-all"), ("soak", "test-verifiers")],
 )
 def test_a_signal_leaves_nothing_running_and_says_where_it_was(
     tmp_path: Path, phase: str, beside: str, sent: signal.Signals, status: int
