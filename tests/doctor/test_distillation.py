@@ -44,6 +44,12 @@ def lengthening(history: History, at_limit: float) -> History:
     return altered("length/truncated_fraction", lambda step, was: 0.02 + at_limit * (step - 1) / 59, longer)
 
 
+def sharing(history: History, overlap: float) -> History:
+    """The probability that both share, from `overlap` upwards."""
+    series = Series.of((step, overlap + (1 - overlap) * (step - 1) / 60) for step in range(1, 61))
+    return replace(history, series={**history.series, "kl/policy_ref/overlap": series})
+
+
 def test_a_sound_run_gives_nothing() -> None:
     diagnosis = check_history(distilled())
     assert diagnosis.findings == ()
@@ -55,6 +61,7 @@ def test_a_sound_run_gives_nothing() -> None:
     ("history", "code", "severity", "figure"),
     [
         (distilled(3.0, 0.02), "teacher/far", "warning", "5 %"),  # e^-3
+        (sharing(distilled(), 0.3), "teacher/far", "warning", "share 30 %"),
         (distilled(rate=0.0), "teacher/not-approached", "warning", "0.3"),
         (distilled(rate=-0.02), "teacher/not-approached", "error", "steps 51–60"),
         (distilled(last=0.1), "teacher/worse", "warning", "0.3 → 0.1"),
@@ -71,6 +78,7 @@ def test_what_goes_wrong_is_named(history: History, code: str, severity: str, fi
     "history",
     [
         distilled(1.0),
+        sharing(distilled(), 0.8),
         distilled(rate=0.01),  # slow, and clear
         distilled(0.004, 0.0),  # the student is the teacher already
         distilled(rate=0.0, loss__policy_weight=1),  # the reward pulls too

@@ -22,7 +22,8 @@ REF = torch.tensor([[-2.0, -1.5, 0.0], [-33.0, math.nan, 0.0]])  # d = −1, ½ 
 
 def test_names():
     names = {f"kl/policy_ref/{k}/{s}" for k in ("k1", "k2", "k3") for s in STATISTICS}
-    names |= {f"kl/policy_ref/sequence/{s}" for s in ("mean", "se", "p95")} | {"kl/clamped_fraction"}
+    names |= {f"kl/policy_ref/sequence/{s}" for s in ("mean", "se", "p95")}
+    names |= {"kl/policy_ref/overlap", "kl/clamped_fraction"}
     assert set(measure_kl(LOGP, REF, MASK)) == names
     exact = measure_kl(LOGP, REF, MASK, exact_kl=torch.ones(2, 3))
     assert set(exact) == names | {f"kl/policy_ref/exact/{s}" for s in STATISTICS}
@@ -41,6 +42,23 @@ def test_values_by_hand():
     assert got["kl/policy_ref/sequence/se"] == pytest.approx(sums.std(ddof=1) / math.sqrt(2))
     assert got["kl/policy_ref/sequence/p95"] == pytest.approx(np.quantile(sums, 0.95))
     assert got["kl/clamped_fraction"] == pytest.approx(1 / 3)
+    assert got["kl/policy_ref/overlap"] == pytest.approx(np.minimum(1, np.exp(-u)).mean())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
+def test_the_overlap_is_the_probability_that_both_share(scale):
+    """By enumeration, also on samples from another policy."""
+    torch.manual_seed(0)
+    policy, reference, sampler = (scale * torch.randn(3, 9, dtype=torch.float64)).log_softmax(-1)
+    shared = torch.minimum(policy.exp(), reference.exp()).sum().item()
+    mask = torch.ones(9, 1, dtype=torch.bool)
+    for drawn, weights in ((policy, None), (sampler, (policy - sampler).exp())):
+        values = [
+            measure_kl(policy[i].view(1, 1), reference[i].view(1, 1), mask[:1], clamp=None,
+                       weights=None if weights is None else weights[i].view(1, 1))["kl/policy_ref/overlap"]
+            for i in range(9)
+        ]  # fmt: skip
+        assert (drawn.exp() * torch.tensor(values, dtype=torch.float64)).sum().item() == pytest.approx(shared, abs=1e-9)
 
 
 def test_standard_error_by_hand():

@@ -21,6 +21,7 @@ from trainer.small import small_config
 
 NAMES = """reward/mean reward/std reward/penalized reward/part/letters reward/within_group_std
 reward/zero_variance_fraction loss/total loss/policy loss/kl loss/kl_share kl/policy_ref/sequence/mean
+kl/policy_ref/overlap
 kl/sampler_policy/k1/mean kl/sampler_policy/k3/mean kl/old_policy/k3/mean kl/beta kl/clamped_fraction
 kl/rejected_fraction logp/policy_mean logp/ref_mean logp/sampler_gap_max entropy/mean ratio/clip_low_fraction
 ratio/clip_high_fraction ratio/max ratio/ess mismatch/ess mismatch/capped_fraction

@@ -109,7 +109,7 @@ def measure_kl(
     weights: Tensor | None = None,
 ) -> dict[str, float]:
     """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
-    and the clamped fraction.
+    `kl/policy_ref/overlap`, the probability that both share, E[min(1, p/π)], and the clamped fraction.
 
     On samples from another μ give `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL is
     conditional on the prefix and takes no weights.
@@ -152,7 +152,8 @@ def kl_statistics(
     parts["sequence"] = _sequence_statistics(summed, action_mask, index)
     clamped = (ratio.clamped & action_mask).sum().double() / max(1, len(index.tokens))
     named = {f"kl/policy_ref/{name}/{key}": value for name, part in parts.items() for key, value in part.items()}
-    return {**named, "kl/clamped_fraction": clamped}
+    shared = ratio.d.clamp_max(0).exp() * (1.0 if weights is None else weights)
+    return {**named, "kl/policy_ref/overlap": index.mean(shared), "kl/clamped_fraction": clamped}
 
 
 def prefix_gap(

@@ -16,7 +16,7 @@ EXACT = {"kl.estimator": "exact", "kl.placement": "loss", "kl.gradient": "auto",
 
 
 def far(history: History, thresholds: Thresholds) -> CheckResults:
-    """What probability the teacher gives the student's tokens before the first update."""
+    """What probability the teacher gives the student's tokens before the first update, and how much both share."""
     code = "teacher/far"
     if not has_teacher(history):
         return
@@ -25,13 +25,16 @@ def far(history: History, thresholds: Thresholds) -> CheckResults:
         return
     name, series = history.kl
     step, value = series.finite.steps[0], series.finite.values[0]
+    overlap = history.get("kl/policy_ref/overlap")
+    shared = 1.0 if overlap is None else overlap.finite.values[0]
     if step > 1:
         yield Unchecked(code, f"{KL} was first recorded at step {step:.0f}, after updates")
-    elif value > thresholds["teacher_far"]:
+    elif value > thresholds["teacher_far"] or shared < thresholds["teacher_overlap"]:
         yield finding(
             code,
             f"{name} is {value:.3g} nats per token at step {step:.0f}: the teacher gives the student's tokens "
-            f"{100 * math.exp(-value):.2g} % of the probability that the student gives them (geometric mean)",
+            f"{100 * math.exp(-value):.2g} % of the probability that the student gives them (geometric mean)"
+            + ("" if overlap is None else f", and both distributions share {100 * shared:.2g} % of their probability"),
             "few of the likely tokens are likely to both: the teacher reads another chat template or language, or "
             "writes in another style, and on the student's text its distribution teaches little",
             "read completions of both; SFT on the teacher's samples first (keel sft), or a teacher of the student's "
