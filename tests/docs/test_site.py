@@ -59,16 +59,6 @@ def test_every_option_of_a_configuration_has_its_row(reference):
     assert [name for name in names if f"`{name}`{{ #{name} }}" not in reference["reference/options.md"]] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [("Tasks", ["countdown", "multihop"]), ("Rewards", ["ladder"]), ("Controllers", ["pid"]), ("References", ["ema"])],
-)
-def test_parts_stand_with_their_parameters(reference, kind, names):
-    section = reference["reference/options.md"].split(f"## {kind}\n")[1].split("\n## ")[0]
-    assert all(f"### `{name}`" in section for name in names)
-    assert section.count("| parameter |") >= len(names)
-
-
 def test_every_finding_threshold_and_command_has_its_place(reference):
     findings, page = reference["reference/findings.md"], reference["reference/commands.md"]
     assert [code for code in CODES if f"\n## {code} {{ #{code} }}\n" not in findings] == []

@@ -383,32 +383,8 @@ class Own(Options):
     factor: PositiveFloat = 1.0
 
 
-def declared(beta: float, options: Own) -> BetaController:
-    return build_controller("fixed", beta * options.factor)
-
-
-def by_parameters(beta: float, mode: str = "up", **rest: float) -> BetaController:
-    return build_controller("fixed", beta * sum(rest.values()) if mode == "up" else beta)
-
-
 def per_episode(beta: float, options: Own, episodes_per_step: int) -> BetaController:
     return build_controller("fixed", beta * options.factor / episodes_per_step)
-
-
-def without_beta() -> BetaController:
-    return build_controller("fixed", 0.1)
-
-
-def number(beta: float) -> int:
-    return 3
-
-
-def lacking(beta: float, gain: float) -> BetaController:
-    return build_controller("fixed", gain)
-
-
-def untyped(beta, factor):
-    return build_controller("fixed", 0.1 * factor)
 
 
 def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
@@ -418,29 +394,3 @@ def test_the_episodes_of_a_step_are_offered_beside_an_options_class():
     assert controller_from_options(given, 8).update(
         given_state := controller_from_options(given, 8).init(), 60.0
     ).beta == pytest.approx(1.2 * given_state.beta)
-
-
-def test_a_controller_of_ones_own_declares_its_parameters_either_way():
-    assert build_controller(f"{__name__}:declared", 0.1, factor=3.0).init().beta == pytest.approx(0.3)
-    assert build_controller(f"{__name__}:by_parameters", 0.1, left=1.0, right=2.0).init().beta == pytest.approx(0.3)
-    assert build_controller(f"{__name__}:by_parameters", 0.1, mode="down").init().beta == pytest.approx(0.1)
-
-
-OWN_MISTAKES = [
-    ("declared", {"facter": 2.0}, "unknown option kl.controller.facter: did you mean kl.controller.factor?"),
-    ("declared", {"factor": 0}, "kl.controller.factor is 0: it must be above 0"),
-    ("by_parameters", {"mode": 3}, "kl.controller.mode is 3: expected a text"),
-    ("nothing", {}, "cannot import kl.controller.name="),
-    ("without_beta", {}, "takes (): it must take 1 positional parameters before its own"),
-    ("lacking", {}, "needs the parameter 'gain': give kl.controller.gain"),
-    ("untyped", {"factor": "three"}, ":untyped cannot be built from its parameters: TypeError: "),
-    ("number", {}, ":number returned a int: it must have unit, init and update"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "says"), OWN_MISTAKES)
-def test_and_is_checked_as_keels_own(name, options, says):
-    with pytest.raises(KeelError) as caught:
-        build_controller(f"{__name__}:{name}", 0.1, **options)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,6 @@ def mistral(seed: int) -> tuple[nn.Module, Any]:
     return MistralForCausalLM(config), tiny_tokenizer()
 
 
-def test_what_is_known_of_tiny() -> None:
-    loaded = load_model("tiny", device="cpu")
-    assert (loaded.context_length, loaded.eos_ids, loaded.pad_id) == (2048, (2,), 0)
-    assert (loaded.dtype, loaded.device, loaded.notes) == (torch.float32, torch.device("cpu"), ())
-    assert not loaded.model.training
-    assert (loaded.shared_prefix, loaded.packing_note) == (True, None)
-
-
 SLIDING = ("mistral", "local attention of 16")
 EAGER = ("tiny", "computes shared-prefix rows wrongly")
 
@@ -111,16 +102,6 @@ def test_without_the_probe_rows_are_not_shared() -> None:
     loaded = load_model("tiny", device="cpu", probe=False)
     assert (loaded.shared_prefix, loaded.notes) == (False, ())
     assert "without the packing probe" in str(loaded.packing_note)
-
-
-def test_the_probe_of_tiny_is_quick() -> None:
-    def taken(probe: bool) -> float:
-        start = time.process_time()
-        load_model("tiny", device="cpu", probe=probe)
-        return time.process_time() - start
-
-    taken(True)
-    assert min(taken(True) for _ in range(3)) - min(taken(False) for _ in range(3)) < 0.5
 
 
 def floating_buffers(model: nn.Module) -> dict[str, torch.dtype]:
@@ -295,15 +276,6 @@ def test_bad_input_is_one_line(make: Any, message: str, folder: Path, tmp_path: 
     with pytest.raises(KeelError, match=message) as caught:
         load_model(name, device="cpu")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "own", [{"device": torch.device("cpu")}, {"device": "cpu", "dtype": torch.float32}, {"device": None}]
-)
-def test_torchs_own_types_are_taken(own: dict[str, Any]) -> None:
-    loaded = load_model("tiny", probe=False, **own)
-    assert loaded.dtype is torch.float32
-    assert loaded.device.type == ("cuda" if own["device"] is None and torch.cuda.is_available() else "cpu")
 
 
 def test_an_unknown_dtype_is_refused_before_loading() -> None:

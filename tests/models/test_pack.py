@@ -242,17 +242,6 @@ class Counted(tuple[int, ...]):
         return super().__len__()
 
 
-@pytest.mark.parametrize("shared_prefix", [True, False])
-@pytest.mark.parametrize(("groups", "generations"), [(200, 2), (2, 200)])
-def test_microbatches_look_at_every_completion_a_few_times(groups: int, generations: int, shared_prefix: bool) -> None:
-    """Under a budget that holds everything the work grows with the batch, not with its square."""
-    one = replace(completion(1, 2, 3), tokens=Counted((1, 2, 3)))
-    batch = [Group(Problem(str(i), ""), (5, 6), (one,) * generations) for i in range(groups)]
-    Counted.looks = 0
-    assert microbatches(batch, 10**9, shared_prefix=shared_prefix) == [batch]
-    assert Counted.looks <= 4 * groups * generations
-
-
 GOOD = make_groups([(4, (3,))])[0]
 
 

@@ -6,7 +6,7 @@ import copy
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from keel.base.errors import KeelError
-from keel.base.options import Flag, Options
-from keel.base.parts import Range
 from keel.base.types import Completion, Group, Problem
 from keel.models import LoadedModel, fingerprint, load_model
 from keel.models.head import frozen_head
@@ -383,53 +381,6 @@ def test_a_users_own_factory() -> None:
     assert build_reference(name, load_model(SMALL, device="cpu"), offload=True).kind == "frozen"
     with pytest.raises(KeelError, match="offload"):
         check_reference(name, offlod=True)
-
-
-class Own(Options):
-    offload: Flag = False
-
-
-def declared(loaded: LoadedModel, options: Own) -> Any:
-    return build_reference("frozen", loaded, offload=options.offload)
-
-
-def in_range(loaded: LoadedModel, *, share: Annotated[float, Range("a share", lambda v: 0 <= v <= 1)] = 0.5) -> Any:
-    return build_reference("frozen", loaded)
-
-
-def nothing(loaded: LoadedModel) -> None: ...
-
-
-def lacking(loaded: LoadedModel, *, share: float) -> Any: ...
-
-
-def test_what_is_no_reference_is_one_line() -> None:
-    for name, says in [
-        ("builtins:dict", "reference builtins:dict is the built-in dict: give a function or class of your own"),
-        (
-            f"{__name__}:lacking",
-            f"reference {__name__}:lacking needs the parameter 'share': give reference.share",
-        ),
-    ]:
-        with pytest.raises(KeelError) as caught:
-            check_reference(name)
-        assert str(caught.value) == says
-    with pytest.raises(KeelError, match="made a NoneType: it must have what"):
-        build_reference(f"{__name__}:nothing", load_model(SMALL, device="cpu"))
-
-
-def test_ones_own_declares_its_parameters_either_way() -> None:
-    loaded = load_model(SMALL, device="cpu")
-    assert build_reference(f"{__name__}:declared", loaded, offload=True).kind == "frozen"
-    assert build_reference(f"{__name__}:in_range", loaded, share=1.0).kind == "frozen"
-    for name, params, says in [
-        ("declared", {"offload": 3}, "reference.offload is 3: expected true or false"),
-        ("declared", {"offlaod": True}, "unknown option reference.offlaod: did you mean reference.offload?"),
-        ("in_range", {"share": 2.0}, "reference.share is 2.0: expected a share"),
-    ]:
-        with pytest.raises(KeelError) as caught:
-            check_reference(f"{__name__}:{name}", **params)
-        assert str(caught.value) == says
 
 
 @pytest.mark.parametrize(

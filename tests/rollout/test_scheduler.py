@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from itertools import groupby
 from typing import Any
 
@@ -139,28 +138,6 @@ def test_what_is_simulated_is_what_happens_to_each_row(traits: Traits) -> None:
         requests = [(rng.randint(0, 6), rng.randint(1, 40)) for _ in range(rng.randint(0, 9))]
         for max_batch in (None, rng.randint(1, 12)):
             assert simulate(requests, max_batch, traits) == row_by_row(requests, max_batch, traits)
-
-
-def test_simulating_costs_by_the_step_and_not_by_the_row() -> None:
-    """Lines that Python runs, counted: sixteen times the rows change hardly anything."""
-    assert lines_run([(16, 500)] * 64) < 1.5 * lines_run([(16, 500)] * 4)
-
-
-def lines_run(requests: list[tuple[int, int]]) -> int:
-    counted = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal counted
-        counted += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        simulate(requests, None, CPU)
-    finally:
-        sys.settrace(before)
-    return counted
 
 
 def test_rows_joined_in_the_midst_of_the_above() -> None:

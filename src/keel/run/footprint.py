@@ -1,7 +1,6 @@
-"""The cost of a weight layout: bytes on each device, and bytes sent in a step, computed from shapes.
+"""The bytes of a weight layout on each device, computed from shapes.
 
-`run.layout` chooses a layout by these numbers, and `keel train --plan` shows them. In an all-gather or reduce-scatter
-of M bytes over n devices each device sends M(n−1)/n, in an all-reduce twice as much.
+`run.layout` chooses a layout by these numbers, and `keel train --plan` shows them.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from keel.models.sharding import adapter_parameters, transformer_blocks
 
 Sharding = Literal["none", "full", "hybrid"]
 REDUCE_ITEMSIZE = 4  # gradients and scores are summed in fp32
-TOKEN_BYTES = 24  # of a sampled token in a gather: id, mask, two log-probabilities
-SCORES = 3  # tensors [B, T] that are summed over devices: old_logp, entropy, ref_logp
 ROWS = 10  # tensors [B, T] of the whole batch on every device
 
 
@@ -90,10 +87,6 @@ class DeviceLayout:
     def sharded(self) -> bool:
         return self.sharding != "none"
 
-    @property
-    def replicas(self) -> int:
-        return self.devices // self.shards
-
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -115,20 +108,6 @@ class RunMemory:
     moments: int = 2
 
 
-@dataclass(frozen=True)
-class StepPasses:
-    """A device's passes in a step: with gradient, without gradient, and of the reference; and its updates.
-
-    `tokens` is the largest number of completion tokens in the step.
-    """
-
-    training: int = 1
-    scoring: int = 0
-    reference: int = 0
-    updates: int = 1
-    tokens: int = 0
-
-
 def resident_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> dict[str, int]:
     """Bytes that stay on a device through a run, by part; `gradients` exist during updates."""
     shards = layout.shards
@@ -148,13 +127,13 @@ def resident_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> d
     }
 
 
-def transient_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, passes: StepPasses) -> dict[str, int]:
-    """Bytes on a device during a pass, by part, without activations and KV cache.
+def transient_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, tokens: int) -> dict[str, int]:
+    """Bytes on a device during a pass, by part, without activations and KV cache; `tokens` are a step's completions'.
 
     The current block, the next one and the parameters outside of blocks are gathered; the backward pass adds the full
     gradients of a block and of the rest, and the buffer of the reduce-scatter.
     """
-    rows = ROWS * REDUCE_ITEMSIZE * passes.tokens if layout.devices > 1 else 0
+    rows = ROWS * REDUCE_ITEMSIZE * tokens if layout.devices > 1 else 0
     if not layout.sharded:
         return {"gathered": 0, "rows": rows}
     block, rest = _gathered(shape.largest_block, job), _gathered(shape.rest, None)
@@ -164,44 +143,11 @@ def transient_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, pas
     return {"gathered": 2 * block + rest + grads + buffer + head, "rows": rows}
 
 
-def sent_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, passes: StepPasses) -> dict[str, int]:
-    """Bytes that a device sends in a step, by part."""
-    devices, shards, replicas = layout.devices, layout.shards, layout.replicas
-    whole = sum(_gathered(block, job) for block in shape.blocks) + _gathered(shape.rest, None)
-    gather = _ring(whole, shards) if layout.sharded else 0.0
-    summed_once = shape.adapters if layout.sharded else shape.parameters
-    gradients = (
-        passes.updates
-        * 2
-        * _ring(sum(max(REDUCE_ITEMSIZE, p.itemsize) * p.numel for p in _trained(summed_once)), devices)
-    )
-    if layout.sharded:
-        in_blocks = sum(_reduced(p, job) for block in shape.blocks for p in _trained(block))
-        reduced = in_blocks + sum(p.numel * p.itemsize for p in _trained(shape.rest))
-        gradients += passes.training * (_ring(reduced, shards) + 2 * _ring(reduced / shards, replicas))
-    own = sum(p.numel * p.itemsize for p in shape.base)
-    cast = own if job.sampler_itemsize is None else sum(p.numel * job.sampler_itemsize for p in shape.base)
-    parts = {
-        "update: gather": 2 * passes.training * gather,
-        "update: gradients": gradients,
-        "score: gather": (passes.scoring + passes.reference) * gather,
-        # Once for the copy, and twice for the digests that detect a stale copy.
-        "weight sync": _ring(2 * own + cast, shards) if layout.sharded and job.sampler_itemsize != 0 else 0.0,
-        "groups": _ring(TOKEN_BYTES * passes.tokens, devices),
-        "scores": 2 * _ring(SCORES * REDUCE_ITEMSIZE * passes.tokens, devices),
-    }
-    return {name: round(count) for name, count in parts.items()}
-
-
 def _sampler_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> int:
     """The sampler's copy, unsharded on every device; 0 if it reads the policy's own weights."""
     if job.sampler_itemsize is None:
         return sum(p.numel * p.itemsize for p in shape.parameters) if layout.sharded else 0
     return job.sampler_itemsize * _numel(shape.parameters)
-
-
-def _ring(size: float, devices: int) -> float:
-    return size * (devices - 1) / devices
 
 
 def _part_bytes(parameters: Iterable[Parameter], shards: int) -> int:
@@ -220,8 +166,3 @@ def _gathered(parameters: Iterable[Parameter], job: RunMemory | None) -> int:
     """Bytes of gathered weights: blocks in the dtype of the passes, the rest in its own."""
     item = None if job is None else job.pass_itemsize
     return sum(p.numel * (item or p.itemsize) for p in parameters)
-
-
-def _reduced(parameter: Parameter, job: RunMemory) -> int:
-    """Bytes of a gradient in FSDP's sum: fp32 under mixed precision, else the dtype of the weights."""
-    return parameter.numel * (parameter.itemsize if job.pass_itemsize is None else REDUCE_ITEMSIZE)

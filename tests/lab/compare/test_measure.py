@@ -15,7 +15,7 @@ import torch
 import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion
-from keel.lab.compare import Side, default_reference, load_pair, measure_drift, read_prompts, resolve
+from keel.lab.compare import default_reference, load_pair, measure_drift, read_prompts, resolve
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.rollout import Engine, Request, SamplingParams
@@ -319,35 +319,3 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         read_prompts(tmp_path / "p.py")
     drift = measure_drift(small(0), small(0), read_prompts(lines), samples=1, max_tokens=2)
     assert drift.prompts == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "a"}\n{broken\n', r"p\.jsonl:2: not JSON"),
-        ('{"text": "a", "answer": 1}\n', r"no column of prompts: it has text, answer"),
-        ('{"prompt": 3}\n', r"p\.jsonl:1: column 'prompt' has a int"),
-        ("\n \n", "give a file with rows"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(content)
-    with pytest.raises(KeelError, match=message):
-        read_prompts(path)
-
-
-def test_what_cannot_be_measured_is_refused() -> None:
-    policy, reference = small(0), small(1)
-    with pytest.raises(KeelError, match="prompts is empty"):
-        measure_drift(policy, reference, [])
-    with pytest.raises(KeelError, match="temperature is 0"):
-        measure_drift(policy, reference, PROMPTS, temperature=0.0)
-    with pytest.raises(KeelError, match=r"prompt '2' has 1\d\d tokens.*context of 64"):
-        measure_drift(policy, reference, ["short", "x" * 120], max_tokens=4)
-    with pytest.raises(KeelError, match="two names or two models"):
-        measure_drift(policy, "tiny", PROMPTS)
-    other = small(1)
-    other.tokenizer.add_tokens(["<extra>"])
-    with pytest.raises(KeelError, match=r"different vocabularies .*'<extra>' differs"):
-        measure_drift(Side("a", policy), Side("b", other), PROMPTS)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keel.base.errors import KeelError
 from keel.recipes.chess.format import Verdict, read_env, read_policy
 from keel.recipes.chess.rewards import (
     FULL_ENV,
@@ -159,13 +158,6 @@ def test_a_better_list_never_earns_less(moves: list[tuple[str, float]], best: st
             assert earned([*moves, (useless, 0.0)], best) <= before
 
 
-@given(listed)
-def test_a_better_best_move_earns_more(moves: list[tuple[str, float]]) -> None:
-    assert earned(moves, "e2e5") < earned(moves, "g2g3") < earned(moves, "e2e4")
-    illegal, legal, right = (earned([*moves[:4], (m, 0.0)], m) for m in ("e2e5", "g2g3", "e2e4"))
-    assert illegal < legal < right
-
-
 def test_policy_parts_by_hand() -> None:
     text = " e2e4 e7e5 a2a3 E: 0.50 0.00 9.99 B: e7e5"  # one of the five, the other side's, a legal one
     parts = policy_reward(read_policy(text), LEGAL, LINES).parts
@@ -181,40 +173,6 @@ def test_policy_parts_by_hand() -> None:
         "content": pytest.approx(0.4 / 3),
         "correct": 0.0,
     }
-
-
-def test_moves_of_equal_score_are_all_best() -> None:
-    lines = (("e2e4", 0.5), ("d2d4", 0.5), ("g1f3", 0.3))
-    for move, right in (("e2e4", 1.0), ("d2d4", 1.0), ("g1f3", 0.0)):
-        assert policy_reward(read_policy(f" {move} E: 0.5 B: {move}"), LEGAL, lines).parts["correct"] == right
-
-
-def test_one_legal_move_is_enough_where_there_is_one() -> None:
-    only = "k7/8/8/8/8/8/1r6/K7 w - - 0 1"
-    assert legal_moves(only) == ("a1b2",)
-    reward = policy_reward(read_policy(" a1b2 E: 0.00 B: a1b2"), legal_moves(only), (("a1b2", 0.0),))
-    assert reward.total == 1.0
-
-
-def test_binary_policy_is_a_cliff() -> None:
-    for text, total in (
-        (GOLD, 1.0),
-        (GOLD.replace("B: e2e4", "B: d2d4"), 0.0),
-        ("", -1.0),
-        (" e2e4", -1.0),
-        ("x", -1.0),
-    ):
-        assert policy_reward(read_policy(text), LEGAL, LINES, system="binary").total == total
-
-
-@pytest.mark.parametrize(("system", "totals"), [("graduated", (0.3, 0.01, 0.038, -0.3)), ("binary", (0, 0, -1, -1))])
-def test_without_the_engine_quality_is_not_paid_for(system: str, totals: tuple[float, ...]) -> None:
-    form = POLICY_EXPLOITS["the form alone, five moves that go nowhere"][0]
-    for text, total in zip((GOLD, form, " e2e4", ""), totals, strict=True):
-        reward = policy_reward(read_policy(text), LEGAL, None, system=system)
-        assert reward.total == pytest.approx(total)
-        assert reward.parts["unavailable"] == 1.0
-        assert not {"correct", "content", *QUALITY} & set(reward.parts)
 
 
 def test_strict_wants_the_row_to_the_letter() -> None:
@@ -281,12 +239,6 @@ ENV_EXPLOITS = {
 @pytest.mark.parametrize(("text", "truth", "total"), ENV_EXPLOITS.values(), ids=list(ENV_EXPLOITS))
 def test_what_an_environments_answer_without_chess_earns(text: str, truth: Verdict, total: float) -> None:
     assert env_reward(read_env(text), truth, START).total == pytest.approx(total)
-
-
-def test_binary_environment_is_a_cliff() -> None:
-    texts = {f"{AFTER}+0.001+0+0": 1.0, f"{NEAR}+0.001+0+0": 0.0, f"{AFTER}+0.5+0+0": 0.0, AFTER: -1.0, "": -1.0}
-    for text, total in texts.items():
-        assert env_reward(read_env(text), TRUTH, START, system="binary").total == total
 
 
 def test_similarity_by_hand() -> None:
@@ -374,11 +326,3 @@ def test_an_empty_answer_never_earns_more_than_any_other(text: str, system: str)
         spoken = env_reward(read_env(text), TRUTH, START, system=system, parse=parse)
         assert silent.total == SYSTEMS[system] <= spoken.total <= 1.5
         assert spoken.parsed == (spoken.parts["parsed"] == 1.0)
-
-
-def test_options_of_rewards() -> None:
-    assert env_reward(read_env(""), TRUTH, START, malformed=-0.7).total == -0.7
-    with pytest.raises(KeelError, match="malformed is 0: it must be a number below 0"):
-        env_reward(read_env(""), TRUTH, START, malformed=0)
-    with pytest.raises(KeelError, match="unknown chess reward system 'graded': did you mean 'graduated'"):
-        env_reward(read_env(""), TRUTH, START, system="graded")

@@ -12,7 +12,7 @@ import pytest
 from envs.playing import reply
 from keel.base.types import Problem
 from keel.envs.registry import build_task
-from keel.envs.validity import check, checks
+from keel.envs.validity import check
 from keel.recipes.multihop.score import normalise
 from keel.recipes.multihop.world import RELATIONS, draw_question
 
@@ -148,18 +148,6 @@ def test_a_reference_is_replaced_by_the_answer_that_was_read(tmp_path: Path) -> 
     )
 
 
-def test_what_cannot_be_reached_is_not_cited(tmp_path: Path) -> None:
-    """The first paragraph does not say who wrote it: the second is called by a name that nobody has read."""
-    record = row()
-    record["paragraphs"][2]["paragraph_text"] = "Amber Hall is a novel."
-    record["paragraphs"][1]["paragraph_text"] = "Miria Vane comes from Old Ashford."
-    record["question_decomposition"][1]["question"] = "Whence comes #1 ?"
-    record["question"] = "Whence the author of Amber Hall?"
-    *queries, answer = demonstration(tmp_path, record, top_n=1)
-    assert queries == ["Amber Hall author"]
-    assert answer == "<think> Amber Hall , Old Ashford </think> <cite> 2 </cite> <answer> Old Ashford </answer>"
-
-
 def loaded(tmp_path: Path, *records: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Problem]]:
     """A task over rows, and its problems by key."""
     task: Any = build_task("multihop", data={"path": written(tmp_path / "r.jsonl", *records)}, held_out=1, **options)
@@ -194,27 +182,11 @@ def test_every_world_is_a_demonstration(options: dict[str, Any]) -> None:
     assert all(task.usable_for_sft(problem) for step in range(4) for problem in task.sample(16, seed=1, step=step))
 
 
-def test_check_task_says_how_many_a_warm_start_leaves_out(tmp_path: Path) -> None:
-    never = {"answer": "Nowhere", "answer_aliases": []}
-    rows = [row(id=str(n), question=f"Where was the author of Amber Hall born, {n}?") for n in range(6)]
-    rows += [row(id=f"never {n}", question=f"And {n}, the author of Amber Hall?", **never) for n in range(3)]
-    task = build_task("multihop", data={"path": written(tmp_path / "rows.jsonl", *rows)}, held_out=1)
-    gold = next(result for result in checks(task, count=8) if result.name == "gold is correct")
-    assert gold.ok
-    assert gold.detail.endswith("; 3 are not used in a warm start")
-
-
 def test_rows_without_a_decomposition_are_asked_about_by_title_and_question(tmp_path: Path) -> None:
     *queries, answer = demonstration(tmp_path, row(question_decomposition=None), top_n=1)
     # in the paragraphs' order: of 1 nothing has been read until 2, which the question names, has been shown
     assert queries == ["Amber Hall", "Miria Vane"]
     assert cited(answer) == ["1", "2"]
-
-
-@pytest.mark.parametrize("steps", ["none", 7, ["x", None], [{"question": None}], [{"question": "#3 >> #0 #x"}]])
-def test_a_decomposition_that_is_none(tmp_path: Path, steps: Any) -> None:
-    *queries, _ = demonstration(tmp_path, row(question_decomposition=steps), top_n=1)
-    assert queries == ["Amber Hall", "Miria Vane"]
 
 
 def test_rows_are_sound_under_a_retriever_that_returns_distractors(tmp_path: Path) -> None:

@@ -6,10 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from envs.playing import counts, reply
-from keel.base.errors import KeelError
 from keel.envs.registry import build_task
 from keel.recipes.multihop.question import Document, Question
 from keel.recipes.multihop.retrieve import RRF, Hybrid, golden, lexical
@@ -92,16 +89,3 @@ def test_an_embedding_that_fails_is_told_to_the_model_and_counted() -> None:
     said = reply(task, problem, ["<retrieve> x </retrieve>"])
     assert "error: retrieve_documents raised ValueError: the embedding gave 1 vectors for 8 texts" in said
     assert counts(task, problem, ["<retrieve> x </retrieve>"])["tool/failed"] == 1.0
-
-
-def test_an_embedding_by_name_is_imported() -> None:
-    with pytest.raises(KeelError, match="cannot import embedding"):
-        build_task("multihop", retriever="hybrid", embedding="nowhere:embed")
-
-
-def test_top_n() -> None:
-    task: Any = build_task("multihop", top_n=1)
-    (problem,) = task.sample(1, seed=0, step=0)
-    title = problem.info["question"].documents[0].title
-    assert reply(task, problem, [f"<retrieve>{title}</retrieve>"]).count("Document ID:") == 1
-    assert "No document matches." in reply(task, problem, ["<retrieve>zebra</retrieve>"])

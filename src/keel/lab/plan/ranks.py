@@ -1,4 +1,4 @@
-"""A step on several devices: each one's memory and traffic, by layout, from the dry run of one device."""
+"""A step on several devices: each one's memory by layout, from the dry run of one device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from keel.run.footprint import (
     DeviceLayout,
     ModelShape,
     RunMemory,
-    StepPasses,
     resident_bytes,
-    sent_bytes,
     shape_of,
     transient_bytes,
 )
@@ -30,12 +28,11 @@ _HELD = ("weights", "sampler", "reference", "optimizer")
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One device of a layout: bytes by part, peaks by phase, bytes sent in a step; a run takes the `chosen` one."""
+    """One device of a layout: bytes by part, peaks by phase; a run takes the `chosen` one."""
 
     layout: DeviceLayout
     parts: dict[str, int]
     phases: dict[str, int]
-    sent: dict[str, int]
     limit: int
     chosen: bool
 
@@ -72,8 +69,7 @@ def rank_plans(
 def _rank(
     config: Config, shape: ModelShape, job: RunMemory, layout: DeviceLayout, cost: StepCost, limit: int, *, chosen: bool
 ) -> RankPlan:
-    passes = step_passes(config, cost.micros, layout.devices)
-    temporary = transient_bytes(shape, job, layout, passes)
+    temporary = transient_bytes(shape, job, layout, config.episodes_per_step * config.rollout.max_completion_length)
     shares = _shares(config, cost.micros, layout.devices)
     parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
     parts |= {**(resident_bytes(shape, job, layout) if layout.sharded else {}), **temporary}
@@ -91,22 +87,7 @@ def _rank(
         now = sum(parts[part] for part in lasting) - (0 if layout.sharded else away)
         besides = fixed + (parts["reference states"] if name != "rollout" else 0)
         phases[name] = now + int(working * share) + besides + (sum(temporary.values()) if scoring else 0)
-    return RankPlan(layout, parts, phases, sent_bytes(shape, job, layout, passes), limit, chosen)
-
-
-def step_passes(config: Config, micros: int, devices: int) -> StepPasses:
-    """The passes of one device in a step of full length, from the microbatches that one alone makes of an update."""
-    minibatches, loss, kl = config.optim.minibatches, config.loss, config.kl
-    own = math.ceil(micros / devices) * minibatches
-    needs_reference = config.needs_reference or kl.collect_max is not None
-    first = kl.collect_max is not None or (kl.placement == "reward" and config.needs_reference) or minibatches > 1
-    return StepPasses(
-        training=own * loss.num_iterations,
-        scoring=own if first else 0,
-        reference=own if needs_reference else 0,
-        updates=minibatches * loss.num_iterations,
-        tokens=config.episodes_per_step * config.rollout.max_completion_length,
-    )
+    return RankPlan(layout, parts, phases, limit, chosen)
 
 
 def _shares(config: Config, micros: int, devices: int) -> dict[str, float]:
@@ -129,4 +110,4 @@ def fewest(plans: Sequence[RankPlan]) -> RankPlan | None:
     return min(fitting, key=lambda plan: (plan.layout.devices, not plan.chosen), default=None)
 
 
-__all__ = ["DEVICES", "RankPlan", "fewest", "rank_plans", "step_passes"]
+__all__ = ["DEVICES", "RankPlan", "fewest", "rank_plans"]

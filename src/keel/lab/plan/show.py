@@ -100,12 +100,12 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
 def _show_devices(ranks: Sequence[RankPlan]) -> None:
     """Print one line per layout and number of devices."""
     table = Table(title="On several devices (* is the layout of a run)", title_justify="left")
-    for name in ("devices", "sharding", "peak per device", "", "sent per device and step"):
+    for name in ("devices", "sharding", "peak per device", ""):
         table.add_column(name, justify="left" if name in ("sharding", "") else "right")
     for rank in ranks:
         verdict, star = "fits" if rank.fits else "does not fit", " *" if rank.chosen else ""
         devices, sharding = str(rank.layout.devices), f"{rank.layout.sharding}{star}"
-        table.add_row(devices, sharding, _size(rank.peak), verdict, _size(sum(rank.sent.values())))
+        table.add_row(devices, sharding, _size(rank.peak), verdict)
     Console().print(table)
 
 
@@ -121,10 +121,6 @@ def _show_ranks(ranks: Sequence[RankPlan], hardware: str) -> None:
     table.add_section()
     for name in chosen.phases:
         table.add_row(f"peak of the {name}", *(_size(rank.phases[name]) for rank in ranks))
-    table.add_section()
-    for name in chosen.sent:
-        table.add_row(f"sent, {name}", *(_size(rank.sent[name]) for rank in ranks))
-    table.add_row("sent in a step", *(_size(sum(rank.sent.values())) for rank in ranks))
     console.print(table)
     verdict = "fits" if chosen.fits else "does not fit"
     console.print(
