@@ -20,7 +20,10 @@ PHASES = (
 MAKE = """#!/bin/sh
 for name; do target=$name; done
 if [ "$target" = test-list ]; then
-  for phase in test test-all test-envs test-verifiers test-verl test-vllm $UNRUN; do echo "tests/test_it.py::$phase"; done; exit
+  for phase in test test-all test-envs test-verifiers test-verl test-vllm $UNRUN; do
+    echo "tests/test_it.py::$phase"
+  done
+  exit
 fi
 echo "begin of $target"
 seq 20
@@ -80,7 +83,8 @@ def test_every_phase_is_run_and_timed(tmp_path: Path) -> None:
     assert all(f"\n{phase}:" in targets for phase in PHASES)
 
 
-@pytest.mark.parametrize("phase", ["lint", "test-vllm", "test", "soak", "test-verifiers"])  # in each lane, first and last
+# In each lane, the first and the last.
+@pytest.mark.parametrize("phase", ["lint", "test-vllm", "test", "soak", "test-verifiers"])
 def test_a_phase_that_fails_ends_the_run_and_is_shown_whole(tmp_path: Path, phase: str) -> None:
     status, printed, table = run(tmp_path, FAILS=phase)
     assert status == 1
