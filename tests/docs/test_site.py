@@ -116,7 +116,7 @@ def test_the_table_of_metrics_is_what_runs_write(tmp_path):
     """Both ways: nothing is logged without a row, and no row is of a metric that nothing logs."""
     single = logged(tmp_path / "a", task={"name": "arithmetic"}, kl={"beta": 0.1, "exact": True})
     turns = {**SMALL["rollout"], "max_turns": 2, "max_completion_length": 24, "top_p": 1.0}
-    several = logged(tmp_path / "b", task={"name": "multihop"}, model=MULTIHOP, rollout=turns)
+    several = logged(tmp_path / "b", data={"curriculum": {}}, task={"name": "multihop"}, model=MULTIHOP, rollout=turns)
     names = {name for group in metric_table().values() for entry in group for name in spelled_out(entry)}
     fixed, open_ended = {name for name in names if "*" not in name}, [n for n in names if "*" in n]
     written = single | several

@@ -144,7 +144,7 @@ def test_refused(changes, overrides, message):
         (
             "kl={estimator: k1},{estimator: exact_reverse, placement: reward}",
             [],
-            "kl.estimator=exact_reverse with gradient=plain and level=sequence in the reward is not a proven pairing",
+            "kl.estimator=exact_reverse in the reward (level=sequence",
         ),
         ("kl.beta=0,1", ["kl_beta=0.5"], "kl.beta is in the grid and among the options for all points"),
         ("kl_beta=0,1", ["kl.beta=0.5"], "kl.beta is in the grid and among the options for all points"),
