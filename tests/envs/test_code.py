@@ -186,7 +186,7 @@ def test_no_message_of_a_program_ends_the_run(program: str) -> None:
 
 def test_outcomes_are_remembered_up_to_a_size() -> None:
     memory = programs._Memory(5000)
-    outcomes = (programs.Outcome("", True, "x" * 1500),)
+    outcomes = (programs.CaseOutcome("", True, "x" * 1500),)
     for key in (b"1", b"2", b"2", b"1", b"3"):
         memory.put(key, outcomes)
     assert [memory.get(key) for key in (b"1", b"2", b"3")] == [outcomes, None, outcomes]

@@ -302,7 +302,7 @@ def note(text: str) -> str:
 
 
 def test_two_games_are_two_boards() -> None:
-    first, second = (matches.Game(0, True, matches.random_mover(0)) for _ in range(2))
+    first, second = (matches.PlayedGame(0, True, matches.random_mover(0)) for _ in range(2))
     answer = step_sync(first, "e2e4")
     assert [move.uci() for move in first.board.move_stack] == ["e2e4", answer]
     assert not second.board.move_stack

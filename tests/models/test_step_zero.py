@@ -38,6 +38,7 @@ def test_every_measured_kl_is_zero(kind: str, lora: Any) -> None:
     metrics = measure_kl(scores.logp, ref_logp, packed.action_mask, exact_kl=scores.exact_kl)
     measured = {name: value for name, value in metrics.items() if name.startswith("kl/policy_ref/")}
     assert any("/exact/" in name for name in measured)
+    assert measured.pop("kl/policy_ref/overlap") == 1.0
     assert {name: value for name, value in measured.items() if value != 0.0} == {}
     assert scores.ref_policy_kl is not None
     assert scores.ref_policy_kl.abs().max() == 0.0

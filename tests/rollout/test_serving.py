@@ -249,18 +249,22 @@ def client(plain: NativeEngine) -> Any:
 
 def test_more_than_fits_in_the_queue_is_refused_and_the_rest_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_WAITING", 2)
-    free = threading.Event()
+    free, sampling = threading.Event(), threading.Event()
 
     class Held(Engine):
         context = 96
 
-        def generate(self, requests: Any, sampling: SamplingParams, **noise: int) -> list[list[Completion]]:
+        def generate(self, requests: Any, params: SamplingParams, **noise: int) -> list[list[Completion]]:
+            sampling.set()
             free.wait(20)
             return [[Completion((7,), (True,), (-1.0,), (-1.0,), "", "eos")] for _ in requests]
 
     async def ask() -> None:
         async with served(Held()) as post:
-            answers = [asyncio.create_task(post({"token_ids": [5]})) for _ in range(5)]
+            answers = [asyncio.create_task(post({"token_ids": [5]}))]
+            while not sampling.is_set():
+                await asyncio.sleep(0.01)
+            answers += [asyncio.create_task(post({"token_ids": [5]})) for _ in range(4)]
             while sum(answer.done() for answer in answers) < 2:
                 await asyncio.sleep(0.01)
             free.set()
