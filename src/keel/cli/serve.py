@@ -93,14 +93,19 @@ def serve(
         raise unknown("--dtype", dtype, ("auto", *DTYPES))
     shown = "" if given else f"{SECRET}={secret} "
     if engine != "vllm":
-        read = {"--max-lora-rank": max_lora_rank, "--transfer": transfer != "http", "--max-model-len": max_model_len}
-        read |= {"--tensor-parallel-size": tensor_parallel_size != 1}
-        read |= {"--gpu-memory-utilization": gpu_memory_utilization != 0.9}
-        if ignored := next((flag for flag, given in read.items() if given), None):
-            raise KeelError(f"{ignored} is for --engine vllm: leave it out with --engine {engine}")
-        loaded = resolve_model(model).load()
+        of_vllm = {
+            "--max-lora-rank": max_lora_rank,
+            "--transfer": transfer != "http",
+            "--max-model-len": max_model_len,
+            "--tensor-parallel-size": tensor_parallel_size != 1,
+            "--gpu-memory-utilization": gpu_memory_utilization != 0.9,
+        }
+        for flag, is_set in of_vllm.items():
+            if is_set:
+                raise KeelError(f"{flag} is for --engine vllm: leave it out with --engine {engine}")
         rollout = RolloutOptions(engine=engine, dtype=dtype, cuda_graphs=cuda_graphs)  # type: ignore[arg-type]
         check_rollout(rollout)
+        loaded = resolve_model(model).load()
         serve_engine(
             build_engine(rollout, loaded.model, loaded.tokenizer),
             name=model,

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -141,16 +142,14 @@ class PlayCollector(Collector):
                 kind = "timeout" if key in calls.late else "raised"
                 judge.record(f"{self.task.name}.play", problems[key[0]], key[1], CallFailed(kind, failure))
         kept = [number for number in range(len(problems)) if any(played[k].branches for k in played if k[0] == number)]
-        prompts, results = [], []
-        for number in kept:
+        prompts, results, episodes = list[tuple[int, ...]](), list[_Result](), dict[Key, PlayedEpisode]()
+        for group, number in enumerate(kept):
             members = {key: episode for key, episode in sorted(played.items()) if key[0] == number}
-            prompt = _common_prompt(problems[number], members.values())
-            prompts.append(prompt)
-            results += [self._result(key, episode, prompt, calls) for key, episode in members.items()]
-        kept_problems = [problems[number] for number in kept]
-        numbered = [replace(result, group=kept.index(result.group)) for result in results]
-        episodes = {(kept.index(group), sample): e for (group, sample), e in played.items() if group in kept}
-        groups = judged(self.task, kept_problems, prompts, numbered, episodes, judge, version)  # type: ignore[arg-type]
+            prompts.append(_common_prompt(problems[number], members.values()))
+            results += [self._result(group, key, episode, prompts[-1], calls) for key, episode in members.items()]
+            episodes |= {(group, sample): episode for (_, sample), episode in members.items()}
+        left = [problems[number] for number in kept]
+        groups = judged(self.task, left, prompts, results, episodes, judge, version)  # type: ignore[arg-type]
         groups = of_all(self.world, groups, judge, recorded, all_problems)
         if all_problems and not groups:
             raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
@@ -171,13 +170,13 @@ class PlayCollector(Collector):
         playing.future.add_done_callback(lambda _: calls.close())
         try:
             drive(self.engine, calls, converse, **noise)
+            if calls.error is not None:
+                raise calls.error
         except BaseException:
             calls.close()
             playing.future.cancel()
             LOOP.wait([playing], self.judge.options.timeout_s, HungCalls())
             raise
-        if calls.error is not None:
-            raise calls.error
         played: dict[Key, PlayedEpisode] = playing.result(None)
         return played, calls
 
@@ -190,7 +189,8 @@ class PlayCollector(Collector):
         stops = {"stop": list(sampling.stop)}
         secret = secrets.token_urlsafe(24)
         async with Endpoint(answer, secret, context=self.engine.context).serving() as url:
-            access = ModelAccess(url, secret, self.renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
+            renderer = deepcopy(self.renderer) if self.overlap_tools else self.renderer  # the engine decodes meanwhile
+            access = ModelAccess(url, secret, renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
             async with self.task.playing(access) as play:
 
                 async def player() -> None:
@@ -206,12 +206,17 @@ class PlayCollector(Collector):
                                 failure=f"did not call the model for {calls.timeout_s:g} s (reward.timeout_s)"
                             )
 
-                async with asyncio.TaskGroup() as players:
-                    for _ in range(min(AT_ONCE, len(calls.to_start))):
-                        players.create_task(player())
+                try:
+                    async with asyncio.TaskGroup() as players:
+                        for _ in range(min(AT_ONCE, len(calls.to_start))):
+                            players.create_task(player())
+                except BaseExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
         return played
 
-    def _result(self, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls) -> _Result:
+    def _result(
+        self, group: int, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls
+    ) -> _Result:
         """The completion of an episode: its last branch, and the others beside it."""
         trained: set[int] = set()
         branches = [
@@ -226,7 +231,7 @@ class PlayCollector(Collector):
             branches = [Completion((int(pad),), (False,), (0.0,), (0.0,), "", stop)]
         last, *others = (replace(branch, stop_reason=stop) for branch in branches)
         whole = replace(last, text=episode.text, branches=tuple(others))
-        return _Result(*key, episode.failure is not None, episode.turns, whole)
+        return _Result(group, key[1], episode.failure is not None, episode.turns, whole)
 
     def _branch(
         self,
