@@ -167,13 +167,9 @@ def test_a_tool_of_the_taskset_is_called() -> None:
         assert episode.reward().total == 1.0
 
 
-def test_in_a_mixture_it_is_stepped_like_any_other_environment() -> None:
-    spec = {"name": "mixture", "tasks": [{"name": "arithmetic"}, LARGEST]}
-    groups = collected(built(spec))
-    assert {group.problem.key[0] for group in groups} == {"0", "1"}
-    assert all(
-        completion.counts["turn/count"] == 2 for g in groups if g.problem.key[0] == "1" for completion in g.completions
-    )
+def test_a_mixture_refuses_it_by_name() -> None:
+    with pytest.raises(KeelError, match=LARGEST["name"]):
+        build_task("mixture", tasks=[{"name": "arithmetic"}, LARGEST])
 
 
 def test_check_task_runs_on_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +187,7 @@ def test_a_run_that_is_resumed_is_the_same(tmp_path: Path) -> None:
         config = small(LARGEST)
         config["run"] = {**config["run"], "dir": str(tmp_path / folder), "max_steps": steps}
         keel.train(config)
-    keel.train(resume=str(tmp_path / "parts" / "run"), overrides=["run.max_steps=4"])
+    keel.train(config, resume=True, overrides=["run.max_steps=4"])
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert lines("parts", name) == lines("whole", name)
 
