@@ -1,4 +1,4 @@
-"""The case of docs/case-lora.md: GRPOTrainer with LoRA and vLLM, where the adapter never reaches the sampler.
+"""The case of docs/cases.md: GRPOTrainer with LoRA and vLLM, where the adapter never reaches the sampler.
 
 `python case_lora.py sound` and `python case_lora.py faulty` in the environment of `make setup-vllm`. The model is
 random and small, the reward is the share of even tokens.

@@ -109,7 +109,7 @@ def test_a_command_that_a_page_names_is_one(page, line, monkeypatch):
 DEFAULTS = [
     ("other-trainers.md", r"`rollout\.max_completion_length` is (\d+)", "rollout.max_completion_length"),
     ("other-trainers.md", r"Keel's `loss\.loss_type` is `(\w+)` where TRL", "loss.loss_type"),
-    ("tools.md", r"up to `rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
+    ("environments.md", r"`rollout\.kv_cache_gib` \(default (\d+)\)", "rollout.kv_cache_gib"),
     ("rewards.md", r"`reward\.on_error`: `(\w+)` \(default\)", "reward.on_error"),
     ("cases.md", r"Keel's default is (\d+)\. With `model\.lora\.dropout", "model.lora.dropout"),
 ]

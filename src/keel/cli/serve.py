@@ -16,7 +16,7 @@ from keel.cli.app import app
 SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine, or a model's HTTP endpoint.
 
 --engine vllm: the trainer sends weights and requests completions. --engine native, or a user's module:attr: POST
-/inference/v1/generate takes token ids and returns token ids and log-probabilities (docs/vllm.md). Both listen on
+/inference/v1/generate takes token ids and returns token ids and log-probabilities (docs/scaling.md). Both listen on
 127.0.0.1 unless --host is given. Requests need a secret: KEEL_SERVE_SECRET, or a random one that is printed.
 
 Examples:
