@@ -12,8 +12,8 @@ from keel.doctor.thresholds import Thresholds
 KINDS: dict[str, tuple[str, str]] = {
     "malformed": (
         "the model does not write calls in the form that is read, or its turns are cut inside them",
-        "a warmstart section on gold episodes; a tool format that the model's template has (docs/environments.md); a larger "
-        "rollout.max_turn_length",
+        "a warmstart section on gold episodes; a tool format that the model's template has (docs/environments.md); a "
+        "larger rollout.max_turn_length",
     ),
     "unknown_tool": (
         "the model calls tools that it was not given",
