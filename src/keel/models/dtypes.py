@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -41,3 +44,16 @@ def _tf32() -> bool:
     """Whether fp32 products are rounded to TF32; the older flag cannot be read once the newer one was set."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     return precision == "tf32" if precision != "none" else torch.backends.cuda.matmul.allow_tf32
+
+
+@contextmanager
+def ieee_matmuls() -> Iterator[None]:
+    """Inside, fp32 products on a GPU are not rounded to TF32."""
+    matmul = torch.backends.cuda.matmul
+    flag = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    before = getattr(matmul, flag)
+    setattr(matmul, flag, "ieee" if flag == "fp32_precision" else False)
+    try:
+        yield
+    finally:
+        setattr(matmul, flag, before)

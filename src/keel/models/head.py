@@ -119,6 +119,12 @@ def body_of(model: nn.Module) -> nn.Module:
     raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
 
 
+def transformer_blocks(body: nn.Module) -> list[nn.Module]:
+    """The transformer's layers: its largest ModuleList, or none."""
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))
+
+
 def takes_positions(body: nn.Module) -> bool:
     """Whether the body accepts explicit position ids; recurrent and ALiBi models do not."""
     parameters = inspect.signature(body.forward).parameters

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from keel.models.head import (
     takes_positions,
 )
 from keel.models.logprobs import score_tokens
+from keel.models.noise import Errors, in_fp32, judge, rounds
 from keel.models.pack import pack
 from keel.models.rope import length_regimes, reset_rope
 from keel.models.tokenizer import context_length
 
 LONGEST_PROBE = 8192
 _EXTRA = 8
+_EXACT = 1e-4  # nats at unit spread of the logits: rounding in fp32
+_SLACK = 10.0  # for rows of the fallback: a model is refused only where they are clearly wrong
 _WINDOWS = ("window", "chunk_size", "chunk_length", "local_attention", "block_size", "index_topk", "rel_extent")
 _POSITIONS = ("original_max_position", "floor_scale")
 
@@ -111,31 +115,28 @@ def probe_packing(
         model, vocab_size, [window for window in windows if window not in reachable], longest, max_length
     )
     prompt = min(length_past(max(reachable)), max_length - 2 * _EXTRA) if reachable else length_past(0)
-    groups = _random_groups(model, vocab_size, prompt=prompt)
-    length = max(len(g.prompt_tokens) + len(c.tokens) for g in groups for c in g.completions)
+    length = _Trial(model, vocab_size, prompt).length
     window = windows[0] if windows else None
     name = type(causal_lm(model)).__name__
-    max_error, agrees = 0.0, True
-    cases = [(groups, 0)]
+    cases = [(prompt, 0)]
     if takes_positions(body_of(model)):
-        short = _random_groups(model, vocab_size, prompt=_EXTRA)
-        cases += [(short, origin) for origin in _origins(model, longest, length)]
+        cases += [(_EXTRA, origin) for origin in _origins(model, longest, length)]
+    max_error, fault = 0.0, None
     with evaluating(model):
         for case, origin in cases:
             with _as_keel_error(model):
-                expected, logit_std = _unpacked_logp(model, case, origin)
-                if origin and not _single_rows_agree(model, case, expected, logit_std, origin):
+                trial = _Trial(model, vocab_size, case, origin)
+                if origin and trial.fault_of_single_rows() is not None:
                     # Positions cannot be shifted (compressed attention): use real tokens instead.
-                    case, origin = _random_groups(model, vocab_size, prompt=min(origin + _EXTRA, max_length)), 0
-                    expected, logit_std = _unpacked_logp(model, case)
-                _check_single_rows(model, case, expected, logit_std, origin)
+                    trial = _Trial(model, vocab_size, min(origin + _EXTRA, max_length))
+                trial.check_single_rows()
             try:
-                error = _error(_scored(model, case, shared_prefix=True, origin=origin), expected)
+                fault = fault or judge(partial(trial.errors, shared_prefix=True), exact=_EXACT)
+                max_error = max(max_error, trial.largest)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
                 reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
                 return PackingProbe(False, float("inf"), reason, length, window)
-            max_error, agrees = max(max_error, float(error.max())), agrees and _within(error, model, logit_std)
-    refusal = _refusal(model, agrees, max_error, windows, reachable)
+    refusal = _refusal(model, fault, windows, reachable)
     if refusal:
         return PackingProbe(False, max_error, f"{name} {refusal}: one row a completion", length, window)
     reason = f"{name}: shared-prefix rows agree to {max_error:.1e} nats over {length} tokens"
@@ -157,11 +158,11 @@ def length_past(window: int) -> int:
     return window + max(_EXTRA, window // 4)
 
 
-def _refusal(model: nn.Module, agrees: bool, max_error: float, windows: list[int], reachable: list[int]) -> str | None:
+def _refusal(model: nn.Module, fault: str | None, windows: list[int], reachable: list[int]) -> str | None:
     """Why shared-prefix rows must not be used; None if they may."""
-    if not agrees:
+    if fault is not None:
         local = f"has local attention of {windows[0]} tokens and " if windows else ""
-        return f"{local}computes shared-prefix rows wrongly by up to {max_error:.1e} nats"
+        return f"{local}computes shared-prefix rows wrongly: {fault}"
     if len(reachable) < len(windows):
         return f"has local attention of {windows[-1]} tokens, which is too long to probe"
     if windows and matmul_eps(model) > torch.finfo(torch.float32).eps:
@@ -176,9 +177,8 @@ def _check_long_windows(
     longest_row = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
     for window in windows:
         if window + 2 * _EXTRA <= longest_row:
-            groups = [replace(g, completions=g.completions[:1]) for g in _random_groups(model, vocab_size, window + 1)]
             with evaluating(model), _as_keel_error(model):
-                _check_single_rows(model, groups, *_unpacked_logp(model, groups))
+                _Trial(model, vocab_size, window + 1, completions=1).check_single_rows()
         elif longest is not None:
             raise KeelError(
                 f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which is too long to "
@@ -187,25 +187,58 @@ def _check_long_windows(
             )
 
 
-def _check_single_rows(
-    model: nn.Module, groups: list[Group], expected: Tensor, logit_std: float, origin: int = 0
-) -> None:
-    """Refuse the model if one row per completion, the fallback, gives wrong log-probabilities."""
-    if not _single_rows_agree(model, groups, expected, logit_std, origin):
-        error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
-        _check_function_of_the_past(model, groups[0], logit_std)
-        raise KeelError(
-            f"{type(causal_lm(model)).__name__}: log-probabilities of padded rows are off by {float(error.max()):.1e} "
-            "from the model's own logits: give a scorer of your own as module:attr"
-        )
+@dataclass
+class _Trial:
+    """Log-probabilities of random tokens after prompts of `prompt` tokens from position `origin` on, in several ways.
+
+    `largest` is the largest |Δ| in nats between rows of `pack` and the truth in the last draw.
+    """
+
+    model: nn.Module
+    vocab_size: int | None
+    prompt: int
+    origin: int = 0
+    completions: int | None = None
+    largest: float = 0.0
+
+    def groups(self, seed: int = 0) -> list[Group]:
+        groups = _random_groups(self.model, self.vocab_size, self.prompt, seed)
+        return [replace(group, completions=group.completions[: self.completions]) for group in groups]
+
+    @property
+    def length(self) -> int:
+        return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups() for c in g.completions)
+
+    def errors(self, seed: int, *, shared_prefix: bool) -> Errors:
+        """Errors of packed rows and of the model's own plain rows, by completion."""
+        groups = self.groups(seed)
+        plain, logit_std = _unpacked_logp(self.model, groups, self.origin)
+        truth = plain
+        if rounds(self.model):
+            with in_fp32(self.model):
+                truth, logit_std = _unpacked_logp(self.model, groups, self.origin)
+        differences = [_scored(self.model, groups, shared_prefix, self.origin) - truth, plain - truth]
+        self.largest = float(differences[0].abs().nan_to_num(nan=torch.inf).max())
+        lengths = [len(c.tokens) for group in groups for c in group.completions]
+        by_completion = [torch.stack([part.abs().max() for part in error.split(lengths)]) for error in differences]
+        return Errors(*(error.nan_to_num(nan=torch.inf).cpu() / max(1.0, logit_std) for error in by_completion))
+
+    def fault_of_single_rows(self) -> str | None:
+        """What is wrong with one row per completion; the model's own plain rows differ from them by padding."""
+        return judge(partial(self.errors, shared_prefix=False), exact=_EXACT, slack=_SLACK)
+
+    def check_single_rows(self) -> None:
+        """Refuse the model if one row per completion, the fallback, gives wrong log-probabilities."""
+        fault = self.fault_of_single_rows()
+        if fault is not None:
+            _check_function_of_the_past(self.model, self.groups()[0])
+            raise KeelError(
+                f"{type(causal_lm(self.model)).__name__}: log-probabilities of padded rows are off from the model's "
+                f"own logits ({fault}): give a scorer of your own as module:attr"
+            )
 
 
-def _single_rows_agree(model: nn.Module, groups: list[Group], expected: Tensor, logit_std: float, origin: int) -> bool:
-    error = _error(_scored(model, groups, shared_prefix=False, origin=origin), expected)
-    return _within(error, model, logit_std, slack=10.0)
-
-
-def _check_function_of_the_past(model: nn.Module, group: Group, logit_std: float) -> None:
+def _check_function_of_the_past(model: nn.Module, group: Group) -> None:
     """Refuse a model whose logits differ between calls (random or stateful) or depend on later tokens (not causal)."""
     name = type(causal_lm(model)).__name__
     row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
@@ -213,7 +246,7 @@ def _check_function_of_the_past(model: nn.Module, group: Group, logit_std: float
     whole, again, past = (model(input_ids=ids, use_cache=False).logits[0, 0].float() for ids in (row, row, half))
 
     def differs(logits: Tensor) -> bool:
-        return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, logit_std)
+        return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, float(whole.std()))
 
     if differs(again):
         raise KeelError(
@@ -227,14 +260,14 @@ def _check_function_of_the_past(model: nn.Module, group: Group, logit_std: float
         )
 
 
-def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int) -> list[Group]:
-    """Two ragged groups from a fixed seed; the first is longer than every window, within the context."""
+def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int, seed: int) -> list[Group]:
+    """Two ragged groups; the first is longer than every window, within the context."""
     size = int(config_numbers(model).get("vocab_size", 0)) or 2
     size = min(size, vocab_size or size)
     context = context_length(causal_lm(model))
     if context is not None:
         prompt = max(1, min(prompt, context - _EXTRA))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(size, (count,), generator=generator).tolist())
@@ -317,16 +350,3 @@ def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: 
     packed = pack(groups, 0, shared_prefix=shared_prefix, max_row_tokens=longest if shared_prefix else None)
     packed = replace(packed, position_ids=packed.position_ids + origin).to(next(model.parameters()).device)
     return score_tokens(model, packed).logp[packed.completion_mask]
-
-
-def _error(logp: Tensor, expected: Tensor) -> Tensor:
-    """|Δ|; NaN counts as infinity."""
-    return (logp - expected).abs().nan_to_num(nan=float("inf"))
-
-
-def _within(error: Tensor, model: nn.Module, logit_std: float, slack: float = 1.0) -> bool:
-    """fp32: each token within 1e-4 at unit std of the logits; lower precision: the mean, since single tokens vary."""
-    eps = matmul_eps(model)
-    if eps <= torch.finfo(torch.float32).eps:
-        return float(error.max()) <= 1e-4 * max(1.0, logit_std) * slack
-    return float(error.mean()) <= 8 * eps * logit_std * slack

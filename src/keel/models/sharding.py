@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keel.base.errors import KeelError
 from keel.models.adapters import adapter_prefixes, is_lora
-from keel.models.head import body_of, head_of
+from keel.models.head import body_of, head_of, transformer_blocks
 from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 
@@ -108,12 +108,6 @@ def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
     inactive, active = adapter_prefixes(model)
     added = tuple(f"{prefix}." for prefix in (*inactive, *active))
     return {p for name, p in model.named_parameters() if p.requires_grad or name.startswith(added)}
-
-
-def transformer_blocks(body: nn.Module) -> list[nn.Module]:
-    """The transformer's layers: its largest ModuleList, or none."""
-    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from torch import nn
 
-from keel.models.head import body_of
-from keel.models.sharding import adapter_parameters, transformer_blocks
+from keel.models.head import body_of, transformer_blocks
+from keel.models.sharding import adapter_parameters
 
 Sharding = Literal["none", "full", "hybrid"]
 REDUCE_ITEMSIZE = 4  # gradients and scores are summed in fp32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from keel.base.errors import KeelError, first_line
 from keel.models.head import causal_lm
+from keel.models.noise import EXACT, Errors, in_fp32, judge, rounds
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
 from keel.models.tokenizer import context_length
@@ -25,8 +25,7 @@ from keel.rollout.native.turn_cache import CachedRow
 
 _PROBE_STEPS = 4  # tokens decoded in a probe
 _PROBE_LENGTH = 32  # cache length of a probe, long enough for CUDA graphs
-_HALF_DRAWS, _HALF_FAILURES = 7, 4  # in half precision: draws of a probe, and failing draws that reject a decoder
-_HALF_TOLERANCE = (0.2, 1.0)  # of the logits' deviation: always allowed, and never allowed, in half precision
+_EXACT_CACHE = 1e-4  # of the logits' spread: some models' own caches are slightly wrong (NemotronH, Zamba 2)
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def _verified_length(model: nn.Module) -> int | None:
     )
 
 
-def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeCase, seed: int = 0) -> Tensor:
-    """The largest difference of a decoder's logits from full forwards, by row and step, relative to their deviation."""
+def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeCase, seed: int = 0) -> Errors:
+    """The errors of a decoder's logits and of the model's own full forwards, by row and step."""
     vocabulary = causal_lm(model).config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (sum(case.prompts),), generator=generator).tolist()
@@ -95,13 +94,14 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeC
         logits.append(decoder.step(column))
     contexts = [[*prompts[prompt], *sampled[:, row].tolist()] for row, prompt in enumerate(prompt_of)]
     decoded = {row: [step[row] for step in logits] for row in range(4)}
+    repeated = False
     if case.steps == 1:
         pass
     elif isinstance(decoder, SharedPrefixDecoder):
         resumed = _resumed(decoder, prompts, prompt_of, contexts)
         for row in decoded:
             decoded[row].append(resumed[row])
-            contexts[row].append(-1)  # the same context twice
+        repeated = True  # the last context twice
     else:  # drop the first row of one bucket and the last of the other, and continue
         order = decoder.keep_rows([1, 2])
         more = torch.randint(0, vocabulary, (4,), generator=generator)
@@ -109,15 +109,19 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeC
         for index, row in enumerate(order):
             contexts[row].append(int(more[row]))
             decoded[row].append(step[index])
-    worst = []
-    for row, tokens in enumerate(contexts):
-        first = case.prompts[prompt_of[row]]
-        expected = _reference_logits(model, [token for token in tokens if token >= 0], first, case.origin)
-        if tokens[-1] < 0:
-            expected = torch.cat((expected, expected[-1:]))
-        difference = (torch.stack(decoded[row]).float() - expected).abs().amax(-1) / expected.std().clamp(min=1e-6)
-        worst.append(difference.nan_to_num(nan=torch.inf))
-    return torch.cat(worst)
+
+    def full_forwards() -> Tensor:
+        rows = []
+        for row, tokens in enumerate(contexts):
+            own = _reference_logits(model, tokens, case.prompts[prompt_of[row]], case.origin)
+            rows += [own, own[-1:]] if repeated else [own]
+        return torch.cat(rows)
+
+    plain = truth = full_forwards()
+    if rounds(model):
+        with in_fp32(model):
+            truth = full_forwards()
+    return Errors.of(torch.cat([torch.stack(decoded[row]).float() for row in range(4)]), plain, truth)
 
 
 def _reference_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
@@ -174,7 +178,6 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> D
     attention would give wrong results without an error.
     """
     inner = causal_lm(model)
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
     shared, reason = _shared_candidates(inner)
     regimes = length_regimes(inner)
     no_graph_reason = None
@@ -184,16 +187,11 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> D
             shared = [partial(SharedPrefixDecoder, graphs=graphs), *shared]
     for candidate in (*shared, *_UNSHARED):
         make_decoder = candidate if regimes is None else partial(SwitchingDecoder, inner=candidate, regimes=regimes)
-        # some models' own caches are slightly wrong (NemotronH, Zamba 2), so the fp32 limit is tight
-        allowed = (
-            _HALF_TOLERANCE[0] if half else 1e-3 if candidate in shared or next(model.parameters()).is_cuda else 1e-4
-        )
         own_step = isinstance(candidate, partial) and not candidate.keywords.keys().isdisjoint(("own_step", "graphs"))
         plain = candidate is _UNSHARED[-1]
-        # without a cache it is the plain forward, which can differ only by rounding
-        limit = math.inf if plain and half else allowed
+        exact = EXACT if candidate in shared or next(model.parameters()).is_cuda else _EXACT_CACHE
         cases = _cases(model, shared=candidate in shared, own_step=own_step)
-        fault = _probe_error(model, make_decoder, cases, limit, half=half)
+        fault = _probe_error(model, make_decoder, cases, exact, plain=plain)
         if fault is None:
             note = None if candidate in shared else f"{reason}{_RECOMPUTE_NOTES.get(candidate, '')}"
             return DecoderChoice(make_decoder, note, None if plain else _verified_length(model), no_graph_reason)
@@ -202,7 +200,7 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> D
         reason = reason if reason and candidate in _UNSHARED else fault
     if (model_fault := _model_fault(model)) is not None:
         return DecoderChoice(UnsharedPrefixDecoder, model_fault, no_graph_reason=no_graph_reason)
-    if (difference := _batch_dependence(model)) > 1e-3:  # the widest limit of a decoder in full precision
+    if (difference := _batch_dependence(model)) > EXACT:
         raise KeelError(
             f"{type(inner).__name__} cannot be sampled from: a row's logits depend on other rows of the batch (they "
             f"differ by {difference:.2g} between a row alone and in a batch of two): make its forward independent of "
@@ -266,44 +264,24 @@ def _is_full_attention(inner: nn.Module, layer: Any) -> bool:
 
 
 def _probe_error(
-    model: nn.Module,
-    decoder: Callable[..., Decoder],
-    cases: Sequence[_ProbeCase],
-    allowed: float,
-    *,
-    half: bool = False,
+    model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_ProbeCase], exact: float, *, plain: bool
 ) -> str | None:
-    """What is wrong with a decoder, or None."""
+    """What is wrong with a decoder, or None. The plain decoder is the model's own forward: it may round differently."""
     for case in cases:
         try:
-            difference = _probe(model, decoder, case)
-            if bool((difference < allowed).all()) or (half and not _is_systematic(model, decoder, case, difference)):
-                continue
+            if plain and rounds(model):
+                fault = (
+                    None if bool(_probe(model, decoder, case).fast.isfinite().all()) else "its logits are not finite"
+                )
+            else:
+                fault = judge(partial(_probe, model, decoder, case), exact=exact)
         except torch.OutOfMemoryError:
             raise  # not the decoder's fault
         except Exception as error:  # a user's model may raise anything; other decoders may work
             return _error_line(error)
-        where = f" at positions from {case.origin}" if case.origin else ""
-        return f"its logits differ by {float(difference.max()):.1g} of their spread{where}"
+        if fault is not None:
+            return fault + (f" at positions from {case.origin}" if case.origin else "")
     return None
-
-
-def _is_systematic(model: nn.Module, decoder: Callable[..., Decoder], case: _ProbeCase, difference: Tensor) -> bool:
-    """Whether a difference in half precision occurs for all tokens, and is not the model's own noise.
-
-    Rounding may route a token to another expert, which changes its logits as much as a bug. A bug occurs at the same
-    row and step of every draw. Differences of plain forwards between batches are allowed.
-    """
-    regimes = length_regimes(causal_lm(model))
-    plain = _UNSHARED[-1] if regimes is None else partial(SwitchingDecoder, inner=_UNSHARED[-1], regimes=regimes)
-    least, most = _HALF_TOLERANCE
-    allowed = min(max(2 * float(_probe(model, plain, case).median()), least), most)
-    wrong = (~(difference < allowed)).int()
-    for seed in range(1, _HALF_DRAWS):
-        if int(wrong.max()) >= _HALF_FAILURES or int(wrong.max()) + _HALF_DRAWS - seed < _HALF_FAILURES:
-            break
-        wrong += ~(_probe(model, decoder, case, seed) < allowed)
-    return int(wrong.max()) >= _HALF_FAILURES
 
 
 def _error_line(error: Exception) -> str:
