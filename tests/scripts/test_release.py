@@ -59,6 +59,14 @@ def test_the_version_is_said_in_one_place_and_the_citation_follows():
     assert citation["license"] == PROJECT["license"]
 
 
+def test_the_badges_of_the_readme_are_true():
+    claimed = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language")]
+    badges = {"version": keel.__version__, "license": PROJECT["license"], "python": " | ".join(claimed)}
+    for name, value in badges.items():
+        assert f"images/badge-{name}.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert f">{value}</text>" in (ROOT / f"docs/images/badge-{name}.svg").read_text(encoding="utf-8")
+
+
 def release_of(folder, *, cited="1.2.3", heading="## 1.2.3 (2026-01-02)"):
     (folder / "src/keel").mkdir(parents=True)
     (folder / "src/keel/__init__.py").write_text('__version__ = "1.2.3"\n')
