@@ -21,7 +21,7 @@ JOBS = {"gsm8k": ("gsm8k", "gsm8k_more_sft"), "countdown": ("countdown",)}
 TITLES = {
     "gsm8k": "GSM8K, SmolLM2-135M-Instruct",
     "countdown": "Countdown with three and four numbers, SmolLM2-135M-Instruct",
-    "kl": "The KL term on Countdown: what a leash buys, and what it costs",
+    "kl": "The KL term on Countdown: what a penalty buys, and what it costs",
 }
 STUDY = "kl"
 STUDY_FILES = {

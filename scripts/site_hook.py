@@ -14,9 +14,14 @@ from pages import reference_pages
 from pages.simplex import simplex_script
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+PAGES = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+}
 # The same pages under the addresses that they have in the repository, seen from docs/ and from its root.
-MOVED = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+MOVED = {source: page for page, source in PAGES.items()}
 SHIM, OURS = re.compile(r"https?://[^\s\"']*iframe-worker[^\s\"']*"), "disk-search.js"  # the theme's, and ours for it
 LOADED = re.compile(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=[\"']?https?://[^\s>]*")
 ROW, CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]*`")

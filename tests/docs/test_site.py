@@ -25,8 +25,8 @@ from pages.api import PAGES, lazy_attributes  # noqa: E402
 from pages.commands import commands  # noqa: E402
 from pages.metrics import metric_table, spelled_out  # noqa: E402
 
-REPOSITORY = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-MADE = {"index.md", "changelog.md", "contributing.md"}  # of these, by scripts/site_hook.py
+REPOSITORY = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+MADE = {"index.md", "changelog.md", "contributing.md", "security.md"}  # of these, by scripts/site_hook.py
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
