@@ -27,7 +27,7 @@ from keel.doctor.frame import Tokens
 from keel.doctor.hypothesis import Hypothesis, swap
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.rendering import TOKENIZER_ADVICE, TOKENIZER_CAUSE
-from keel.doctor.verdict import Outcome
+from keel.doctor.verdict import Outcome, Verdict
 from keel.models.head import causal_lm
 from keel.rollout.native.engine import NativeEngine
 
@@ -341,6 +341,8 @@ TABLES: dict[str, Table] = {
 
 def measure_loading(subject: KeelSubject) -> Outcome:
     """Token ids moved, weights and settings put elsewhere: which makes gold answers likelier by far."""
+    if found := sorted(subject.found.intersection(_CODES)):
+        return Outcome.of("loading", [Verdict.unchecked(_CODES, f"{found[0]} is found already")])
     verdicts = []
     simpler = [hypothesis for name, hypothesis in subject.tried.items() if name in SIMPLER]
     for table in TABLES.values():
@@ -351,6 +353,7 @@ def measure_loading(subject: KeelSubject) -> Outcome:
     return Outcome.of("loading", verdicts, (f"loading: {verdicts[-1].reason}",))
 
 
+_CODES = ("model/tokenizer", "model/missing-weights")
 SIMPLER = ("a part of the template", "the system prompt", "what questions share")  # explain an answer by its prompt
 
 __all__ = ["TABLES", "measure_loading"]

@@ -45,7 +45,6 @@ MEASURES: tuple[Measure, ...] = (
         measure_loading.__doc__ or "",
         ("model/tokenizer", "model/missing-weights"),
         needs=("golds",),
-        after=("model",),
     ),
     _probe("collection", probe_collection, skill=True),
     _probe("travel", probe_travel, passes=True),
