@@ -70,20 +70,6 @@ def nearly_the_checkpoint(loaded: LoadedModel) -> Held:
     return Held(_noisy(_copy(loaded), 1e-4))
 
 
-def another_size(loaded: LoadedModel) -> Held:
-    """A model with another number of parameters."""
-    from doctor.schooled import fresh_model
-
-    del loaded
-    model, _ = fresh_model(width=16)
-    return Held(model.requires_grad_(False))
-
-
-def adapter_still_on(loaded: LoadedModel) -> Held:
-    """Under LoRA: the policy itself, its adapter never switched off."""
-    return Held(loaded.model)
-
-
 class Off(Held):
     """The base with the adapter switched off."""
 
@@ -132,44 +118,6 @@ def silently_moving(loaded: LoadedModel) -> Held:
     return Follows(_copy(loaded))
 
 
-class Creeps(Follows):
-    """Moves by a thousandth, every tenth step only."""
-
-    rate, every = 1e-3, 10
-
-
-def slowly_moving(loaded: LoadedModel) -> Held:
-    return Creeps(_copy(loaded))
-
-
-class MovesWhenScored(Held):
-    """Blends the policy in whenever somebody scores with it."""
-
-    def __init__(self, model: nn.Module, policy: nn.Module) -> None:
-        super().__init__(model)
-        self.policy = policy
-
-    @contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        blend(self.held, self.policy, 0.05)
-        with evaluating(self.held):
-            yield self.held
-
-
-def moving_when_scored(loaded: LoadedModel) -> Held:
-    return MovesWhenScored(_copy(loaded), loaded.model)
-
-
-class Saturday(Held):
-    """Says that it is a snapshot and never becomes one."""
-
-    kind = "snapshot"
-
-
-def never_moving_snapshot(loaded: LoadedModel, every: int = 3) -> Held:
-    return Saturday(_copy(loaded))
-
-
 class Trains(Held):
     """Scored in training mode, with dropout."""
 
@@ -197,23 +145,6 @@ def dropout_model() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-class _Scaled(nn.Module):
-    """An output embedding at another temperature."""
-
-    def __init__(self, inner: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.weight, self.factor = inner.weight, factor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight) * self.factor  # type: ignore[arg-type]
-
-
-def reference_at_another_temperature(loaded: LoadedModel) -> Held:
-    model: Any = _copy(loaded)
-    model.set_output_embeddings(_Scaled(model.get_output_embeddings(), 2.0))
-    return Held(model)
-
-
 def sums_in_one_pass(model: Any, rows: ScoreRows, *, temperature: float) -> Tensor:
     """A scorer: the completion's mean with gradient (the policy's pass), its sum without (the reference's)."""
     logits = model(rows.tokens, attention_mask=rows.attention_mask, position_ids=rows.position_ids).logits
@@ -231,19 +162,9 @@ def reversed_k3(d: Tensor) -> Tensor:
     return torch.expm1(-d) + d
 
 
-def sign_flipped_k2(d: Tensor) -> Tensor:
-    """Rewards distance."""
-    return -0.5 * d.square()
-
-
 def doubled_k2(d: Tensor) -> Tensor:
     """k2 without its half."""
     return d.square()
-
-
-def detached_k2(d: Tensor) -> Tensor:
-    """A term that forgot its graph, as under no_grad: a number and no force."""
-    return 0.5 * d.square().detach() + 0.0 * d
 
 
 # -- rewards ------------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from doctor.followed import check_named_first, repeated
 from doctor.schooled import schooled_config
 from doctor.test_faults_reference import FAULTS as OF_REFERENCE
 from doctor.test_faults_scoring import FAULTS as OF_SCORING
-from doctor.test_faults_scoring import LORA, TALK
 from doctor.test_travel import FAULTS as OF_TRAVEL
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
-from keel.doctor.probes.clip_range import own_range
-from keel.doctor.probes.limits import clipped_side, probe_limits
+from keel.doctor.probes.clip_range import clip_findings
+from keel.doctor.probes.limits import probe_limits
 from keel.doctor.probes.objective import left_out, probe_objective
 from keel.doctor.probes.sampler import probe_sampler
 from keel.doctor.probes.update import probe_update
@@ -47,38 +46,7 @@ def task(name: str) -> str:
 
 
 FAULTS = {
-    "a loss with its sign flipped": ("loss/sign", [loss("sign_flipped")]),
-    "a loss without the advantage": ("loss/sign", [loss("advantage_ignored")]),
-    "the advantage's size alone": ("loss/sign", [loss("advantage_without_sign")]),
-    "good completions only": ("loss/no-gradient", [loss("good_ones_only")]),
-    "a loss without gradient": ("loss/no-gradient", [loss("loss_detached")]),
-    "half of the rows without gradient": ("loss/no-gradient", [loss("second_half_lost")]),
-    "a loss times the tokens": ("loss/scale", [loss("times_the_tokens")]),
-    "a coefficient that explodes": ("kl/controller", [controller("exploding")]),
-    "a negative coefficient": ("kl/controller", [controller("negative")]),
-    "a coefficient that is no number": ("kl/controller", [controller("not_a_number")]),
-    "a coefficient of zero": ("kl/controller", [controller("falling_silent")]),
-    "a controller that raises": ("kl/controller", [controller("needs_a_measurement")]),
-    "a coefficient in percent": ("kl/controller", [controller("in_percent")]),
-    "a controller in another unit": ("kl/controller", [controller("in_miles")]),
-    "an end token that is not trained": ("mask/end", [engine("EndNotTrained")]),
-    "the same over several turns": ("mask/end", [*TALK, engine("EndNotTrained")]),
-    "an end token that is stripped": ("mask/end", [engine("EndStripped")]),
-    "an engine that runs past the end": ("mask/end", [engine("PastTheEnd"), "rollout.max_completion_length=12"]),
-    "first tokens that are no actions": ("mask/not-actions", [engine("FirstTokenLeftOut")]),
-    "a prompt without its first token": ("sampler/other-prompt", [engine("PromptBeheaded")]),
-    "an adapter at twice its scale": ("sampler/stale", [LORA, engine("LoraTwice")]),
-    "a repetition penalty": ("sampler/filter", [engine("RepetitionPenalty")]),
-    "a scorer that ignores the last token": ("scoring/shifted", [f"model.scorer={HERE}:last_token_ignored"]),
-    "a hidden last prompt token": ("mask/attention", [f"model.scorer={HERE}:last_prompt_token_hidden"]),
-    "half of k3": ("kl/scale", [BIASED, f"kl.estimator={HERE}:half_k3"]),
-    "a penalty that begins far away": ("kl/no-gradient", [BIASED, f"kl.estimator={HERE}:nothing_when_near"]),
-    "half of a reversed k3": ("kl/reversed", [BIASED, f"kl.estimator={HERE}:half_reversed_k3"]),
-    "a reference that follows at once": ("reference/follows", [f"reference.kind={HERE}:following"]),
     "an average that follows at once": ("reference/follows", ["reference={kind: ema, every: 1, alpha: 0.99}"]),
-    "a reference that is not saved": ("reference/not-saved", [f"reference.kind={HERE}:not_saved"]),
-    "a reference that saves the policy": ("reference/not-saved", [f"reference.kind={HERE}:saves_the_policy"]),
-    "a reference that is not loaded": ("reference/not-saved", [f"reference.kind={HERE}:not_loaded"]),
     "a reward of −1e30": ("reward/cliff", [f"rewards=[{{name: '{HERE}:abyss'}}]"]),
     "the same problems at every step": ("task/repeats", [task("same_every_step"), "run.max_steps=100"]),
     "the same problems for steps on end": ("task/repeats", [task("same_for_steps_on_end")]),
@@ -88,21 +56,11 @@ FAULTS = {
 }
 
 
-PHRASES = {  # of which the explanation is the fault itself
-    "a prompt without its first token": "under prompts without their first 1 tokens",
-    "a scorer that ignores the last token": "the last token of each completion",
-    "a repetition penalty": "repetition penalty of 1.",
-    "half of k3": "0.5 times ∇KL(ref‖policy)",
-}
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_first(fault: str) -> None:
     whole = not repeated(FAULTS, fault, OF_REFERENCE, OF_SCORING, OF_TRAVEL)
     diagnosis = check_named_first(*FAULTS[fault], whole=whole)
     assert not [line for line in diagnosis.unchecked if "Error" in line], diagnosis.unchecked
-    first = diagnosis.findings[0]
-    assert PHRASES.get(fault, "") in f"{first.evidence} {first.cause}"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +85,7 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
 )
 def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
     setup = build_subject(schooled_config(loss(wrong), "loss.num_iterations=2"))
-    (finding,) = clipped_side(setup, {}, load_thresholds())
+    (finding,) = clip_findings(setup, {}, load_thresholds())
     assert (finding.code, finding.severity) == ("loss/clip", severity)
     assert because in finding.cause
 
@@ -143,17 +101,17 @@ def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severit
 )
 def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: int, named: bool) -> None:
     setup = build_subject(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
-    found = [*own_range(setup, {}, load_thresholds())]
-    assert [(f.code, f.severity) for f in found] == [("loss/clip", "warning")] * named
+    found = [*clip_findings(setup, {}, load_thresholds())]
+    assert [(f.code, f.severity) for f in found] == [("loss/clip", "error")] * named
 
 
-@pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "go up"), ((0.0, 0.28), "go down"), ((0.2, 0.28), "")])
+@pytest.mark.parametrize(("limits", "side"), [((0.2, 0.0), "up"), ((0.0, 0.28), "down"), ((0.2, 0.28), "")])
 def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side: str) -> None:
     options = [f"{name}={value}" for name, value in zip(("loss.epsilon", "loss.epsilon_high"), limits, strict=True)]
     setup = build_subject(schooled_config("loss.num_iterations=4", *options))
     probe_update(setup, load_thresholds())
     named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
-    assert [f"tokens that {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
+    assert [f"have gone {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +134,7 @@ def test_every_clip_of_keels_own_cuts_its_side() -> None:
     setup = build_subject(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
     for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
         run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
-        assert not [*clipped_side(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
+        assert not [*clip_findings(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
 
 
 @pytest.mark.parametrize(
@@ -218,7 +176,7 @@ def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(t
             of_batch={"logp": torch.full((2, tokens), -1.0)},
             loss_length=tokens,
         )
-        assert bool([*own_range(long, {}, load_thresholds())]) == expected, name
+        assert bool([*clip_findings(long, {}, load_thresholds())]) == expected, name
 
 
 def test_weights_of_ones_own_are_noted_and_not_judged() -> None:

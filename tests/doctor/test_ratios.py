@@ -9,7 +9,7 @@ from torch import Tensor
 
 from doctor.schooled import schooled_config
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes.ratios import ratio_findings
+from keel.doctor.probes.objective import ratio_findings
 from keel.doctor.thresholds import load_thresholds
 from keel.losses import LOSSES, LossInputs, LossOptions, PolicyTerm
 from keel.losses.policy import clipped

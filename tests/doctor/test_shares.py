@@ -13,12 +13,11 @@ import torch
 from doctor.followed import check_named_first, follow
 from doctor.schooled import nearness, schooled_config, schooled_model
 from keel.base.types import Problem, Reward
-from keel.doctor.evidence import chance_above
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
 from keel.doctor.probes.exploration import drawn_logits, entropy, probe_exploration
-from keel.doctor.probes.limits import MANY, chance_over, probe_limits, simulated_skips
+from keel.doctor.probes.limits import probe_limits
 from keel.doctor.probes.objective import probe_objective
 from keel.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
 from keel.doctor.probes.states import mean_kl, policy_states
@@ -27,7 +26,6 @@ from keel.doctor.thresholds import load_thresholds
 from keel.kl import exact_kl
 from keel.models.fingerprint import fingerprint
 from keel.rollout.sampling import SamplingParams
-from keel.trainer.options import GuardLimits
 
 pytestmark = pytest.mark.doctor
 
@@ -160,11 +158,6 @@ def test_what_is_drawn_at_a_temperature_and_after_filters() -> None:
     assert entropy(drawn_logits(logits, SamplingParams(temperature=100.0))) == pytest.approx(math.log(4), rel=1e-3)
 
 
-def test_a_spike_guard_skips_what_lies_above_its_limit() -> None:
-    assert simulated_skips(0.2, GuardLimits()) == 0.0
-    assert simulated_skips(0.2, GuardLimits(grad_spike=1.01)) > 0.5
-
-
 def test_the_scale_of_an_adapter() -> None:
     assert adapter_scale(build_subject(schooled_config("model.lora={r: 4, alpha: 2}")).policy.model) == 0.5
     assert adapter_scale(build_subject(schooled_config()).policy.model) is None
@@ -207,7 +200,6 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("guard/skips-all", [SKIP, "guards.grad_spike=1.0000001", "rollout.prompts_per_step=1"], "median"),
     ("guard/skips-all", ["kl.budget=1.0e-8"], "budget"),
     ("loss/no-gradient", ["loss.mismatch={kind: icepop, floor: 1.0, cap: 1.0}", HALF], "no token"),
-    ("loss/clip", ["loss.num_iterations=50", "optim.learning_rate=2e-3"], "num_iterations"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=1e-7"], "epsilon"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=9"], "epsilon"),
     ("kl/controller", ["kl.controller={name: step, target: 600}"], "another unit"),
@@ -306,14 +298,3 @@ def test_terms_in_balance_raise_nothing(overrides) -> None:
 )
 def test_it_is_the_first_finding_of_a_preflight(code, overrides) -> None:
     check_named_first(code, overrides)
-
-
-def test_the_clearer_of_two_tests_of_shares_counts_twice() -> None:
-    from scipy.stats import ttest_1samp
-
-    shares = [0.5 + 0.01 * (i % 5) for i in range(MANY)]
-    by_scatter = ttest_1samp(shares, 0.515, alternative="greater").pvalue
-    assert by_scatter < chance_above(shares, 0.515)
-    assert chance_over(shares, 0.515) == pytest.approx(2 * by_scatter)
-    assert chance_over(shares[1:], 0.515) == chance_above(shares[1:], 0.515)
-    assert chance_over(shares, 0.6) == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
@@ -12,24 +11,17 @@ from torch import Tensor
 
 from keel.base.types import Group
 from keel.doctor.advice import either
-from keel.doctor.decide import by_mean
 from keel.doctor.evidence import at_least, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.clip_range import clip_options, clipped_side, idle_passes, own_range
-from keel.doctor.probes.reach import gradient_norm
-from keel.doctor.probes.update import FirstUpdate, loss_gradients, moved, one_digit
+from keel.doctor.probes.clip_range import clip_findings
+from keel.doctor.probes.update import FirstUpdate, moved, one_digit
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
-from keel.trainer.guards import NORM_WINDOW, spike_limit
-from keel.trainer.options import GuardLimits
 
-STEPS = 400  # of a simulated guard
-MANY = 30  # problems from which on the scatter of their shares tells more than a bound that holds for any
-LEAST_SCATTER = 0.01  # of norms: no two batches have the same one
-CLOSE_SPIKE = 3.0  # times the median: from here on a spike guard cannot meet ordinary norms
+SCATTER = 0.1  # of gradient norms from step to step, at least
 
 
 def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
@@ -41,13 +33,8 @@ def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     figures: dict[str, float] = {}
     findings = (
         *_rejects(setup, first, figures, thresholds),
-        *(
-            [*clipped_side(setup, figures, thresholds)]
-            or [*clip_options(setup, first, figures, thresholds)]
-            or [*own_range(setup, figures, thresholds)]
-            or idle_passes(setup, first, figures)
-        ),
-        *_skips(setup, first, figures, thresholds),
+        *clip_findings(setup, figures, thresholds),
+        *_skips(setup, figures, thresholds),
         *_budget(setup, first, thresholds),
         *_too_old(setup, first, figures, thresholds),
         *_triggered(setup, first),
@@ -78,7 +65,7 @@ def _rejects(
         return [float((values > limit).double().mean()) for values in ratios]
 
     def chance_of(groups: Sequence[Group]) -> float:
-        return chance_over(shares(groups), most)
+        return chance_above(shares(groups), most)
 
     def undecided(groups: Sequence[Group]) -> bool:
         return fmean(shares(groups)) > most and chance_of(groups) > level(thresholds)
@@ -101,14 +88,6 @@ def _rejects(
     )
 
 
-def chance_over(shares: Sequence[float], most: float) -> float:
-    """Of a mean this far over `most`: by a bound that holds for any shares, and of many by their scatter, too."""
-    bound = chance_above(shares, most)
-    if len(shares) < MANY:
-        return bound
-    return min(1.0, 2 * min(bound, by_mean([share - most for share in shares])))  # the clearer one of two
-
-
 def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
     """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
 
@@ -124,53 +103,21 @@ def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level:
     return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
 
 
-def _skips(
-    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
-    """The spike guard on gradient norms that scatter as those of this batch's groups do."""
+def _skips(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """The spike guard on log-normal gradient norms that scatter as little as any run's do."""
     guards, spike = setup.config.guards, setup.run.limits.grad_spike
-    if guards.on_spike != "skip" or spike >= CLOSE_SPIKE:
+    if guards.on_spike != "skip":
         return
-    scatter = _norm_scatter(setup, first)
-    figures |= {"norm_scatter": scatter, "skipped": simulated_skips(scatter, setup.run.limits)}
+    figures["skipped"] = 0.5 * math.erfc(math.log(max(spike, 1e-9)) / SCATTER / math.sqrt(2))
     if not figures["skipped"] > thresholds["skipped_most"]:
         return
     yield finding(
         "guard/skips-all",
-        f"gradient norms scatter by {scatter:.0%} from step to step: guards.grad_spike={spike:g} with on_spike=skip "
-        f"would skip {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
+        f"where gradient norms scatter by {SCATTER:.0%} from step to step, guards.grad_spike={spike:g} with "
+        f"on_spike=skip skips {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
         "ordinary norms count as spikes; what is skipped leaves the running median, which then falls further",
         propose("set {}, or {}", {"guards.grad_spike": 10.0}, {"guards.on_spike": "warn"}),
     )
-
-
-def _norm_scatter(setup: KeelSubject, first: FirstUpdate) -> float:
-    """The relative scatter of a step's gradient norm: that of single groups, over the root of their number."""
-    rows = first.batch.rows
-    assert rows.group is not None
-    assert rows.advantages is not None
-    norms = []
-    for number in range(len(setup.groups)):
-        only = torch.where(rows.group == number, rows.advantages, torch.zeros_like(rows.advantages))
-        batch = first.batch.with_rows(advantages=only, kl_advantages=None)
-        norms.append(gradient_norm(loss_gradients(setup, batch, beta=0.0, entropy_coef=0.0)[0]))
-    values = torch.tensor([norm for norm in norms if norm > 0], dtype=torch.float64)
-    if len(values) < 2:
-        return LEAST_SCATTER
-    return max(LEAST_SCATTER, float(values.std() / values.mean()) / math.sqrt(setup.config.rollout.prompts_per_step))
-
-
-def simulated_skips(scatter: float, limits: GuardLimits) -> float:
-    """The share of updates that the loop's own guard would skip on log-normal norms of that scatter."""
-    draw, skipped = random.Random(0), 0
-    norms: list[float] = []
-    for _ in range(STEPS):
-        norm, limit = math.exp(scatter * draw.gauss(0, 1)), spike_limit(norms[-NORM_WINDOW:], limits)
-        if limit is not None and norm > limit:
-            skipped += 1
-        else:
-            norms.append(norm)
-    return skipped / STEPS
 
 
 def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:

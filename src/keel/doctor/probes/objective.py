@@ -13,7 +13,6 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.advantage import token_weights
 from keel.doctor.probes.controller import LEVELS, controller_findings
-from keel.doctor.probes.ratios import ratio_findings
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.losses import LossOptions, objective
@@ -21,6 +20,10 @@ from keel.losses.recipes import get_loss
 from keel.losses.reductions import get_reduction
 
 ROWS = 0.1  # of a batch
+LENGTHS = (7, 4, 5, 3)  # of made-up completions, in two groups
+COMMON, RARER = -1.0, 4.0  # log-probability of all their tokens; nats by which they are rarer then, for both policies
+STEP = 0.05  # nats by which one token's old log-probability is moved, within every clip range of tokens
+ROUNDING = 1e-4  # of a push
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
 
 
@@ -61,28 +64,28 @@ def loss_gradient(
     """
     if "logp" not in setup.of_batch:
         setup.of_batch["logp"] = setup.logp()
-    logp = setup.of_batch["logp"].clone().requires_grad_()
+    logp = setup.of_batch["logp"]
     rows = Batch(
         action_mask=setup.mask,
         advantages=advantage,
-        old_logp=logp.detach() - step,
-        ref_logp=logp.detach() + log_ratio,
+        old_logp=logp - step,
+        ref_logp=logp + log_ratio,
         group=setup.batch.rows.group,
     )
+    return _derivative(setup, logp, rows, setup.run.loss if loss is None else loss, beta, setup.loss_length)
+
+
+def _derivative(
+    setup: KeelSubject, logp: Tensor, rows: Batch, loss: LossOptions, beta: float, length: int | None
+) -> Tensor:
+    logp = logp.clone().requires_grad_()
     zero = torch.zeros_like(logp)
-    out = objective(
-        Scores(logp, zero, zero, ref_policy_kl=zero, divergence=zero),
-        rows,
-        setup.run.loss if loss is None else loss,
-        setup.run.kl,
-        beta,
-        pairing=setup.run.pairing,
-        max_completion_length=setup.loss_length,
-    )
+    scores = Scores(logp, zero, zero, ref_policy_kl=zero, divergence=zero)
+    out = objective(scores, rows, loss, setup.run.kl, beta, pairing=setup.run.pairing, max_completion_length=length)
     if not out.loss.requires_grad:
-        return torch.zeros_like(logp)
+        return zero
     (gradient,) = torch.autograd.grad(out.loss, logp, allow_unused=True)
-    return torch.zeros_like(logp) if gradient is None else gradient
+    return zero if gradient is None else gradient
 
 
 def _pushes(
@@ -213,3 +216,57 @@ def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
     """The share of tokens among those with a positive and with a negative advantage."""
     chosen = (where[up], where[~up])
     return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]
+
+
+def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+    """A loss's derivative by the log-probabilities is a function of ratios, each of a token and its own old one."""
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    flat, device = torch.full(mask.shape, COMMON), setup.mask.device
+
+    def derivative(logp: Tensor, old: Tensor) -> Tensor:
+        rows = Batch(
+            action_mask=mask.to(device),
+            advantages=torch.tensor(ADVANTAGES, device=device),
+            old_logp=old.to(device),
+            ref_logp=logp.to(device),
+            group=torch.arange(len(mask), device=device) // 2,
+        )
+        return _derivative(setup, logp.to(device), rows, setup.run.loss, 0.0, max(LENGTHS)).cpu()
+
+    try:
+        common, rare = (derivative(logp, logp) for logp in (flat, flat - RARER))
+        changes = []
+        for row, column in mask.nonzero().tolist():
+            old = flat.clone()
+            old[row, column] -= STEP
+            changes.append(((derivative(flat, old) - common).abs() > ROUNDING * common.abs().max())[mask])
+        moved = torch.stack(changes)  # [N, N]: whose push moves with whose old log-probability
+    except Exception:  # a loss of one's own may raise anything on rows that it does not expect
+        return
+    alive = mask & (common != 0)
+    if not bool(alive.any()) or not bool(torch.stack([common, rare]).isfinite().all()):
+        return
+    times = figures["pushed_rare"] = float((rare[alive] / common[alive]).abs().median())
+    limit, loss_name = thresholds["loss_by_probability"], f"loss.loss_type={setup.config.loss.loss_type}"
+    own, rows_of = moved.diagonal(), mask.nonzero()[:, 0]
+    others = moved & ~torch.eye(len(moved), dtype=torch.bool)
+    in_row = (others & (rows_of == rows_of[:, None])).sum(-1)  # what comes before a token may weigh all that follow
+    if not bool(own.any()) and bool(others.any()) and int(in_row.max()) <= 1:
+        yield finding(
+            "loss/clip",
+            f"of {len(moved)} tokens of made-up completions none is pushed otherwise where its own old log-probability "
+            f"moves by {STEP:g} nats, and another token is for {int(others.any(-1).sum())} of them",
+            f"{loss_name} takes ratios to the old log-probability of another token: they are far from 1 at the first "
+            "update, and what is cut or weighed by them has nothing to do with how far the policy has moved",
+            "take the ratio of inputs.logp and inputs.old_logp at the same place (no roll, slice or flip of one alone)",
+        )
+    elif not 1 / limit <= times <= limit:
+        rule = "tokens that are rare" if times > 1 else "tokens that are sure already"
+        yield finding(
+            "loss/scale",
+            f"where all tokens are e^{RARER:g} times as rare under old and new policy alike, so that ratios stay 1, "
+            f"the median token is pushed {times:.3g} times as hard (beyond {limit:g} times, or one over it)",
+            f"{loss_name} weighs tokens by their probability and not by the ratio: {rule} decide the update",
+            "use the ratio exp(logp − old_logp), or logp by itself; nothing, if that weight is meant",
+            severity="warning",
+        )
