@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doctor.histories import altered, configured, evaluation, healthy
-from keel.doctor.checks import CHECKS, check_history, distillation
+from keel.doctor.checks import CHECKS, check_history
 from keel.doctor.history import History, Series
 from keel.doctor.thresholds import load_thresholds
 
@@ -129,7 +129,7 @@ def test_what_is_missing_is_said_and_never_a_finding(names):
 def test_an_empty_log_checks_nothing_and_says_so():
     diagnosis = check_history(History("table", healthy().path))
     assert diagnosis.findings == ()
-    assert len(diagnosis.unchecked) >= len(CHECKS) - len(distillation.CHECKS) - 3  # which a run without a teacher lacks
+    assert len(diagnosis.unchecked) >= len(CHECKS) / 2  # the others need what few logs hold, or a teacher
 
 
 def test_the_figures_and_steps_are_in_the_evidence():

@@ -12,7 +12,7 @@ import pytest
 from doctor.histories import altered, configured, evaluation, healthy
 from doctor.simulated import noise
 from keel.doctor.checks import check_history
-from keel.doctor.checks.base import clear, level
+from keel.doctor.checks.base import Log
 from keel.doctor.checks.evaluation import MOST_COMPLETIONS, _completions, _counted, coins
 from keel.doctor.history import History, Series
 from keel.doctor.names import derived
@@ -512,7 +512,7 @@ def first(history: History) -> str:
 
 @pytest.mark.parametrize("share", [5e-324, 1e-310, 1e-9, 0.25, 1.0])
 def test_a_share_of_next_to_nothing_is_one_of_many_completions(share: float) -> None:
-    assert 1 <= _completions(healthy(), Series.of([(1, share), (2, share)])) <= MOST_COMPLETIONS
+    assert 1 <= _completions(Log.of(healthy(), LIMITS), Series.of([(1, share), (2, share)])) <= MOST_COMPLETIONS
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, 1e308])
@@ -544,11 +544,11 @@ def test_the_clearest_of_several_tests_is_counted_as_often() -> None:
     rng = np.random.default_rng(0)
     series = Series.of((step, 0.002 * step + rng.normal(0, 0.1)) for step in range(200))
     both = [change.chance for change in (trend(series), ends(series)) if change is not None]
-    found = course(series)
+    found, log = course(series), Log.of(healthy(), LIMITS)
     assert found is not None
     assert found.chance == pytest.approx(min(1.0, 2 * min(both)))
-    assert clear(replace(found, chance=level(LIMITS) / 2), LIMITS, 2)
-    assert not clear(replace(found, chance=level(LIMITS) / 2), LIMITS, 3)
+    assert log.clear(replace(found, chance=log.level / 2), 2)
+    assert not log.clear(replace(found, chance=log.level / 2), 3)
 
 
 def test_a_figure_that_jumps_to_a_level_and_is_the_same_from_there_on() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from keel.doctor.runs import number, option_of
 
@@ -41,11 +41,24 @@ class Series:
     @property
     def bad_steps(self) -> tuple[int, ...]:
         """Steps at which the value was not finite."""
-        return tuple(int(s) for s, v in zip(self.steps, self.values, strict=True) if not math.isfinite(v))
+        return tuple(self.where(lambda value: not math.isfinite(value)))
+
+    def mapped(self, function: Callable[[float], float]) -> Series:
+        """A function of every value."""
+        return Series.of(zip(self.steps, map(function, self.values), strict=True))
 
     def scaled(self, factor: float) -> Series:
         """Every value times `factor`."""
-        return self if factor == 1 else Series(self.steps, tuple(factor * value for value in self.values))
+        return self if factor == 1 else self.mapped(lambda value: factor * value)
+
+    def beside(self, other: Series) -> Iterator[tuple[float, float, float]]:
+        """(step, value, the other's value) at the steps that both have."""
+        at = dict(zip(other.steps, other.values, strict=True))
+        return ((s, v, at[s]) for s, v in zip(self.steps, self.values, strict=True) if s in at)
+
+    def where(self, holds: Callable[[float], bool]) -> list[int]:
+        """The steps whose value is as asked."""
+        return [int(step) for step, value in zip(self.steps, self.values, strict=True) if holds(value)]
 
     def head(self, count: int) -> Series:
         """The first values."""
@@ -156,7 +169,7 @@ class History:
         """The last step that was recorded."""
         return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))
 
-    def since(self, step: float) -> History:
+    def since(self, step: float) -> Self:
         """The same with what was recorded from a step on."""
         return replace(self, series={name: series.since(step) for name, series in self.series.items()})
 

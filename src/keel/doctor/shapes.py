@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -241,16 +242,21 @@ def turns(series: Series, size: float) -> tuple[int, float]:
         return 0, 1.0
     width = max(3, len(values) // 40)
     levels = [float(np.median(values[i : i + width])) for i in range(0, len(values) - width + 1, width)]
-    count, direction, low, high = 0, 0, levels[0], levels[0]
-    for value in levels:
+    error = MEDIAN_ERROR * jitter(series) * math.sqrt(2 / width)
+    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 1.0
+    return zigzag(levels, size), min(1.0, chance * len(levels))
+
+
+def zigzag(values: Sequence[float], size: float) -> int:
+    """How often values go up or down by more than `size`, one after the other."""
+    count, direction, low, high = 0, 0, math.inf, -math.inf
+    for value in values:
         low, high = min(low, value), max(high, value)
         if direction <= 0 and value > low + size:
             count, direction, high = count + 1, 1, value
         elif direction >= 0 and value < high - size:
             count, direction, low = count + 1, -1, value
-    error = MEDIAN_ERROR * jitter(series) * math.sqrt(2 / width)
-    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 1.0
-    return count, min(1.0, chance * len(levels))
+    return count
 
 
 def frozen_since(series: Series) -> tuple[int, int]:

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
 
 from keel.doctor.causes import explain, figures_in_scope, in_scope
-from keel.doctor.checks import (
-    clip,
-    course,
-    depth,
-    distillation,
-    episodes,
-    evaluation,
-    exploration,
-    gradients,
-    guards,
-    kl,
-    optim,
-    output,
-    penalty,
-    reference,
-    reward,
-    sampler,
-)
-from keel.doctor.checks.base import Check, Unchecked, has_teacher
+from keel.doctor.checks.base import CHECKS, Log, Unchecked
 from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
 from keel.doctor.findings import Finding, ranked
 from keel.doctor.formula import formula_of
@@ -32,36 +16,24 @@ from keel.doctor.history import History
 from keel.doctor.suspects import history_figures, judge_suspects
 from keel.doctor.thresholds import Thresholds, load_thresholds
 
-CHECKS: tuple[Check, ...] = (
-    *reward.CHECKS,
-    *output.CHECKS,
-    *exploration.CHECKS,
-    *episodes.CHECKS,
-    *kl.CHECKS,
-    *penalty.CHECKS,
-    *reference.CHECKS,
-    *distillation.CHECKS,
-    *sampler.CHECKS,
-    *depth.CHECKS,
-    *optim.CHECKS,
-    *gradients.CHECKS,
-    *guards.CHECKS,
-    *clip.CHECKS,
-    *evaluation.CHECKS,
-    *course.CHECKS,
-)
+for _area in iter_modules(__path__):
+    import_module(f"{__name__}.{_area.name}")  # which registers its checks
 
 
 def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
     """All checks on one history: findings worst first, and what could not be decided with the reason."""
     limits = load_thresholds() if thresholds is None else thresholds
-    by_check = [(check.__module__.rpartition(".")[2], [*check(history, limits)]) for check in CHECKS]
+    log = Log.of(history, limits)
+    by_check: list[tuple[str, list[Finding | Unchecked | None]]] = [
+        (check.__module__.rpartition(".")[2], [*check(log)] or [None] * len(codes[:1]))
+        for check, codes in CHECKS.items()
+    ]
     results = [result for _, row in by_check for result in row]
     unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
     found = in_scope((result for result in results if isinstance(result, Finding)), history.config)
     merged = merge_by_code(found)
-    first = _first_step(history)
-    from_start = {r.code for check in CHECKS for r in check(first, limits) if isinstance(r, Finding)}
+    first = _first_step(log)
+    from_start = {result.code for check in CHECKS for result in check(first) if isinstance(result, Finding)}
     diagnosis = Diagnosis(
         explain(merged, log=True, from_start=from_start),
         hypotheses=judge_suspects(
@@ -73,19 +45,19 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
         ),
         unchecked=tuple(unchecked),
         notes=(*history.notes, *history.missing),
-        sound=_sound([row for row in by_check if _concerned(row[0], history)]),
+        sound=_sound([row for row in by_check if _concerned(row[0], log)]),
     )
     return with_threshold_notes(diagnosis, limits)
 
 
-def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tuple[str, ...]:
+def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked | None]]]) -> tuple[str, ...]:
     """Areas in which nothing was found, not even a note, and at least half could be decided; of how much, if not all.
 
     A check that could not be made counts with each of its codes, one that was made and silent counts once.
     """
     areas: dict[str, list[Finding | Unchecked | None]] = {}
     for area, row in by_check:
-        areas.setdefault(area, []).extend(row or [None])
+        areas.setdefault(area, []).extend(row)
     names = []
     for area, results in areas.items():
         decided, total = results.count(None), len(results)
@@ -94,17 +66,17 @@ def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked]]]) -> tup
     return tuple(names)
 
 
-def _concerned(area: str, history: History) -> bool:
+def _concerned(area: str, log: Log) -> bool:
     """Whether there was a teacher, tools or turns to judge: their checks are silent where there were none."""
     if area == "distillation":
-        return has_teacher(history)
-    return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in history.series)
+        return log.has_teacher
+    return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in log.series)
 
 
-def _first_step(history: History) -> History:
+def _first_step(log: Log) -> Log:
     """What was known before the first update."""
-    series = {name: series.head(1) for name, series in history.series.items()}
-    return replace(history, series=series, events=(), evaluations=(), rollouts=())
+    series = {name: series.head(1) for name, series in log.series.items()}
+    return replace(log, series=series, events=(), evaluations=(), rollouts=())
 
 
 def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:

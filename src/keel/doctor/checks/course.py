@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from keel.doctor.checks.base import RECENT, CheckResults, clear, level, not_recorded, reward_size, saturated
+from keel.doctor.checks.base import RECENT, CheckResults, Log, check, not_shown
 from keel.doctor.findings import finding
-from keel.doctor.history import History, Series
+from keel.doctor.history import Series
 from keel.doctor.shapes import LEAST, Change, around, jumps, noise
-from keel.doctor.thresholds import Thresholds
 
 # What jumps for the same reason counts once: one name a family is looked at, the first that was recorded.
 FAMILIES = (
@@ -36,24 +35,21 @@ LITTLE, TINY = 1e-4, 1e-300  # of the largest value, below which a logarithm is 
 Jump = tuple[str, Change]
 
 
-def shifts(history: History, thresholds: Thresholds) -> dict[int, list[Jump]]:
+def shifts(log: Log) -> dict[int, list[Jump]]:
     """Steps at which metrics of two families or more jump and stay, with these jumps; neighbouring steps are one.
 
     A KL or a reward that jumps alone counts where nothing else that could have moved with it has, and a gradient that
     is of another size from one step to the next always.
     """
     at: dict[int, list[Jump]] = {}
-    moves = history.moves_reference
     for family in FAMILIES:
-        if moves and family[0].startswith("kl/policy_ref"):
+        if log.moves_reference and family[0].startswith("kl/policy_ref"):
             continue  # falls whenever the reference moves, and the gradient with it
-        name = next((name for name in family if history.get(name) is not None), None)
-        if name is None:
-            continue
-        for jump in _jumps(name, history.series[name], level(thresholds)):
+        name = next((name for name in family if log.get(name) is not None), None)
+        for jump in _jumps(name, log.series[name], log.level) if name is not None else ():
             near = next((step for step in at if abs(step - jump.step) <= 1), jump.step)
-            at.setdefault(near, []).append((name, jump))
-    alone = {step for step, row in at.items() if len(row) == 1 and _unwritten(history, step, *row[0], thresholds)}
+            at.setdefault(near, []).append((str(name), jump))
+    alone = {step for step, row in at.items() if len(row) == 1 and _unwritten(log, step, *row[0])}
     return {step: row for step, row in at.items() if len({name for name, _ in row}) > 1 or step in alone}
 
 
@@ -67,11 +63,11 @@ def _jumps(name: str, series: Series, chance: float) -> list[Change]:
 
 def _logarithm(series: Series) -> Series:
     """Of its finite values; what is next to nothing beside the largest is as much."""
-    least = LITTLE * max(map(abs, series.finite.values))
-    return Series(series.finite.steps, tuple(math.log(max(value, least, TINY)) for value in series.finite.values))
+    least = max(LITTLE * max(map(abs, series.finite.values)), TINY)
+    return series.finite.mapped(lambda value: math.log(max(value, least)))
 
 
-def _unwritten(history: History, step: int, name: str, jump: Change, thresholds: Thresholds) -> bool:
+def _unwritten(log: Log, step: int, name: str, jump: Change) -> bool:
     """Whether KL or reward alone goes up at once and stays there, while nothing that the policy does changes.
 
     An update that takes the policy that far, or teaches it that much, changes what it writes: at least two such figures
@@ -79,30 +75,32 @@ def _unwritten(history: History, step: int, name: str, jump: Change, thresholds:
     that jumps to its top is a task that was solved; a KL that grows may leap. A gradient that shrinks to a trifle at
     once and for good needs no other sign, unless the groups' spread is known, which tells why.
     """
-    of_reward, series = name == "reward/mean", history.series[name]
+    of_reward, series = name == "reward/mean", log.series[name].finite
     if name == "grad/norm":
-        vanished = 0 < jump.after <= thresholds["grad_vanished"] * jump.before
-        begun = bisect_left(series.finite.steps, jump.step) >= BEGUN * len(series.finite)
-        begun = begun and not saturated(history, thresholds)
-        return vanished and begun and _stays(series, jump) and history.get("reward/zero_variance_fraction") is None
-    if of_reward and _rescaled(history, jump):
+        vanished = 0 < jump.after <= log.limits["grad_vanished"] * jump.before
+        begun = bisect_left(series.steps, jump.step) >= BEGUN * len(series) and not log.saturated
+        return vanished and begun and _stays(series, jump) and log.get("reward/zero_variance_fraction") is None
+    if of_reward and _rescaled(log, jump):
         return True
-    least = thresholds["gap_reward"] * reward_size(history) if of_reward else thresholds["kl_alone"]
+    least = log.limits["gap_reward"] * log.size if of_reward else log.limits["kl_alone"]
     if not name.startswith(("reward/mean", "kl/policy_ref")) or jump.size <= least:
         return False
-    apart = statistics.median(after - before for before, after in pairwise(series.finite.steps))
-    if of_reward and (apart > BETWEEN or saturated(history, thresholds) or not _stays(series, jump)):
+    apart = statistics.median(after - before for before, after in pairwise(series.steps))
+    if of_reward and (apart > BETWEEN or log.saturated or not _stays(series, jump)):
         return False
-    if _goes_on(series, jump) or (not of_reward and _multiplied(series, jump, level(thresholds))):
+    first, last = (statistics.median(part.values) for part in (series.head(RECENT), series.tail(RECENT)))
+    if last - first > 2 * jump.size:  # it goes further by other steps: the jump is a part of its course
         return False
+    if not of_reward and all(other.step != jump.step for other in jumps(_logarithm(series), log.level)):
+        return False  # it is multiplied by as much at other steps
     others = [*WRITTEN[1:], "grad/norm"] if of_reward else WRITTEN
-    shown = [other for n in others if (other := history.get(n)) is not None and len(other.finite) >= LEAST]
+    shown = [other for n in others if (other := log.get(n)) is not None and len(other.finite) >= LEAST]
     return len(shown) >= 2 and not any(_moved(other, step) for other in shown)
 
 
-def _rescaled(history: History, jump: Change) -> bool:
+def _rescaled(log: Log, jump: Change) -> bool:
     """Whether a reward and its deviation are multiplied by the same at once, and by more than a policy learns."""
-    spread = history.get("reward/std")
+    spread = log.get("reward/std")
     if spread is None or min(jump.before, jump.after) <= 0:
         return False
     values, at = spread.finite.values, bisect_left(spread.finite.steps, jump.step)
@@ -114,21 +112,9 @@ def _rescaled(history: History, jump: Change) -> bool:
     return min(apart) > math.log(RESCALED) and abs(math.log(factors[0] / factors[1])) < math.log(2)
 
 
-def _goes_on(series: Series, jump: Change) -> bool:
-    """Whether a figure goes further by other steps than by this jump, which is a part of its course then."""
-    first, last = (statistics.median(part.values) for part in (series.finite.head(RECENT), series.finite.tail(RECENT)))
-    return last - first > 2 * jump.size
-
-
-def _multiplied(series: Series, jump: Change, chance: float) -> bool:
-    """Whether a figure is multiplied at other steps as much as by this jump."""
-    return all(j.step != jump.step for j in jumps(_logarithm(series), chance))
-
-
 def _stays(series: Series, jump: Change) -> bool:
     """Whether a figure keeps at least half of a jump at every later tenth of the series."""
-    later = series.finite.since(jump.step).values
-    width = max(5, len(series.finite) // 10)
+    later, width = series.since(jump.step).values, max(5, len(series) // 10)
     middle, sign = (jump.before + jump.after) / 2, math.copysign(1.0, jump.size)
     levels = (statistics.median(later[i : i + width]) for i in range(0, max(1, len(later) - width), width))
     return all(sign * (level - middle) > 0 for level in levels)
@@ -145,23 +131,19 @@ def _moved(series: Series, step: int) -> bool:
     return at not in changes or abs(changes[at] - statistics.median(changes.values())) > least
 
 
-def rewritten(history: History, step: int, thresholds: Thresholds, names: Sequence[str] = WRITTEN) -> bool:
+def rewritten(log: Log, step: int, names: Sequence[str] = WRITTEN) -> bool:
     """Whether what the policy writes is another from that step on, by one of these figures and beyond noise."""
-    shown = (series for name in names if (series := history.get(name)) is not None)
+    shown = (series for name in names if (series := log.get(name)) is not None)
     changes = (change for series in shown if (change := around(series, step, RECENT)) is not None)
-    return any(clear(c, thresholds) and abs(c.size) > REWRITTEN * max(abs(c.before), abs(c.after)) for c in changes)
+    return any(log.clear(c) and abs(c.size) > REWRITTEN * max(abs(c.before), abs(c.after)) for c in changes)
 
 
-def shift_steps(history: History, thresholds: Thresholds) -> tuple[int, ...]:
-    """Only the steps."""
-    return tuple(shifts(history, thresholds))
-
-
-def shift(history: History, thresholds: Thresholds) -> CheckResults:
+@check("run/shift")
+def shift(log: Log) -> CheckResults:
     """Several metrics at another level from one step to the next."""
-    if sum(any(history.get(name) is not None for name in family) for family in FAMILIES) < 2:
-        yield not_recorded("run/shift", "more than one metric that could jump")
-    for step, together in shifts(history, thresholds).items():
+    if sum(any(log.get(name) is not None for name in family) for family in FAMILIES) < 2:
+        raise not_shown("more than one metric that could jump")
+    for step, together in shifts(log).items():
         changes = ", ".join(f"{name} {jump.before:.3g} → {jump.after:.3g}" for name, jump in together)
         yield finding(
             "run/shift",
@@ -172,6 +154,3 @@ def shift(history: History, thresholds: Thresholds) -> CheckResults:
             f"compare options, data and checkpoint before and after step {step}; what was meant needs no cure, but "
             "both sides are different runs",
         )
-
-
-CHECKS = (shift,)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from keel.doctor.checks.base import RECENT, CheckResults, clear, not_recorded
+from keel.doctor.checks.base import RECENT, CheckResults, Log, check, not_shown, over, percent
 from keel.doctor.findings import finding
-from keel.doctor.history import History, Series
 from keel.doctor.shapes import fall
-from keel.doctor.thresholds import Thresholds
 
 # What goes wrong in a call: why, and what to do.
 KINDS: dict[str, tuple[str, str]] = {
@@ -30,115 +28,91 @@ KINDS: dict[str, tuple[str, str]] = {
     "timeout": ("the tool does not return in time", "a faster tool, or a larger timeout_s of tool(…)"),
     "too_many": ("the model makes more calls in a turn than are answered", "a smaller rollout.max_turn_length"),
 }
+# Ends that are no answer: what is counted an episode, why, and what to do.
 ENDS: dict[str, tuple[str, str, str]] = {
     "answer/missing": (
-        "episodes without an answer",
+        "episodes without an answer: {mean} an episode over {span}",
         "the model goes on until a budget ends the episode, or stops without answering",
         "a larger rollout.max_turns or rollout.max_completion_length, or a part of the reward that pays for the form",
     ),
     "answer/list": (
-        "answers that are lists",
+        "answers that are lists: {mean} an episode over {span}",
         "the model gives several answers at once, which are judged as one text",
         "an instruction that asks for one answer",
     ),
     "answer/unknown_document": (
-        "citations of documents that do not exist",
+        "citations of documents that do not exist: {mean} an episode over {span}",
         "the model makes ids up, or writes something else where they belong",
         "an instruction that shows how ids are cited; keel show RUN has the answers",
+    ),
+    "turn/limit_fraction": (
+        "{share} of the episodes of {span} end at the limit of turns",
+        "the model goes on asking instead of answering, or the limit is too short for the task",
+        "more turns, or a part of the reward that pays for an answer",
     ),
 }
 
 
-def calls(history: History, thresholds: Thresholds) -> CheckResults:
+@check("tool/failing")
+def calls(log: Log) -> CheckResults:
     """The share of calls that are answered with an error, and what most of those errors are."""
-    code, error_share, call_counts = "tool/failing", history.get("tool/error_fraction"), history.get("tool/calls_mean")
+    error_share, call_counts = log.get("tool/error_fraction"), log.get("tool/calls_mean")
     if error_share is None or call_counts is None:
-        if history.source != "keel" or history.get("tool/calls_mean") is not None:
-            yield not_recorded(code, "what came of tool calls")
-        return
+        if log.source == "keel" and call_counts is None:
+            return  # it has no tools
+        raise not_shown("what came of tool calls")
     now = error_share.finite.tail(RECENT)
-    share = _weighted(now, call_counts)
-    if share <= thresholds["tool_errors"]:
+    # over all calls: a step with a single call does not count as much as one with a thousand
+    weighed = [(value, calls) for _, value, calls in now.beside(call_counts.finite)]
+    total = sum(calls for _, calls in weighed)
+    share = sum(value * calls for value, calls in weighed) / total if total else 0.0
+    if share <= log.limits["tool_errors"]:
         return
-    counts = {kind: series.finite.tail(RECENT).mean for kind in KINDS if (series := history.get(f"tool/{kind}"))}
+    counts = {kind: log.now(f"tool/{kind}") for kind in KINDS if log.get(f"tool/{kind}") is not None}
     kind = max(counts, key=lambda name: counts[name]) if counts else "failed"
     kinds = ", ".join(
         f"{name.replace('_', ' ')} {count:.3g}" for name, count in sorted(counts.items(), key=lambda p: -p[1]) if count
     )
-    last_error = next((event["error"] for event in reversed(history.events) if _names_error(event)), None)
+    errors = [event["error"] for event in log.events if event.get("kind") == "tool/errors" and event.get("error")]
+    # most calls were answered at first: then it is not the model that has yet to learn
+    broke = error_share.finite.head(RECENT).mean < log.limits["tool_errors"] / 2 and log.clear(
+        fall(error_share.scaled(-1.0))
+    )
     cause, advice = KINDS[kind]
     yield finding(
-        code,
-        f"{100 * share:.0f} % of the tool calls of {now.span} were answered with an error"
+        "tool/failing",
+        f"{percent(share)} of the tool calls of {now.span} were answered with an error"
         + (f" (an episode: {kinds})" if kinds else "")
-        + (f"; the model was told: {last_error}" if last_error else ""),
+        + (f"; the model was told: {errors[-1]}" if errors else ""),
         cause,
         advice,
-        severity="error" if share > thresholds["tool_errors_error"] or _broke(error_share, thresholds) else "warning",
+        severity="error" if share > log.limits["tool_errors_error"] or broke else "warning",
         share=share,
     )
 
 
-def _broke(error_share: Series, thresholds: Thresholds) -> bool:
-    """Whether most calls were answered at first, beyond noise: then it is not the model that has yet to learn."""
-    change = fall(error_share.scaled(-1.0))
-    worked = error_share.finite.head(RECENT).mean < thresholds["tool_errors"] / 2
-    return worked and clear(change, thresholds)
-
-
-def ends(history: History, thresholds: Thresholds) -> CheckResults:
+@check("answer/unusable")
+def ends(log: Log) -> CheckResults:
     """Counts of what is no usable answer; where next to none can be read, another finding says so."""
-    code, parsed = "answer/unusable", history.get("parse/ok_fraction")
-    recorded = [name for name in ENDS if history.get(name) is not None]
-    if not recorded and history.source != "keel":
-        yield not_recorded(code, "how episodes end")
-    unread = parsed is not None and parsed.tail(RECENT).mean < thresholds["parse_rate_warning"]
-    for name in recorded:
-        series = history.get(name)
-        assert series is not None
-        now = series.finite.tail(RECENT)
-        if now.mean > thresholds["unusable_answers"] and not (unread and name == "answer/missing"):
-            what, cause, advice = ENDS[name]
-            evidence = f"{what}: {now.mean:.2g} an episode over {now.span}"
-            yield finding(code, evidence, cause, advice, share=min(1.0, now.mean))
-    yield from _limits(history, thresholds)
+    if log.source != "keel" and not any(log.get(name) for name in ENDS):
+        raise not_shown("how episodes end")
+    for name, (evidence, cause, advice) in ENDS.items():
+        unread = name == "answer/missing" and log.now("parse/ok_fraction") < log.limits["parse_rate_warning"]
+        of_one_turn = name == "turn/limit_fraction" and not log.now("turn/mean") > 1
+        if not unread and not of_one_turn:
+            yield from over(log, "answer/unusable", name, "unusable_answers", evidence, cause, advice)
 
 
-def _limits(history: History, thresholds: Thresholds) -> CheckResults:
-    """Episodes of several turns that end because their turns are used up, and those that end in an error."""
-    reached, turns = history.get("turn/limit_fraction"), history.get("turn/mean")
-    if reached is not None and turns is not None and turns.finite.tail(RECENT).mean > 1:
-        now = reached.finite.tail(RECENT)
-        if now.mean > thresholds["unusable_answers"]:
-            yield finding(
-                "answer/unusable",
-                f"{100 * now.mean:.0f} % of the episodes of {now.span} end at the limit of turns",
-                "the model goes on asking instead of answering, or the limit is too short for the task",
-                "more turns, or a part of the reward that pays for an answer",
-                share=now.mean,
-            )
-    errors = history.get("rollout/error_fraction")
-    if errors is not None and (now := errors.finite.tail(RECENT)).mean > thresholds["tool_errors"]:
-        yield finding(
-            "reward/failed",
-            f"{100 * now.mean:.0f} % of the episodes of {now.span} ended in an error of their environment",
-            "the environment, a tool or the judge raises or does not answer: what it should have paid is lost",
-            "see the trainer's messages of the kind of error, and mend the environment",
-            severity="error" if now.mean > thresholds["tool_errors_error"] else "warning",
-            share=now.mean,
-        )
-
-
-def _weighted(shares: Series, calls: Series) -> float:
-    """The share over all calls: a step with a single call does not count as much as one with a thousand."""
-    at = dict(zip(calls.finite.steps, calls.finite.values, strict=True))
-    weights = [at.get(step, 0.0) for step in shares.steps]
-    total = sum(weights)
-    return sum(w * v for w, v in zip(weights, shares.values, strict=True)) / total if total else 0.0
-
-
-def _names_error(event: object) -> bool:
-    return isinstance(event, dict) and event.get("kind") == "tool/errors" and bool(event.get("error"))
-
-
-CHECKS = (calls, ends)
+@check()
+def failed(log: Log) -> CheckResults:
+    """Episodes that end in an error."""
+    return over(
+        log,
+        "reward/failed",
+        "rollout/error_fraction",
+        "tool_errors",
+        "{share} of the episodes of {span} ended in an error of their environment",
+        "the environment, a tool or the judge raises or does not answer: what it should have paid is lost",
+        "see the trainer's messages of the kind of error, and mend the environment",
+        grave="tool_errors_error",
+    )

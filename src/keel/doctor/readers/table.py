@@ -6,13 +6,14 @@ import ast
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import check_depth, json_lines, parse_json
-from keel.doctor.history import History, series_of
+from keel.doctor.history import History, Series, series_of
 from keel.doctor.names import canonical, from_map, renamed, source_of
 
 TABLES, PRINTED = (".csv", ".tsv", ".jsonl", ".ndjson", ".json"), (".log", ".txt", ".out")
@@ -40,29 +41,40 @@ def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
 
 def history_of(path: Path, rows: list[Row], mapping: Mapping[str, str] | None = None) -> History:
     """Rows of metrics as a history."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    mapped = dict(mapping or {})
-    for name, column in mapped.items():
-        if column not in columns:
-            listed = ", ".join(columns) or "none"
-            raise KeelError(f"--map {name}={column}: {path} has no column {column!r}; there are: {listed}")
+    columns, mapped = list(dict.fromkeys(name for row in rows for name in row)), dict(mapping or {})
     lower = {name.lower(): name for name in reversed(columns)}
-    step = mapped.pop("step", None) or next((lower[name] for name in _STEPS if name in lower), "step")
-    source = source_of(columns)
-    named, unused = renamed(series_of(rows, step), mapped, source)
+    step = mapped.get("step") or next((lower[name] for name in _STEPS if name in lower), "step")
+    steps = f"; steps from {step!r}" if step in columns else ""
+    history = named_history(
+        path, series_of(rows, step), mapped, "column", columns, f"read {len(rows)} rows of {path}{steps}"
+    )
+    if steps:
+        return history
+    counted = "no step column: rows are counted from 1; name it with --map step=COLUMN"
+    return replace(history, notes=(*history.notes, counted))
+
+
+def named_history(
+    path: Path, series: Mapping[str, Series], mapping: Mapping[str, str], what: str, names: Sequence[str], note: str
+) -> History:
+    """Series under the names of Keel or of a trainer of names.yaml; `what` is a column or a tag."""
+    listed = ", ".join(names) or "none"
+    for name, theirs in mapping.items():
+        if theirs not in names:
+            raise KeelError(f"--map {name}={theirs}: {path} has no {what} {theirs!r}; there are: {listed}")
+    source = source_of(names)
+    named, unused = renamed(series, {name: theirs for name, theirs in mapping.items() if name != "step"}, source)
     if not named:
         raise KeelError(
-            f"no column of {path} is known: name them with --map kl=COLUMN,reward=COLUMN; "
-            f"there are: {', '.join(columns) or 'none'}"
+            f"no {what} of {path} is known: name them with --map kl={what.upper()},reward={what.upper()}; "
+            f"there are: {listed}"
         )
-    notes = [f"read {len(rows)} rows of {path}; steps from {step!r}" if step in columns else f"read {len(rows)} rows"]
+    notes = [note]
     if source is not None:
         notes.append(f"by its names a log of {source}")
-    if step not in columns:
-        notes.append("no step column: rows are counted from 1; name it with --map step=COLUMN")
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
-    missing = ("a table holds no options: checks that need the configuration are left out",)
+    missing = (f"{what}s hold no options: checks that need the configuration are left out",)
     return History(source or "table", path, named, missing=missing, notes=tuple(notes))
 
 
@@ -98,7 +110,7 @@ def _cells(path: Path, data: bytes) -> list[Row]:
     except csv.Error as error:
         raise KeelError(f"{path} is no CSV file: {error}") from error
     names = _export_names(path, [name for name in (rows[0] if rows else {}) if name])
-    return [{names[k]: v for k, v in _numbers(row).items() if v != "" and k in names} for row in rows]
+    return [{names[k]: _number(v) for k, v in row.items() if v not in (None, "") and k in names} for row in rows]
 
 
 def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
@@ -112,19 +124,6 @@ def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
     if len(runs) > 1:
         raise KeelError(f"{path} holds {len(runs)} runs of W&B ({', '.join(runs)}): export one of them")
     return {name: name.rpartition(" - ")[2] for name in values}
-
-
-def _numbers(row: Mapping[str | None, Any]) -> Row:
-    """Cells as numbers where they are some."""
-    cells: Row = {}
-    for name, cell in row.items():
-        if name is None:
-            continue
-        try:
-            cells[name] = float(cell) if cell not in (None, "") else ""
-        except (TypeError, ValueError):
-            cells[name] = cell
-    return cells
 
 
 def _objects(path: Path, data: bytes) -> Iterator[Row]:
@@ -149,17 +148,10 @@ def _flat(row: Row) -> Row:
     flat = {**{k: v for k, v in row.items() if k != "data"}, **inner} if isinstance(inner, dict) else row
     if "_step" in flat or "_runtime" in flat:
         flat = {name: value for name, value in flat.items() if value is not None}
-    return {name: None if value in _NOT_FINITE else value for name, value in flat.items()}
+    return {name: None if isinstance(value, str) and value in _NOT_FINITE else value for name, value in flat.items()}
 
 
-class _Spelled(tuple[str, ...]):
-    """Texts; nothing that is no text is among them."""
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, str) and super().__contains__(value)
-
-
-_NOT_FINITE = _Spelled(("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"))
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity)"
 _NAME = r"(?<![\w/.@()\-])(?!pid=)([A-Za-z_][\w/.@()\-]{0,200})"  # bounded: a line may be one long word

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from keel.base.errors import KeelError
 from keel.doctor.history import History, Series, in_order
-from keel.doctor.names import renamed, source_of
+from keel.doctor.readers.table import named_history
 
 EVENTS = "events.out.tfevents.*"
 
@@ -35,22 +36,8 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
         points = [(event.step, event.tensor_proto) for event in events.Tensors(tag)]
         if all(len(proto.float_val) == 1 for _, proto in points):
             series[tag] = in_order((step, proto.float_val[0]) for step, proto in points)
-    absent = [tag for tag in (mapping or {}).values() if tag not in series]
-    if absent:
-        raise KeelError(f"{folder} has no tag {absent[0]!r}: it has {', '.join(sorted(series)) or 'no scalars'}")
-    source = source_of(series)
-    named, unused = renamed(series, mapping or {}, source)
-    if not named:
-        raise KeelError(
-            f"no tag of {folder} is known here: name them with --map kl=TAG,reward=TAG; "
-            f"it has {', '.join(sorted(series)) or 'no scalars'}"
-        )
-    notes = [f"read {len(series)} scalars of the TensorBoard files in {folder}"]
-    if others:
-        notes.append(f"event files also in {', '.join(map(str, others))}: name one to have it read")
-    if unused:
-        notes.append(f"not used: {', '.join(sorted(unused))}")
-    missing = ("TensorBoard files hold no options: checks that need the configuration are left out",)
-    if source is not None:
-        notes.append(f"by its names a log of {source}")
-    return History(source or "TensorBoard", path, named, missing=missing, notes=tuple(notes))
+    note = f"read {len(series)} scalars of the TensorBoard files in {folder}"
+    history = named_history(folder, series, mapping or {}, "tag", sorted(series), note)
+    also = [f"event files also in {', '.join(map(str, others))}: name one to have it read"] if others else []
+    source = "TensorBoard" if history.source == "table" else history.source
+    return replace(history, path=path, source=source, notes=(*history.notes, *also))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from keel.base.errors import KeelError
-from keel.doctor.checks.depth import growing
+from keel.doctor.checks.sampler import growing
 from keel.doctor.findings import Finding
 from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.kl import k3, log_ratio
