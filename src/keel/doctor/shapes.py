@@ -227,26 +227,6 @@ def around(series: Series, step: float, window: int) -> Change | None:
     return Change(first, last, int(step), _chance(last - first, jitter(series), 1.0, len(before), len(after)))
 
 
-AGAIN = 3  # turns: what rises and falls once is a course
-
-
-def turns(series: Series, size: float) -> tuple[int, float]:
-    """How often the level goes up and down by more than `size`, one after the other; the chance of one such turn.
-
-    Under noise without memory: slow noise cannot be told from slow swings.
-    """
-    from scipy import stats
-
-    values = np.asarray(series.finite.values)
-    if len(values) < LEAST:
-        return 0, 1.0
-    width = max(3, len(values) // 40)
-    levels = [float(np.median(values[i : i + width])) for i in range(0, len(values) - width + 1, width)]
-    error = MEDIAN_ERROR * jitter(series) * math.sqrt(2 / width)
-    chance = 2 * float(stats.norm.sf(size / error)) if error > 0 else 1.0
-    return zigzag(levels, size), min(1.0, chance * len(levels))
-
-
 def zigzag(values: Sequence[float], size: float) -> int:
     """How often values go up or down by more than `size`, one after the other."""
     count, direction, low, high = 0, 0, math.inf, -math.inf

@@ -9,14 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 from keel.doctor.advice import either
-from keel.doctor.checks.base import RECENT, CheckResults, Log, check, not_shown, percent
+from keel.doctor.checks.base import RECENT, CheckResults, Log, check, not_shown
 from keel.doctor.findings import finding
 from keel.doctor.history import Series, finite, in_order, step_of
 from keel.doctor.judge import Accuracy, accuracies
 from keel.doctor.shapes import Change, few_trend, median, trend
 
 PART = "eval/part/"
-MOSTLY_RIGHT = 0.95
 SCORES = ("acc", "reward", "score", "pass", "success", "correct", "solve", "@")  # other figures may be settings
 STUCK = 4  # evaluations at least: what hardly learns may be judged alike two or three times
 EVALUATED = ("eval/", "other/eval")  # how names of held-out figures begin
@@ -59,8 +58,6 @@ def train_gap(log: Log) -> CheckResults:
     scores = held_out if trained else {n: s for n, s in logged.items() if any(word in n for word in SCORES)}
     nothing = list(_nothing_held_out(log, held_out))
     yield from nothing
-    yield from _perfect(log, held_out)
-    yield from _by_heart(log, scores)
     yield from _stuck(log, scores)
     if not trained:
         yield from _falling(log, logged) if not nothing else ()
@@ -201,148 +198,43 @@ def _chance_of_same(log: Log, series: Series, times: int) -> float:
     return sum((high - low) ** times for low, high in pairwise([0.0, *sums]))
 
 
-def _perfect(log: Log, logged: Scores) -> CheckResults:
-    """Held-out problems that are all solved from the first evaluation on, while training pays far from all."""
-    shares = {n: s.finite for n, s in logged.items() if _is_share(n) and len(s.finite) >= 3}
-    parts = [text for n in shares if n.startswith(PART) and (text := _little_paid(log, n))]
-    scores = [s for n, s in shares.items() if n.startswith(PART) == bool(parts)]
-    rewards, missed = log.get("reward/mean"), parts[0] if parts else _missed(log)
-    if not scores or rewards is None or not missed:
-        return
-    early = min(s.steps[0] for s in scores) <= (rewards.steps[0] + rewards.steps[-1]) / 2
-    if early and all(1 >= v >= log.limits["held_out_all"] for s in scores for v in s.values):
-        yield finding(
-            "eval/train-gap",
-            f"all of {len(scores[0])} evaluations solve {percent(min(scores[0].values), '.4g')} or more of the "
-            f"held-out problems, from step {scores[0].steps[0]:.0f} on, while in training {missed}",
-            "held-out problems are not those of the task: known to the model, with the answer in the prompt, or judged "
-            "by something that all completions pass",
-            "read some held-out prompts and completions with their scores; compare them with those of training",
-        )
-
-
-def _little_paid(log: Log, name: str) -> str:
-    """That training pays little of a part, of 1 as a share is, as text; "" where it pays more or is not logged."""
-    part = log.get(_trained(name))
-    little = part is not None and 0 <= min(part.finite.values) <= max(part.finite.values) < log.limits["mostly_paid"]
-    return f"{name.removeprefix(PART)} is {median(part):.3g}" if part is not None and little else ""
-
-
-def _missed(log: Log) -> str:
-    """What shows that much of the reward is missed in training, in the middle of the run, as text; "" if nothing does.
-
-    By its place between the lowest and the highest that is paid; or by its spread: of rewards that are never negative
-    at least 1 − m²/(m² + s²) would be 0 if they had two values. By groups: where 19 of 20 completions are right, at
-    most 1 − 0.95^G of the groups of G are not all alike.
-    """
-    mean, spread = log.get("reward/mean"), log.get("reward/std")
-    highest, lowest = log.get("reward/max"), log.get("reward/min")
-    none, alike = log.get("reward/solved_none_fraction"), log.get("reward/zero_variance_fraction")
-    mostly, size = log.limits["mostly_paid"], log.figure("rollout.num_generations")
-    if mean is None:
-        return ""
-    usual = median(mean)
-    if highest is not None and lowest is not None:
-        low, high = min(lowest.finite.values), max(highest.finite.values)
-        return f"the reward is {usual:.3g}, of {low:.3g} to {high:.3g}" if usual - low < mostly * (high - low) else ""
-    if none is not None:
-        return f"{percent(median(none))} of the groups hold no right completion" if median(none) > 0.1 else ""
-    if spread is not None and min(mean.finite.values) >= 0 and usual**2 < mostly * (usual**2 + median(spread) ** 2):
-        return f"rewards are {usual:.3g} ± {median(spread):.2g} a completion"
-    mixed = 1 - median(alike) if alike is not None and size is not None else 0.0
-    if 1 - MOSTLY_RIGHT ** (size or 0) < mixed < 1:  # rewards that are graded finely are never alike
-        return f"{percent(mixed)} of the groups of {size:.0f} hold rewards that differ"
-    return ""
-
-
-def _by_heart(log: Log, logged: Scores) -> CheckResults:
-    """Training that comes to be solved, to the last problem, while held-out ones stay far from that and do not gain."""
-    gain, flat = log.course("reward/mean"), log.limits["flat_gain"]
-    if gain is None or gain.size <= flat * abs(gain.after) or not _all_solved(log):
-        return
-    for name, series in logged.items():
-        values = series.finite.values
-        if not _is_share(name) or name.startswith(PART) or len(values) < STUCK or min(values) <= 0:
-            continue
-        third = max(1, len(values) // 3)
-        before, after = (statistics.fmean(part) for part in (values[:third], values[-third:]))
-        if max(values) < log.limits["mostly_paid"] and abs(after - before) < flat * (1 - before):
-            yield finding(
-                "eval/train-gap",
-                f"the reward goes from {gain.before:.3g} to {gain.after:.3g}, as far as it goes, while held-out "
-                f"{name.removeprefix('eval/')} is {before:.3g} at first and {after:.3g} at the end ({len(values)} "
-                "evaluations)",
-                "what is trained on is learned by heart, or by a trait that held-out problems lack: too few problems, "
-                "asked too often, or another kind than those that are held out",
-                "more problems, or fewer steps; judge held-out completions by the training reward, too",
-            )
-            return
-
-
-def _all_solved(log: Log) -> bool:
-    """Whether all of the highest reward is paid, of 1 where it is not logged; or completions now earn the same."""
-    highest, spread = log.get("reward/max"), log.get("reward/std")
-    best = 1.0 if highest is None else max(highest.finite.values)
-    first = spread.head(3).mean if spread is not None else 0.0
-    alike = first > 0 and log.now("reward/std") / first < 1 - log.limits["zero_variance_groups"]
-    return alike or best >= log.now("reward/mean") >= log.limits["held_out_all"] * best > 0
-
-
 def _nothing_held_out(log: Log, logged: Scores) -> CheckResults:
-    """Held-out scores of nothing at every evaluation, while training is paid."""
-    course = _rises(log) or _paid(log)
-    unseen = _at_zero(log, logged) if course else None
-    if unseen is not None:
-        name, chance = unseen
+    """Scores of nothing at every evaluation while training is paid: all of them, or a part that training pays."""
+    rewards, highest, mostly = log.get("reward/mean"), log.get("reward/max"), log.limits["mostly_paid"]
+    if rewards is None:
+        return
+    paid, usual = max(1.0, *rewards.finite.values), median(rewards)
+    top = max(highest.finite.values) if highest is not None else 0.0
+    course = f"is {usual:.3g} of {top:.3g} in the middle of the run" if top > 0 and usual > mostly * top else ""
+    course = _rises(log) or course
+    # (the size of a score, the share of it that training is paid)
+    whole = {
+        n: (paid if "reward" in n else 1.0, rewards.mean / max(paid, top)) for n in logged if not n.startswith(PART)
+    }
+    parts = {n: part for n in logged if n.startswith(PART) and (part := log.get(_trained(n))) is not None}
+    sizes = {
+        name: (most, part.mean / max(1.0, most))
+        for name, part in parts.items()
+        if part.tail(RECENT).mean > mostly * (most := max(part.finite.values)) > 0
+    }
+    nothing = {
+        name
+        for name, (size, _) in (whole | sizes).items()
+        if len(values := logged[name].finite.values) >= 3
+        and max(map(abs, values)) <= log.limits["held_out_nothing"] * size
+    }
+    unseen = whole if whole and whole.keys() <= nothing else {n: row for n, row in sizes.items() if n in nothing}
+    for name, (size, share) in [*unseen.items()][:1] if course else ():
+        chance, scores = _chance_of_nothing(log, logged[name].scaled(1 / size), share), logged[name].finite
         yield finding(
             "eval/train-gap",
-            f"the reward {course} while held-out {name.removeprefix('eval/')} stays at 0 "
-            f"({len(logged[name].finite)} evaluations, at most {max(logged[name].finite.values):.2g}; "
-            f"chance at training's level: {chance:.1g})",
+            f"the reward {course} while held-out {name.removeprefix('eval/')} stays at 0 ({len(scores)} evaluations, "
+            f"at most {max(scores.values):.2g}; chance at training's level: {chance:.1g})",
             "nothing that is learned is seen there: another prompt, template, limit or judge than in training, or "
             "problems far harder than those that are trained on",
             "judge held-out completions by the training reward, and read one with its prompt",
             severity="warning" if chance <= log.level else "note",
         )
-
-
-def _paid(log: Log) -> str:
-    """Where most of the highest reward is paid in training, all along, that as text."""
-    rewards, highest = log.get("reward/mean"), log.get("reward/max")
-    if rewards is None or highest is None:
-        return ""
-    best, usual = max(highest.finite.values), median(rewards)
-    mostly = best > 0 and usual > log.limits["mostly_paid"] * best
-    return f"is {usual:.3g} of {best:.3g} in the middle of the run" if mostly else ""
-
-
-def _at_zero(log: Log, logged: Scores) -> tuple[str, float] | None:
-    """A held-out score that is nothing at every evaluation, and the chance of that at training's level.
-
-    All of the scores, or a part of the reward that training pays.
-    """
-    rewards, highest = log.get("reward/mean"), log.get("reward/max")
-    if rewards is None:
-        return None
-    paid = max(1.0, *rewards.finite.values)
-    best = max(paid, *highest.finite.values) if highest is not None else paid
-
-    def nothing(name: str, size: float) -> bool:
-        values = logged[name].finite.values
-        return len(values) >= 3 and max(map(abs, values)) <= log.limits["held_out_nothing"] * size
-
-    sizes = {name: paid if "reward" in name else 1.0 for name in logged if not name.startswith(PART)}
-    if sizes and all(nothing(name, size) for name, size in sizes.items()):
-        name, size = next(iter(sizes.items()))
-        return name, _chance_of_nothing(log, logged[name].scaled(1 / size), rewards.mean / best)
-    for name in (name for name in logged if name.startswith(PART)):
-        part = log.get(_trained(name))
-        largest = max(part.finite.values) if part is not None else 0.0
-        if part is None or not part.tail(RECENT).mean > log.limits["mostly_paid"] * largest > 0:
-            continue
-        if nothing(name, largest):
-            return name, _chance_of_nothing(log, logged[name].scaled(1 / largest), part.mean / max(1.0, largest))
-    return None
 
 
 def _chance_of_nothing(log: Log, scores: Series, share: float) -> float:

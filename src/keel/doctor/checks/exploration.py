@@ -17,7 +17,7 @@ from keel.doctor.checks.base import (
     percent,
 )
 from keel.doctor.findings import finding
-from keel.doctor.shapes import AGAIN, LEAST, course, median, trend, turns
+from keel.doctor.shapes import LEAST, course, median, trend
 
 BONUS = {"loss.entropy_coef": 0.001}
 
@@ -120,32 +120,6 @@ def _bonus(log: Log) -> float | None:
     """The coefficient of a bonus on entropy: the last that was logged, or the configured one."""
     logged = log.get("entropy/coefficient")
     return logged.finite.values[-1] if logged is not None else log.figure("loss.entropy_coef")
-
-
-@check()
-def swinging(log: Log) -> CheckResults:
-    """Entropy that goes up and down by a multiple of itself, again and again."""
-    series = log.get("entropy/mean")
-    values = series.finite.values if series is not None else (0.0,)
-    if series is None or min(values) <= 0 or max(values) < log.limits["entropy_rise_least"]:
-        return
-    count, chance = turns(series.finite.mapped(math.log), math.log(log.limits["entropy_swing"]))
-    if count < AGAIN or chance > log.level:
-        return
-    bonus = _bonus(log)
-    yield finding(
-        "entropy/too-strong" if bonus else "entropy/rising",
-        f"entropy goes up and down {count} times by more than {log.limits['entropy_swing']:g} times, between "
-        f"{min(values):.3g} and {max(values):.3g} nats per token over {series.span} (chance of such a turn under "
-        f"noise: {chance:.1g})" + (f"; the bonus has a coefficient of {bonus:g}" if bonus else ""),
-        "something answers to the entropy too strongly or too late, as a bonus that is steered, or updates overshoot: "
-        "the policy is by turns next to noise and next to one answer",
-        either(
-            setting("set {}", {log.opt("loss.entropy_coef"): 0} if bonus else {}),
-            log.rate(0.3, "a third of"),
-            log.stronger,
-        ),
-    )
 
 
 @check("entropy/rising")

@@ -9,7 +9,7 @@ from keel.doctor.checks.base import RECENT, CheckResults, Log, check
 from keel.doctor.checks.course import rewritten
 from keel.doctor.findings import finding
 from keel.doctor.history import Series
-from keel.doctor.shapes import LEAST, fall, jitter, turns
+from keel.doctor.shapes import LEAST, jitter
 
 OUTRUN = 1.5  # times what the inequality allows: KL and length are means of a batch
 DEVIATIONS = 4.0  # of rewards that their range is wide: those of two values where one is rarer than 1 in 15 are wider
@@ -101,7 +101,6 @@ def dropped(log: Log) -> CheckResults:
     # else the policy has come nearer, by itself or by a β that grew
     drops = [drop for drop in drops if not rewritten(log, drop[0]) and not _pulled_back(log, *drop[:2])]
     if not drops:
-        yield from _wasting(log, name, series)
         return
     step, usual, after = drops[0]
     yield finding(
@@ -134,22 +133,3 @@ def _drops(log: Log, kl: Series, before: int, least: float) -> Sequence[tuple[in
         if usual > least and low[0] <= log.limits["reference_follows"] * usual and max(low) < 0.5 * min(high):
             found.append((int(kl.steps[index]), usual, low[0]))
     return found
-
-
-def _wasting(log: Log, name: str, series: Series) -> CheckResults:
-    """KL that goes back to next to nothing little by little, while the reward keeps what it gained."""
-    change, reward = fall(series), log.get("reward/mean")
-    if change is None or not log.clear(change) or change.before <= log.limits["kl_not_learning"]:
-        return
-    lost = fall(reward) if reward is not None else None
-    back = lost is None or (log.clear(lost) and -lost.size > log.limits["gap_reward"] * log.size)
-    back = back or turns(series, change.before / 2)[0] > 2  # up and down more than once
-    if change.after <= log.limits["reference_follows"] * change.before and not back:
-        yield finding(
-            "reference/moving",
-            f"{name} falls from {change.before:.3g} to {change.after:.2g} nats per token, from step {change.step} on "
-            f"(chance under noise: {change.chance:.1g}), and the reward stays",
-            "the reference comes after the policy: an average that includes it, or copies of it",
-            "load the reference from where training started; if it is meant to come after, nothing",
-            severity="warning",
-        )

@@ -11,7 +11,7 @@ from keel.doctor.checks.base import RECENT, CheckResults, Log, Missing, check, n
 from keel.doctor.checks.course import WRITTEN, rewritten, shifts
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.history import Record, Series, finite, step_of
-from keel.doctor.shapes import AGAIN, LEAST, course, fall, frozen_since, median, noise, rise, trend, turns
+from keel.doctor.shapes import LEAST, course, fall, frozen_since, median, noise, rise, trend
 
 NO_SCALE = ("none", "dr_grpo", False)
 OFF = 5.0  # deviations from the batches around them: chance does that once in a million, and never to the same digit
@@ -268,21 +268,9 @@ def weak(log: Log) -> CheckResults:
 
 @check("reward/collapse")
 def collapsed(log: Log) -> CheckResults:
-    """Far below the highest level, and staying there; or falling apart and coming back, more than once."""
+    """Far below the highest level, and staying there."""
     rewards, change = log.shape("reward/mean", "the reward", fall)
     floor, best, least = min(0.0, *rewards.finite.values), rise(rewards), log.limits["gap_reward"] * log.size
-    size = log.limits["reward_collapse"] * (best.after - floor) if best is not None else 0.0
-    count, chance = turns(rewards, max(size, least))
-    if count >= AGAIN and chance <= log.level and size > 0:
-        yield finding(
-            "reward/collapse",
-            f"the level of the reward goes down and up {count} times by more than {size:.3g}, half of what is earned "
-            f"at best ({rewards.span}; chance of such a turn under noise: {chance:.1g}){_beside(log)}",
-            "the policy falls apart and recovers by turns: updates too large for what the batches say, something that "
-            "is steered and overshoots, or batches of different kinds that come in turns",
-            either(log.rate(0.3, "a third of"), log.stronger, "read completions from where the reward is lowest"),
-            severity="warning",
-        )
     lost, steady = -change.size, trend(rewards)
     most = log.limits["reward_collapse"] * (change.before - floor)
     falls = lost > most or (steady is not None and steady.size < 0 and log.clear(steady) and 2 * lost > most)

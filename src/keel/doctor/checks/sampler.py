@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from keel.doctor.advice import either, setting
 from keel.doctor.checks.base import RECENT, CheckResults, Log, Missing, check, joined, not_shown, percent
-from keel.doctor.findings import Finding, Severity, finding
+from keel.doctor.findings import Advice, Finding, Severity, finding
 from keel.doctor.history import LARGEST, Series
 from keel.doctor.thresholds import Thresholds
 
@@ -94,99 +94,75 @@ def sampler(log: Log) -> CheckResults:
         f"the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else None,
         f"it is {percent(behind)} of what the policy has moved" if never_synced else None,
     )
-    if ahead and (grew or age > log.limits["sample_age"]):
-        yield finding(
-            "sampler/too-old",
-            evidence,
-            f"samples may be {ahead:.3g} steps old, and in these the policy moves further than weights can repair",
-            either(
-                setting("set {}", {"rollout.max_staleness": int(ahead) - 1} if log.source == "keel" else {}),
-                log.rate(0.5, "half of"),
-            ),
-        )
-        return
-    if grew:
-        yield finding(
-            "sampler/stale",
-            evidence,
-            "the gap grows as the policy moves: the sampler keeps weights that the trainer has left",
-            "sync the engine after every update, adapters included; keel doctor on the configuration shows whether a "
-            "sync reaches it",
-        )
-        return
-    severity: Severity = "error" if now.mean > size.error else "warning"
+    severity: Severity | None = "error" if now.mean > size.error else "warning"
+    usual = sorted(size.series.finite.values)[len(size.series.finite) // 10]
+    largest = min(gap.tail(RECENT).finite.values, default=0.0) if gap is not None else 0.0
+    heat = log.figure("rollout.temperature") or 1.0
+    advice: Advice | str = "compare the log-probabilities of one completion, token by token, from both"
     since = (
         "the gap is there from the first step, so it is not the weights"
         if first.steps[0] <= 1
         else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
     )
-    compare = "compare the log-probabilities of one completion, token by token, from both"
-    usual = sorted(size.series.finite.values)[len(size.series.finite) // 10]
-    if now.mean > growth**2 * max(usual, rounding):
-        yield finding(
-            "sampler/mismatch",
-            f"{evidence}; at one step in ten or more it is {usual:.2g} or less",
+    code = "sampler/mismatch"
+    if ahead and (grew or age > log.limits["sample_age"]):
+        code, severity = "sampler/too-old", None
+        cause = f"samples may be {ahead:.3g} steps old, and in these the policy moves further than weights can repair"
+        fresher = {"rollout.max_staleness": int(ahead) - 1} if log.source == "keel" else {}
+        advice = either(setting("set {}", fresher), log.rate(0.5, "half of"))
+    elif grew:
+        code, severity = "sampler/stale", None
+        cause = "the gap grows as the policy moves: the sampler keeps weights that the trainer has left"
+        advice = (
+            "sync the engine after every update, adapters included; keel doctor on the configuration shows whether a "
+            "sync reaches it"
+        )
+    elif now.mean > growth**2 * max(usual, rounding):
+        evidence += f"; at one step in ten or more it is {usual:.2g} or less"
+        cause = (
             "the gap comes and goes, so that it is neither precision nor an option: some of the engine's workers have "
-            "other weights, or some requests go elsewhere",
-            "compare the weights of all workers after a sync; see which requests of a step are off",
-            severity=severity,
+            "other weights, or some requests go elsewhere"
         )
-        return
-    heat = log.figure("rollout.temperature") or 1.0
-    least = min(gap.tail(RECENT).finite.values, default=0.0) if gap is not None else 0.0
-    if least > IMPOSSIBLE * max(heat, 1 / heat):
-        yield finding(
-            "sampler/mismatch",
-            evidence,
-            f"{since}: at every one of the last steps a token that one side drew is {least:.3g} nats or more less "
+        advice = "compare the weights of all workers after a sync; see which requests of a step are off"
+    elif largest > IMPOSSIBLE * max(heat, 1 / heat):
+        cause = (
+            f"{since}: at every one of the last steps a token that one side drew is {largest:.3g} nats or more less "
             "likely to the other, which neither temperature nor rounding does: other tokens, prompts that were cut or "
-            "shifted, or experts that are chosen otherwise",
-            compare,
-            severity=severity,
+            "shifted, or experts that are chosen otherwise"
         )
-        return
-    code, cause = _constant_cause(log, large=now.mean > size.error)
-    uncorrected = log.option("loss.mismatch.kind") == "none"
-    yield finding(
-        code,
-        evidence,
-        f"{since}: {cause}",
-        either(
+    else:
+        code, cause = _constant_cause(log, large=now.mean > size.error)
+        cause, off = f"{since}: {cause}", log.source == "keel" and log.option("loss.mismatch.kind") == "none"
+        advice = either(
             log.unfiltered,
             "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision",
-            setting(
-                "{} holds what remains",
-                {"loss.mismatch.kind": "truncate"} if uncorrected and log.source == "keel" else {},
-            ),
+            setting("{} holds what remains", {"loss.mismatch.kind": "truncate"} if off else {}),
             joined="; ",
-        ),
-        guess=code == "sampler/temperature",
-        severity=severity,
-    )
+        )
+    yield finding(code, evidence, cause, advice, severity, guess=code == "sampler/temperature")
 
 
 def _few_samples(log: Log) -> CheckResults:
     """Importance weights of which few count, or probabilities that do not go together."""
     ess, together = log.now("mismatch/ess", log.now("ratio/ess", 1.0)), log.now("sampler/correlation", 1.0)
     ratio, rejected = log.now("ratio/sampler_mean", 1.0), log.now("mismatch/rejected_fraction", 0.0)
-    figures = {
-        f"the effective sample size of the importance weights is {percent(ess)} of the samples": ess
-        < log.limits["mismatch_ess"],
-        f"sampler's and trainer's probabilities correlate by {together:.3g} only": together
-        < log.limits["sampler_correlation"],
-        f"the importance weights of policy over sampler have a mean of {ratio:.3g}, where 1 is right": abs(ratio - 1)
-        > log.limits["sampler_ratio"],
-        f"{percent(rejected)} of what was sampled is left out for its importance weight": rejected
-        > log.limits["sampler_rejected"],
-    }
-    if figure := next((text for text, wrong in figures.items() if wrong), None):
-        yield finding(
-            "sampler/mismatch",
-            figure,
-            "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
-            "compare the log-probabilities of one completion, token by token, from both",
-            severity="warning",
-        )
+    if ess < log.limits["mismatch_ess"]:
+        figure = f"the effective sample size of the importance weights is {percent(ess)} of the samples"
+    elif together < log.limits["sampler_correlation"]:
+        figure = f"sampler's and trainer's probabilities correlate by {together:.3g} only"
+    elif abs(ratio - 1) > log.limits["sampler_ratio"]:
+        figure = f"the importance weights of policy over sampler have a mean of {ratio:.3g}, where 1 is right"
+    elif rejected > log.limits["sampler_rejected"]:
+        figure = f"{percent(rejected)} of what was sampled is left out for its importance weight"
+    else:
+        return
+    yield finding(
+        "sampler/mismatch",
+        figure,
+        "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
+        "compare the log-probabilities of one completion, token by token, from both",
+        severity="warning",
+    )
 
 
 def _constant_cause(log: Log, *, large: bool) -> tuple[str, str]:
