@@ -63,7 +63,7 @@ def main() -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("step of GRPO after the SFT warm start", fontsize=9)
     figure.supylabel("mean reward of 64 episodes", fontsize=9)
-    figure.savefig(PICTURE, dpi=100)
+    figure.savefig(PICTURE, dpi=90)
 
 
 if __name__ == "__main__":
