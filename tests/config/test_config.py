@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from keel.config.checks import advice
 from keel.config.load import is_option
 from keel.config.peers import table
 from keel.config.show import show_config
-from keel.kl import controller_from_options
+from keel.kl import CONTROLLERS, controller_from_options
+from keel.kl.facts import FACTS
+from keel.losses import LOSSES
+from keel.reference.kinds import KINDS
+from keel.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +90,24 @@ def test_every_option_has_a_sentence():
                     walk(inner)
 
     walk(Config)
+
+
+PARTS = {
+    "loss.loss_type": LOSSES,
+    "kl.estimator": {fact.estimator: fact for fact in FACTS},
+    "kl.controller.name": CONTROLLERS,
+    "reference.kind": KINDS,
+    "rollout.engine": ENGINES,
+}
+
+
+@pytest.mark.parametrize("option", PARTS)
+def test_the_sentence_of_a_part_names_every_built_in(option):
+    *path, leaf = option.split(".")
+    section = Config
+    for name in path:
+        section = type(section.model_fields[name].default)
+    assert set(PARTS[option]) <= set(re.findall(r"\w+", section.model_fields[leaf].description))
 
 
 def test_each_loss_has_its_own_limits_and_scaling():

@@ -181,7 +181,7 @@ def _rows() -> tuple[Fact, ...]:
             # off-policy the policy term's token ratio ρ_t is not the sequence's
             verdict = POLICY_REF if sampling == "on" else NEAR
             rows.append(Fact("k1", placement, sampling, "score", POLICY_REF, verdict, level="sequence"))
-            for estimator in ("k2", "k3", "abs", *_SUMMED):
+            for estimator in (name for name in _SCORE if name != "k1"):
                 value = _SEQUENCE[estimator] if over_vocabulary(estimator) else _VALUE[estimator]
                 rows.append(Fact(estimator, placement, sampling, "score", value, "wrong", level="sequence"))
     return tuple(rows)
