@@ -45,31 +45,8 @@ def _on_row(rows: ScoreRows, values: Tensor) -> Tensor:
     return line
 
 
-def temperature_with_a_gradient_only(model, rows, *, temperature):
-    return scored(model, rows, temperature if torch.is_grad_enabled() else 1.0)
-
-
-def doubled_without_a_gradient(model, rows, *, temperature):
-    return scored(model, rows, temperature) * (1.0 if torch.is_grad_enabled() else 2.0)
-
-
-def one_place_late_without_a_gradient(model, rows, *, temperature):
-    return (right if torch.is_grad_enabled() else one_place_late)(model, rows, temperature=temperature)
-
-
 def loss_mask_as_attention(model, rows, *, temperature):
     return scored(model, rows, temperature, attention_mask=_on_row(rows, rows.action_mask))
-
-
-def half_of_the_prompt_hidden(model, rows, *, temperature):
-    mask = rows.attention_mask.clone()
-    mask[:, :3] = 0
-    return scored(model, rows, temperature, attention_mask=mask)
-
-
-def tools_hidden(model, rows, *, temperature):
-    hidden = _on_row(rows, rows.completion_mask & ~rows.action_mask)
-    return scored(model, rows, temperature, attention_mask=rows.attention_mask * (1 - hidden))
 
 
 def _left(rows: ScoreRows) -> tuple[Tensor, Tensor, list[int]]:
@@ -91,12 +68,6 @@ def _scored_left(model, rows, temperature, **inputs: Any) -> Tensor:
     return rows.completion(torch.stack(back))
 
 
-def left_padding_with_wrong_positions(model, rows, *, temperature):
-    _, mask, _ = _left(rows)
-    positions = torch.arange(rows.tokens.shape[1]).expand_as(rows.tokens)
-    return _scored_left(model, rows, temperature, attention_mask=mask, position_ids=positions)
-
-
 def left_padding_that_is_seen(model, rows, *, temperature):
     return _scored_left(model, rows, temperature)
 
@@ -105,14 +76,6 @@ def left_padding_done_right(model, rows, *, temperature):
     _, mask, _ = _left(rows)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     return _scored_left(model, rows, temperature, attention_mask=mask, position_ids=positions)
-
-
-def positions_from_one(model, rows, *, temperature):
-    return scored(model, rows, temperature, position_ids=rows.position_ids + 1)
-
-
-def all_at_position_zero(model, rows, *, temperature):
-    return scored(model, rows, temperature, position_ids=torch.zeros_like(rows.position_ids))
 
 
 def rolled(model, rows, *, temperature):
@@ -129,25 +92,6 @@ def shared_between_rows(model, rows, *, temperature):
     return (0.9 * scores + 0.1 * scores.mean(0)) * rows.completion_mask
 
 
-def one_place_late(model, rows, *, temperature):
-    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask).logits[:, 1:].float() / temperature
-    return rows.completion(logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None]).squeeze(-1))
-
-
-def one_place_early(model, rows, *, temperature):
-    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask).logits.float() / temperature
-    early = logits.log_softmax(-1).roll(1, 1)[:, :-1]
-    return rows.completion(early.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1))
-
-
-def without_temperature(model, rows, *, temperature):
-    return scored(model, rows, 1.0)
-
-
-def divided_by_length(model, rows, *, temperature):
-    return scored(model, rows, temperature) / 3.0
-
-
 def summed(model, rows, *, temperature):
     """Every token gets the log-probability of its whole sequence."""
     return scored(model, rows, temperature).sum(-1, keepdim=True).expand(rows.action_mask.shape)
@@ -162,22 +106,6 @@ def detached(model, rows, *, temperature):
     return scored(model, rows, temperature).detach()
 
 
-def half_detached(model, rows, *, temperature):
-    logp = scored(model, rows, temperature)
-    return logp.detach() + 0.5 * (logp - logp.detach())
-
-
-def every_other_row_detached(model, rows, *, temperature):
-    logp = scored(model, rows, temperature)
-    kept = (torch.arange(len(logp)) % 2 == 0)[:, None]
-    return torch.where(kept, logp, logp.detach())
-
-
-def likely_tokens_detached(model, rows, *, temperature):
-    logp = scored(model, rows, temperature)
-    return torch.where(logp.exp() > 0.7, logp.detach(), logp)
-
-
 _REMEMBERED: dict[bytes, torch.Tensor] = {}
 
 
@@ -186,21 +114,6 @@ def remembered(model, rows, *, temperature):
     logp = scored(model, rows, temperature)
     key = rows.tokens.numpy().tobytes() + rows.attention_mask.numpy().tobytes()
     return logp - logp.detach() + _REMEMBERED.setdefault(key, logp.detach())
-
-
-def slightly_lower(model, rows, *, temperature):
-    """Off by less than 16 bits may round by, whatever the precision."""
-    return scored(model, rows, temperature) - 0.04 * rows.completion_mask
-
-
-def in_training_mode(model, rows, *, temperature):
-    """Dropout where the policy is scored, none where the reference is, as two modes of one model have it."""
-    mode = model.training
-    model.train(torch.is_grad_enabled() or mode)
-    try:
-        return scored(model, rows, temperature)
-    finally:
-        model.train(mode)
 
 
 def in_bfloat16(model, rows, *, temperature):
@@ -214,73 +127,13 @@ def last_token_zero(model, rows, *, temperature):
     return logp * (places + 1 < rows.completion_mask.sum(-1, keepdim=True))
 
 
-def softmax_in_bfloat16(model, rows, *, temperature):
-    """Probabilities and their logarithms keep eight bits: small changes of the prompt are lost."""
-    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask, position_ids=rows.position_ids).logits
-    logp = (logits[:, :-1] / temperature).to(torch.bfloat16).log_softmax(-1)
-    return rows.completion(logp.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1).float())
-
-
 # Models
-
-
-class Leaky(nn.Module):
-    """A layer whose dropout asks nobody whether the model is in training mode."""
-
-    def __init__(self, inner: nn.Module, only_training: bool) -> None:
-        super().__init__()
-        self.inner, self.only_training = inner, only_training
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        out = self.inner(*args, **options)
-        return functional.dropout(out, 0.1, training=self.training or not self.only_training)
-
-
-def always_dropping() -> tuple[Any, Any]:
-    model, tokenizer = schooled_model()
-    model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp, only_training=False)
-    return model, tokenizer
-
-
-def reversing() -> tuple[Any, Any]:
-    """A layer whose gradients are reversed on their way."""
-    model, tokenizer = schooled_model()
-    for parameter in model.model.layers[0].parameters():
-        parameter.register_hook(torch.neg)
-    return model, tokenizer
-
-
-def dropping_in_training() -> tuple[Any, Any]:
-    """Sound as long as nobody puts it into training mode."""
-    model, tokenizer = schooled_model()
-    model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp, only_training=True)
-    return model.eval(), tokenizer
 
 
 def not_finite() -> tuple[Any, Any]:
     model, tokenizer = schooled_model()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    return model, tokenizer
-
-
-class Stubborn(nn.Module):
-    """A layer that stays in training mode whatever it is told, and drops there."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.share = inner, torch.tensor(0.1)
-
-    def train(self, mode: bool = True) -> Stubborn:
-        return super().train(True)
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return functional.dropout(self.inner(*args, **options), float(self.share), training=self.training)
-
-
-def stubbornly_dropping() -> tuple[Any, Any]:
-    model, tokenizer = schooled_model()
-    model.model.layers[1].mlp = Stubborn(model.model.layers[1].mlp)
     return model, tokenizer
 
 
@@ -358,16 +211,6 @@ class Wrapped(Engine):
         return [replace(c, sample_logp=tuple(row[: len(c.tokens)])) for c, row in zip(group, rows, strict=True)]
 
 
-class TemperatureNotApplied(Wrapped):
-    def change_group(self, request, group, sampling):
-        return self.rescored(self.model, request, group, 1.0)
-
-
-class HiddenTopP(Wrapped):
-    def ask(self, sampling):
-        return replace(sampling, top_p=0.7)
-
-
 class HiddenTopK(Wrapped):
     def ask(self, sampling):
         return replace(sampling, top_k=2)
@@ -397,100 +240,10 @@ class OnlyAfterFilters(Wrapped):
         return replace(completion, sample_logp=completion.filtered_logp)
 
 
-class AnotherTemperature(Wrapped):
-    """Samples hotter than it is told and reports what it was told."""
-
-    def ask(self, sampling):
-        return replace(sampling, temperature=1.6)
-
-    def change_group(self, request, group, sampling):
-        return self.rescored(self.model, request, group, sampling.temperature)
-
-
-class NeverSynced(Wrapped):
-    """Keeps the weights it was built with."""
-
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        super().__init__(copy.deepcopy(model), tokenizer)
-
-    def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        pass
-
-
-class NeverLoaded(NeverSynced):
-    """Keeps weights that were drawn at random, as dummy ones of a server are."""
-
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        super().__init__(model, tokenizer)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
-
-
-class SyncedOnce(NeverSynced):
-    done = False
-
-    def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        if not self.done:
-            self.native.model.load_state_dict(policy.state_dict())
-            self.done = True
-
-
-class HalfSynced(NeverSynced):
-    """Brings half of the tensors up to date."""
-
-    def sync(self, policy: nn.Module, version: int | None = None) -> None:
-        state = policy.state_dict()
-        for name, tensor in itertools.islice(self.native.model.state_dict().items(), 0, None, 2):
-            tensor.copy_(state[name])
-
-
-class StaleButReportsFresh(NeverSynced):
-    """Draws with the old weights and reports the log-probabilities of the new ones."""
-
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        super().__init__(model, tokenizer)
-        self.live = model
-
-    def change_group(self, request, group, sampling):
-        return self.rescored(self.live, request, group, sampling.temperature)
-
-
 class InBfloat16(Wrapped):
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         super().__init__(model, tokenizer)
         self.native = NativeEngine(model, tokenizer, dtype=torch.bfloat16)
-
-
-class ShiftedLogp(Wrapped):
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=(*completion.sample_logp[1:], 0.0))
-
-
-class BaseTwo(Wrapped):
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=tuple(x / 0.6931471805599453 for x in completion.sample_logp))
-
-
-class Rounded(Wrapped):
-    def change(self, request, completion, sampling):
-        sample_logp, filtered_logp = (
-            tuple(map(float, map(round, x))) for x in (completion.sample_logp, completion.filtered_logp)
-        )
-        return replace(completion, sample_logp=sample_logp, filtered_logp=filtered_logp)
-
-
-class ConstantAdded(Wrapped):
-    """As where a normaliser is forgotten: as far from the new weights as noise takes the old ones."""
-
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=tuple(x - 5.0 for x in completion.sample_logp))
-
-
-class HiddenMinP(Wrapped):
-    def ask(self, sampling):
-        return replace(sampling, min_p=0.3)
 
 
 class NoLogp(Wrapped):
@@ -498,47 +251,14 @@ class NoLogp(Wrapped):
         return replace(completion, sample_logp=(float("nan"),) * len(completion.tokens))
 
 
-class ZeroLogp(Wrapped):
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=(0.0,) * len(completion.tokens))
-
-
-class FirstLogpZero(Wrapped):
-    def change(self, request, completion, sampling):
-        return replace(completion, sample_logp=(0.0, *completion.sample_logp[1:]))
-
-
 class SameNoise(Wrapped):
     def noise(self, noise):
         return {"seed": 0, "attempt": 0, "step": 0}
 
 
-class Remembers(Wrapped):
-    """Gives back what it wrote after the same prompt before."""
-
-    def generate(self, requests, sampling, **noise):
-        answers = vars(self).setdefault("answers", {})
-        groups = super().generate(requests, sampling, **noise)
-        return [
-            answers.setdefault((r.tokens, len(group), r.limit(sampling)), group)
-            for r, group in zip(requests, groups, strict=True)
-        ]
-
-
 class Copies(Wrapped):
     def generate(self, requests, sampling, **noise):
         return [[group[0]] * len(group) for group in super().generate(requests, sampling, **noise)]
-
-
-class NoTwoAlike(Wrapped):
-    """Draws three times as many and keeps the first ones that differ."""
-
-    def generate(self, requests, sampling, **noise):
-        more = replace(sampling, num_generations=3 * sampling.num_generations)
-        return [
-            ([*{c.tokens: c for c in reversed(group)}.values()][::-1] + list(group))[: sampling.num_generations]
-            for group in super().generate(requests, more, **noise)
-        ]
 
 
 class TrainsTools(Wrapped):
@@ -573,10 +293,6 @@ class TrainsTools(Wrapped):
         generated = self.native.generate(longer, self.ask(sampling), **noise)
         pairs = zip(requests, generated, strict=True)
         return [[self.change(request, c, sampling) for c in group] for request, group in pairs]
-
-
-class TrainsScoredTools(TrainsTools):
-    scored = True
 
 
 # Tasks and rewards
@@ -620,10 +336,6 @@ def reversed_sign(problem: Problem, text: str) -> Reward:
 
 def always_the_same(problem: Problem, text: str) -> Reward:
     return Reward(0.5)
-
-
-def hardly_any(problem: Problem, text: str) -> Reward:
-    return replace(nearness(problem, text), total=1e-3 * nearness(problem, text).total)
 
 
 _turn = itertools.count()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keel.doctor.draws import Draws, tail_masses, tightest, uniform_p_value
-from keel.doctor.probes.alternatives import Context, alternatives, applied, filter_odds, fitted
+from keel.doctor.probes.alternatives import Scaled, alternatives, applied, filter_odds
 from keel.rollout.sampling import SamplingParams
 
 PLAIN, END = SamplingParams(), 0
@@ -113,24 +113,9 @@ def test_repeated_n_grams_are_those_that_a_search_of_the_text_gives(n: int) -> N
     text = tuple(torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(0)).tolist())
     positions = torch.arange(len(text) - PROMPT)
     zeros = torch.zeros(len(positions), dtype=torch.long)
-    context = Context.of(Draws(zeros, zeros, zeros, zeros, position=positions, texts=(text,), prompts=(PROMPT,)))
-    for position, tokens, repeated in zip(positions.tolist(), context.tokens, context.repeating[n], strict=True):
-        assert set(tokens[repeated].tolist()) == set(no_ngram(n)(text[: PROMPT + position], None))
-
-
-def test_several_tokens_that_are_banned_are_found_together() -> None:
-    drawn = written(lambda text, logits: dict.fromkeys((3, 4), -math.inf))
-    (first, *_), odds = alternatives(drawn, PLAIN, [END])
-    assert odds > -math.log(1e-6)
-    assert first.columns is not None
-    assert {3, 4} <= {*first.columns}
-    assert uniform_p_value(tail_masses(applied(drawn, first, PLAIN), PLAIN)) > 0.01
-
-
-def test_a_value_between_those_of_the_list_is_fitted() -> None:
-    drawn = written(on_token(3, 2.0))
-    (first, *_), _ = alternatives(drawn, PLAIN, [END])
-    assert fitted(drawn, first, PLAIN).value == pytest.approx(2.0, abs=0.4)
+    drawn = Draws(torch.zeros(len(positions), 3), zeros, zeros, zeros, None, positions, (text,), (PROMPT,))
+    for position, repeated in zip(positions.tolist(), Scaled.of(drawn, PLAIN).repeating(n), strict=True):
+        assert set(repeated.nonzero().flatten().tolist()) == set(no_ngram(n)(text[: PROMPT + position], None))
 
 
 def test_the_tightest_filter_is_the_one_that_was_on() -> None:

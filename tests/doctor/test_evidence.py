@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, product
+from itertools import combinations
 from random import Random
 from statistics import fmean
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from keel.doctor.evidence import (
     level,
     log_mean_exp,
     log_odds_of_copies,
-    log_odds_of_no_copies,
     more_groups,
     odds_of_patterns,
 )
@@ -173,26 +172,6 @@ def test_some_copies_are_called_where_completions_are_long() -> None:
     apart, twice = [(False, -20.0)] * 6, [(True, -20.0), *[(False, -20.0)] * 5]
     total = sum(log_odds_of_copies(pairs, [(False, -20.0)] * 3) for pairs in (apart, twice, apart, twice))
     assert total > 30
-
-
-@pytest.mark.parametrize("probabilities", [(0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (0.25,) * 4])
-def test_the_odds_of_no_copies_are_one_on_average(probabilities: tuple[float, ...]) -> None:
-    """Exactly, over all groups of two and three completions: so that e^x comes about by chance once in e^x."""
-    for size in (2, 3):
-        mean = sum(
-            math.prod(probabilities[c] for c in group)
-            * math.exp(log_odds_of_no_copies([[(c, math.log(probabilities[c])) for c in group]]))
-            for group in product(range(len(probabilities)), repeat=size)
-        )
-        assert mean == pytest.approx(1)
-
-
-def test_completions_that_never_repeat_are_called_where_the_policy_would() -> None:
-    group = [(c, math.log(p)) for c, p in enumerate((0.4, 0.3, 0.1, 0.05))]
-    assert log_odds_of_no_copies([group] * 16) > -math.log(level(load_thresholds()))
-    assert log_odds_of_no_copies([*[group] * 16, [(0, math.log(0.4))] * 2]) > 0  # the odd group may have been filled up
-    assert log_odds_of_no_copies([[(0, math.log(0.4))] * 2] * 8) < -4
-    assert log_odds_of_no_copies([[(c, -30.0) for c in range(8)]] * 100) < 1e-6  # long ones never do
 
 
 def test_signs_by_hand() -> None:

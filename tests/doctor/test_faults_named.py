@@ -8,7 +8,7 @@ import pytest
 
 from doctor.followed import check_advice, preflight_of
 from doctor.schooled import BASE
-from faults import losses, references  # noqa: F401
+from faults import engines, losses, references, scorers  # noqa: F401
 from faults.base import OPERATORS, edited
 from keel.config import load_config
 
@@ -16,6 +16,27 @@ pytestmark = pytest.mark.doctor
 
 BASES = (BASE, edited(BASE, {"model.lora": {"r": 4}}), edited(BASE, {"rollout.temperature": 0.7}))
 NAMES = (
+    "engine/banned-tokens",
+    "engine/cached",
+    "engine/copies",
+    "engine/end-stripped",
+    "engine/first-token-no-action",
+    "engine/hidden-min-p",
+    "engine/hidden-top-k",
+    "engine/hidden-top-p",
+    "engine/interleaved",
+    "engine/logp-in-another-base",
+    "engine/logp-of-a-neighbour",
+    "engine/logp-plus-constant",
+    "engine/logp-without-temperature",
+    "engine/one-more-bos",
+    "engine/past-the-end",
+    "engine/prompt-cut-left",
+    "engine/prompt-retokenised",
+    "engine/repetition-penalty",
+    "engine/secret-temperature",
+    "engine/seed-of-the-run",
+    "engine/tokens-replaced",
     "kl/controller-nan",
     "kl/controller-negative",
     "kl/controller-silent",
@@ -37,6 +58,15 @@ NAMES = (
     "reference/other-checkpoint",
     "reference/shared-weights",
     "reference/silently-moving",
+    "scorer/one-place-off",
+    "scorer/positions-wrong",
+    "scorer/prompt-hidden",
+    "scorer/random",
+    "scorer/rows-detached",
+    "scorer/temperature-missing",
+    "sync/first-only",
+    "sync/lora-missing",
+    "sync/never",
 )
 
 

@@ -19,7 +19,6 @@ from keel.doctor import gradient, scoring
 from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
-from keel.doctor.probes.masks import are_rounded_away
 from keel.doctor.probes.noise import noise_findings
 from keel.doctor.scoring import measure_scoring
 from keel.doctor.thresholds import load_thresholds
@@ -42,10 +41,6 @@ def engine(name: str) -> str:
     return f"rollout.engine={HERE}:{name}"
 
 
-def drawing(name: str) -> str:
-    return f"rollout.engine=doctor.faults_draws:{name}"
-
-
 def reward(name: str) -> str:
     return f"rewards=[{{name: '{HERE}:{name}'}}]"
 
@@ -55,91 +50,12 @@ def task(name: str) -> str:
 
 
 FAULTS = {
-    "dropout that is always on": ("scoring/dropout", [f"model.name={HERE}:always_dropping"]),
-    "a layer stuck in training mode": ("scoring/dropout", [f"model.name={HERE}:stubbornly_dropping"]),
     "the model's own dropout": ("scoring/dropout", ["model.dropout=true", f"model.name={HERE}:with_dropout"]),
-    "a scorer in training mode": (
-        "scoring/dropout",
-        [f"model.name={HERE}:dropping_in_training", scorer("in_training_mode")],
-    ),
     "weights that are not finite": ("scoring/non-finite", [f"model.name={HERE}:not_finite"]),
     "dropout of LoRA": ("scoring/dropout", ["model.lora={r: 4, dropout: 0.2, adapter: null}"]),
-    "the loss mask as attention mask": ("mask/attention", [scorer("loss_mask_as_attention")]),
     "the same without positions to tell": ("mask/attention", [GPT2, scorer("loss_mask_as_attention")]),
-    "half of the prompt hidden": ("mask/attention", [scorer("half_of_the_prompt_hidden")]),
-    "tool output hidden": ("mask/attention", [*TALK, scorer("tools_hidden")]),
     "tool output trained": ("mask/not-actions", ["rollout.max_completion_length=16", engine("TrainsTools")]),
-    "tool output scored and trained": (
-        "mask/not-actions",
-        ["rollout.max_completion_length=16", engine("TrainsScoredTools")],
-    ),
-    "left padding with wrong positions": ("scoring/positions", [GPT2, scorer("left_padding_with_wrong_positions")]),
-    "left padding that is seen": ("scoring/positions", [scorer("left_padding_that_is_seen")]),
-    "positions that begin at one": ("scoring/positions", [GPT2, scorer("positions_from_one")]),
-    "positions all zero": ("scoring/positions", [scorer("all_at_position_zero")]),
-    "logits one place late": ("scoring/shifted", [scorer("one_place_late")]),
-    "logits one place early": ("scoring/shifted", [scorer("one_place_early")]),
-    "the last token at zero": ("scoring/shifted", [scorer("last_token_zero")]),
-    "a softmax in bfloat16": ("sampler/precision", [scorer("softmax_in_bfloat16")]),
-    "no temperature without a gradient": ("scoring/temperature", [COLD, scorer("temperature_with_a_gradient_only")]),
-    "twice the scores without a gradient": ("scoring/mismatch", [scorer("doubled_without_a_gradient")]),
-    "late logits without a gradient": ("scoring/shifted", [scorer("one_place_late_without_a_gradient")]),
-    "a scorer without the temperature": ("scoring/temperature", [COLD, scorer("without_temperature")]),
-    "log-probabilities divided by length": ("scoring/mismatch", [scorer("divided_by_length")]),
-    "sums in place of tokens": ("scoring/mismatch", [scorer("summed")]),
-    "random numbers in the scorer": ("scoring/nondeterministic", [scorer("noisy")]),
-    "a scorer without gradient": ("scoring/gradient", [scorer("detached")]),
-    "a layer that reverses gradients": ("scoring/gradient", [f"model.name={HERE}:reversing"]),
-    "a gap that only 16 bits would explain": (
-        "scoring/mismatch",
-        ["optim.precision=bfloat16", scorer("slightly_lower")],
-    ),
-    "the same with an adapter on 16 bits": (
-        "scoring/gradient",
-        [scorer("detached"), LORA, "model.dtype=bfloat16"],
-    ),
-    "rows without a gradient, with an adapter on 16 bits": (
-        "scoring/gradient",
-        [scorer("every_other_row_detached"), LORA, "model.dtype=bfloat16"],
-    ),
-    "a scorer with half the gradient": ("scoring/gradient", [scorer("half_detached")]),
-    "a gradient in every other row": ("scoring/gradient", [scorer("every_other_row_detached")]),
-    "no gradient where the model is sure": ("scoring/gradient", [scorer("likely_tokens_detached")]),
-    "scores that are remembered": ("scoring/mismatch", [scorer("remembered")]),
-    "a temperature not in the sampler's log-probabilities": (
-        "sampler/temperature",
-        [COLD, engine("TemperatureNotApplied")],
-    ),
-    "an engine at another temperature": ("sampler/temperature", [engine("AnotherTemperature")]),
-    "top-p that nobody is told of": ("sampler/filter", [engine("HiddenTopP")]),
-    "top-k that nobody is told of": ("sampler/filter", [engine("HiddenTopK")]),
-    "min-p that nobody is told of": ("sampler/filter", [engine("HiddenMinP")]),
-    "filtered log-probabilities": ("sampler/filter", [engine("ReportsFiltered")]),
     "top-p by configuration": ("sampler/filter", ["rollout.top_p=0.5"]),
-    "an engine never synced": ("sampler/stale", [engine("NeverSynced")]),
-    "an engine never synced, with LoRA": ("sampler/stale", [LORA, engine("NeverSynced")]),
-    "an engine whose weights were never loaded": ("sampler/stale", [engine("NeverLoaded")]),
-    "an engine synced once": ("sampler/stale", [engine("SyncedOnce")]),
-    "an engine half synced": ("sampler/stale", [engine("HalfSynced")]),
-    "stale draws under fresh log-probabilities": ("sampler/stale", [engine("StaleButReportsFresh")]),
-    "log-probabilities of the next token": ("sampler/mismatch", [engine("ShiftedLogp")]),
-    "logarithms to base two": ("sampler/mismatch", [engine("BaseTwo")]),
-    "logarithms to base two, with LoRA": ("sampler/mismatch", [LORA, engine("BaseTwo")]),
-    "rounded log-probabilities, with filters": ("sampler/mismatch", ["rollout.top_p=0.95", engine("Rounded")]),
-    "a constant on every log-probability": ("sampler/mismatch", [engine("ConstantAdded")]),
-    "log-probabilities of zero": ("sampler/mismatch", [engine("ZeroLogp")]),
-    "a first log-probability of zero": ("sampler/mismatch", [engine("FirstLogpZero")]),
-    "a token that is banned": ("sampler/filter", [drawing("BansAToken")]),
-    "a token that is favoured": ("sampler/filter", [drawing("LikesAToken")]),
-    "positions that stand still": ("sampler/mismatch", [drawing("ForgetsPositions")]),
-    "other weights, reported as the policy's": ("sampler/mismatch", [drawing("OtherWeights")]),
-    "attention at half its size": ("sampler/mismatch", [drawing("OtherAttention")]),
-    "a temperature in every other request": ("sampler/temperature", [drawing("EveryOtherColder")]),
-    "small changes that are not synced": ("sampler/stale", [drawing("SmallChangesLost")]),
-    "the same noise at every step": ("sampler/noise", [engine("SameNoise")]),
-    "completions of an earlier step": ("sampler/noise", [engine("Remembers")]),
-    "a group of copies": ("sampler/noise", [engine("Copies")]),
-    "a group without copies": ("sampler/noise", [engine("NoTwoAlike")]),
     "a reward that is NaN": ("reward/non-finite", [reward("never_a_number")]),
     "a reward that raises": ("reward/failed", [reward("raises")]),
     "random weights": ("output/random-weights", [f"model.name={HERE}:random_weights"]),
@@ -251,14 +167,6 @@ def test_noise_is_tried_where_the_policy_is_not_certain() -> None:
     assert "two different steps" in first.evidence
 
 
-@pytest.mark.parametrize(
-    ("reported", "coarse"), [([0, 0, -1, -1, -3], True), ([0, -0.4, 0, -1.3, -2.9], False), ([0] * 5, False)]
-)
-def test_zeros_of_rounded_numbers_are_no_text_of_others(reported: list[float], coarse: bool) -> None:
-    logp = torch.tensor([-0.1, -0.4, -0.6, -1.3, -2.9])
-    assert are_rounded_away(torch.tensor(reported), logp, 1e-3) == coarse
-
-
 @pytest.mark.parametrize(("name", "wrong"), [("FiltersUnsaid", True), ("OnlyAfterFilters", False)])
 def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str, wrong: bool) -> None:
     """The weights of filtered samples are taken from them: as wrong as they are, as wrong is the training."""
@@ -286,9 +194,3 @@ def test_trained_tokens_are_shown_in_colour_and_tool_output_is_not_among_them() 
     shown = "\n".join(diagnosed(*TALK).notes)
     assert "\x1b[32m" in shown
     assert "\x1b[2m'max " in shown
-
-
-def test_completions_that_are_drawn_otherwise_beside_others_alone() -> None:
-    found = diagnosed(drawing("HotterInGroups")).findings[0]
-    assert found.code == "sampler/noise"
-    assert "drawn alone" in found.evidence

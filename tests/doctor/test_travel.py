@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from keel.doctor.gap import in_float32
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.measure import examine
 from keel.doctor.measures import MEASURES
-from keel.doctor.probes.reported import Reports, later_turns_findings
-from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 
@@ -95,6 +92,7 @@ FOUND = {
     "a space after the prompts": ("sampler/other-prompt", [engine("SpacedReported")]),
     "a text of its own before the prompts": ("sampler/other-prompt", [engine("PrefixedReported")]),
     "prompts that have lost their spaces": ("sampler/other-prompt", [engine("SpacelessReported")]),
+    "first turns left out": ("sampler/other-prompt", [*TALK, engine("FirstTurnLeftOutReported")]),
     "replies cut in the engine": ("sampler/other-prompt", [*TALK, engine("RepliesCutReported")]),
     "one prompt for all": ("sampler/other-prompt", [engine("FirstPromptForAll")]),
     "completions rotated": ("sampler/swapped", [engine("Rotated")]),
@@ -110,28 +108,6 @@ FOUND = {
 def test_the_fault_is_found(fault: str) -> None:
     code, overrides = FOUND[fault]
     assert ranked(probed(*overrides))[0].code == code
-
-
-def test_later_turns_that_go_on_from_another_text_are_told_by_their_turn() -> None:
-    left_out, half = [engine("FirstTurnLeftOutReported")], [engine("Reported"), "model.dtype=bfloat16"]
-    for options, codes in ((left_out, ["sampler/other-prompt"]), ([engine("Reported")], []), (half, [])):
-        setup = build_subject(schooled_config(*TALK, *options))
-        with closing(setup.run):
-            reports = Reports.of(setup, setup.groups)
-            assert [found.code for found in later_turns_findings(reports, load_thresholds())] == codes
-
-
-@pytest.mark.parametrize(("filler", "named"), [(-9999.0, False), (-20.0, True)])
-def test_what_stands_for_an_unknown_log_probability_tells_nothing_of_a_prompt(filler: float, named: bool) -> None:
-    setup = build_subject(schooled_config(*TALK, engine("Reported")))
-    with closing(setup.run):
-        reports = Reports.of(setup, setup.groups)
-        drawn = reports.drawn
-        assert drawn.position is not None
-        later = drawn.position > 8
-        filled = replace(drawn, sample_logp=drawn.sample_logp.masked_fill(later, filler))
-        found = later_turns_findings(replace(reports, drawn=filled), load_thresholds())
-        assert [finding.code for finding in found] == ["sampler/other-prompt"] * named
 
 
 def test_a_range_without_held_out_problems_is_one_of_few_problems() -> None:

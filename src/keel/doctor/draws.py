@@ -214,6 +214,14 @@ def uniform_p_value(masses: Tensor) -> float:
     return min(1.0, len(chances) * min(chances))
 
 
+def surprise_chance(drawn: Draws, params: SamplingParams) -> float:
+    """The chance of tokens at most as likely together: −Σ ln(tail mass) of n draws is Gamma(n)-distributed."""
+    from scipy.special import gammaincc
+
+    surprise = -float(tail_masses(drawn, params).clamp_min(1e-300).log().sum())
+    return float(gammaincc(len(drawn), surprise)) if len(drawn) else 1.0
+
+
 def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:
     """`[N]` bool: tokens in runs that the policy would not have drawn, as tool output is.
 

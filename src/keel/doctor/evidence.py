@@ -6,7 +6,7 @@ Completions of one problem are alike, so that problems are what is counted: a fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -37,7 +37,6 @@ TESTS = (
     "tool/failing",
 )
 SAME = 1e-9  # within which rewards are equal
-_SURELY_SEEN = 1e-3  # the least chance of something new that is counted with: sums of probabilities are rounded
 
 
 def level(thresholds: Thresholds, looks: int = LOOKS) -> float:
@@ -124,24 +123,6 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
     every = [sum(-logp for _, logp in chain)] if chain and all(same for same, _ in chain) else []
     terms = [math.log(0.5), *(value - math.log(4 * len(pairs)) for value in single), *(v - math.log(4) for v in every)]
     return log_mean_exp(terms) + math.log(len(terms))
-
-
-def log_odds_of_no_copies(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
-    """Evidence in nats that completions of a group are made to differ; of completions with their log-probabilities.
-
-    The next draw is one that was not there yet with probability 1 − Σ p of those that were: Π 1[new]/(1 − Σ p) is 1 on
-    average however sure the policy is. In all groups, or in most: then half of the stake is kept back in each.
-    """
-    every, most = 0.0, 0.0
-    for group in groups:
-        seen, odds = 0.0, 0.0
-        for _, logp in group:
-            odds -= math.log(max(1 - seen, _SURELY_SEEN))
-            seen += math.exp(logp)
-        if len({completion for completion, _ in group}) < len(group):
-            odds = -math.inf
-        every, most = every + odds, most + log_mean_exp([0.0, odds])
-    return log_mean_exp([every, most])
 
 
 def odds_of_patterns(groups: Sequence[tuple[Sequence[Hashable], Sequence[float]]]) -> list[float]:

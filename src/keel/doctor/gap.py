@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from keel.base.types import Group
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import backup
@@ -113,8 +111,3 @@ def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> 
         return False
     moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # a token that bfloat16 leaves alone tells nothing
     return float(moved.double().mean()) >= thresholds["precision_moved"]
-
-
-def without_first(groups: Sequence[Group]) -> list[Group]:
-    """The same completions after prompts that have lost their first token."""
-    return [replace(g, prompt_tokens=g.prompt_tokens[1:] or g.prompt_tokens) for g in groups]

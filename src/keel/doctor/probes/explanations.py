@@ -12,20 +12,16 @@ import torch
 from keel.doctor.advice import setting
 from keel.doctor.advice import unfiltered as whole_distribution
 from keel.doctor.draws import (
-    FEW,
     Draws,
     best_temperature,
     chance_of,
     filters,
-    tail_masses,
     tightest,
     unfiltered,
-    uniform_p_value,
 )
 from keel.doctor.findings import Finding, Severity, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import Alternative, alternatives, applied
-from keel.doctor.probes.alternatives import fitted as fitted_alternative
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
@@ -77,8 +73,7 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
             both = f"temperature {temperature:g} with {name}"
             yield _explanation("sampler/filter", both, told, more, params, free=2)
     kinds = {other.name.partition(" of ")[0].partition(" (")[0]: other for other in reversed(others)}
-    likely = sorted(kinds.values(), key=lambda other: -other.gain)[:_OTHERS]
-    for other in (fitted_alternative(more, other, plain) for other in likely):
+    for other in sorted(kinds.values(), key=lambda other: -other.gain)[:_OTHERS]:
         yield _explanation("sampler/filter", other.name, other.cause, applied(more, other, plain), plain)
 
 
@@ -107,10 +102,10 @@ def drawn_finding(
             "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are, and no penalties, bans or "
             "least length (repetition_penalty=1): engines take defaults of their own from generation_config.json",
         )
-    nearest = "; ".join(f"{entry.name}: chance {entry.chance:.1g}" for entry in _one_a_kind(tried)[:3])
+    nearest = "; ".join(f"{entry.name}: chance {entry.chance:.1g}" for entry in tried[:3])
     return finding(
         "sampler/mismatch",
-        f"{size}; nothing that was tried explains them ({nearest}){_begins(more, sampling, thresholds)}",
+        f"{size}; nothing that was tried explains them ({nearest})",
         "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
         "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
     )
@@ -122,29 +117,6 @@ def _agrees(entry: Explanation, drawn: Draws, sampling: SamplingParams, threshol
     policy, own = drawn.logp(unfiltered(sampling)), entry.drawn.logp(entry.params)
     before, after = (float((drawn.sample_logp - logp)[told].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
     return not before > thresholds["scoring_gap_half"] or after <= before / 2
-
-
-def _one_a_kind(tried: Sequence[Explanation]) -> list[Explanation]:
-    """The best of each kind, by the first words of its name."""
-    return list({entry.name.split()[0]: entry for entry in reversed(tried)}.values())[::-1]
-
-
-def _begins(more: Draws, sampling: SamplingParams, thresholds: Thresholds) -> str:
-    """From which token of a completion, or of the text, the draws are not the policy's, as text."""
-    if more.position is None:
-        return ""
-    masses = tail_masses(more, sampling)
-    lengths = torch.tensor(more.prompts, device=more.position.device)[more.row]
-    for where, places in (("the completion", more.position), ("the text", lengths + more.position)):
-        for edge in places.unique().tolist():
-            before = masses[places < edge]
-            if len(before) < FEW:
-                continue
-            if uniform_p_value(before) < thresholds["sampler_doubt"]:
-                break
-            if uniform_p_value(masses[places == edge]) < thresholds["sampler_explained"] / len(places.unique()):
-                return f"; it begins at token {int(edge) + 1} of {where}, and the {len(before)} before it are sound"
-    return ""
 
 
 def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
@@ -17,25 +17,23 @@ from keel.doctor.draws import (
     batch_draws,
     chance_of,
     improbable_runs,
-    tail_masses,
+    surprise_chance,
     unfiltered,
-    uniform_p_value,
 )
 from keel.doctor.findings import Finding, finding
-from keel.doctor.gap import average, in_half_precision, largest
+from keel.doctor.gap import average, largest
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.alternatives import alternatives, applied, fitted
+from keel.doctor.probes.alternatives import alternatives, applied
 from keel.doctor.probes.ends import end_findings
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.subject import STRONG_NOISE
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
-from keel.rollout.sampling import SamplingParams
+from keel.models.pack import right_pad
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
-_MAX_POSITIONS = 6
+_MAX_PLACES = 6
 _CHANGES = 3  # other tokens that are tried at a position
-_ENOUGH, _USUAL = 12, 0.05  # tokens, and a chance of theirs, by which they may be draws
 _MOVED = 2  # answers of the model's own forward: one may lie at an edge of rounding
 
 
@@ -70,127 +68,88 @@ def is_blind(setup: KeelSubject, thresholds: Thresholds) -> bool:
 
 
 def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
-    """Change tokens before the completion (and between its turns); what comes after must answer."""
+    """Change tokens that a completion should see: the tokens after them must answer in training's pass, too.
+
+    A model that does not mind some of them is asked once more under noise.
+    """
     if "blindness" not in setup.of_batch:
-        setup.of_batch["blindness"] = [*_prompt_unseen(setup, thresholds), *_tool_unseen(setup, thresholds)]
+        asked: dict[str, Iterable[tuple[Group, int]]]
+        asked = {"the prompt": _prompt_places(setup), "tool output": _tool_places(setup)}
+        setup.of_batch["blindness"] = [f for what, at in asked.items() for f in _unseen(setup, what, at, thresholds)]
     findings: list[Finding] = setup.of_batch["blindness"]
     return findings
 
 
-def _prompt_unseen(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The last prompt token scores the completion's first one by itself, seen or not: the ones after it must answer.
-
-    A model that does not mind some of its prompt is asked once more under noise.
-    """
-    groups = [group for group in setup.groups if len(group.prompt_tokens) > 1 and _longest(group) > 0]
-    if not groups:
-        return
-    group = max(groups, key=lambda group: len(group.prompt_tokens))
+def _prompt_places(setup: KeelSubject) -> list[tuple[Group, int]]:
+    """A few places of the longest prompt, first and last included."""
+    group = max(setup.groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
-    answers = _answers(setup, group, [*_spread(range(last)), *([last] if _longest(group) > 1 else [])], thresholds)
-    undecided = [position for position, answer in answers.items() if answer is None]
-    if undecided:
+    return [(group, place) for place in sorted({round(i * last / (_MAX_PLACES - 1)) for i in range(_MAX_PLACES)})]
+
+
+def _tool_places(setup: KeelSubject) -> Iterator[tuple[Group, int]]:
+    """Places in the middle of what was said between two turns, one of a completion."""
+    for group in setup.groups if setup.multi_turn else ():
+        for completion in group.completions:
+            end = len(completion.action) - 1 - completion.action[::-1].index(True) if any(completion.action) else 0
+            given = [i for i in range(end - 1) if not (completion.action[i] or completion.action[i + 1])]
+            if given:
+                yield (
+                    replace(group, completions=(completion,), rewards=()),
+                    len(group.prompt_tokens) + given[len(given) // 2],
+                )
+
+
+def _unseen(
+    setup: KeelSubject, what: str, asked: Iterable[tuple[Group, int]], thresholds: Thresholds
+) -> Iterator[Finding]:
+    places = list(islice(asked, _MAX_PLACES))
+    answers = {i: _answer(setup, *place, thresholds) for i, place in enumerate(places)}
+    if undecided := [i for i, answer in answers.items() if answer is None]:
         with setup.perturbed(STRONG_NOISE, seed=3):
-            answers |= _answers(setup, group, undecided, thresholds)
-    hidden = {position: answer for position, answer in answers.items() if answer is not None and answer < math.inf}
-    if not hidden:
-        return
-    yield finding(
-        "mask/attention",
-        f"changing the prompt tokens at places {[*hidden]} of {len(group.prompt_tokens)} moves the completion's "
-        f"log-probabilities by {max(hidden.values()):.1g} nats in training's pass, "
-        "while the model's own forward answers",
-        "the training pass cannot see the prompt: a loss mask serves as the attention mask",
-        "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
-        "the loss alone",
-    )
+            answers |= {i: _answer(setup, *places[i], thresholds) for i in undecided}
+    hidden = {places[i][1]: answer for i, answer in answers.items() if answer is not None and answer < math.inf}
+    if hidden:
+        yield finding(
+            "mask/attention",
+            f"changing tokens of {what} at places {[*hidden]} moves the log-probabilities of those after them by "
+            f"{max(hidden.values()):.1g} nats in training's pass, while the model's own forward answers",
+            f"the training pass cannot see {what}: a loss mask serves as the attention mask",
+            "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
+            "the loss alone",
+        )
 
 
-def _answers(
-    setup: KeelSubject, group: Group, positions: Sequence[int], thresholds: Thresholds
-) -> dict[int, float | None]:
-    """`_blind_answer` of the prompt's tokens at these positions."""
-    scored, before = _answering(setup, group, thresholds), setup.logp(setup.pack([group]))
-    answers = {}
-    for position in positions:
-        last = position == len(group.prompt_tokens) - 1
-        where = scored & _after_the_first(group).to(scored.device) if last else scored
-        others = _with_others(setup, group.prompt_tokens, position)
-        changed = [replace(group, prompt_tokens=tokens) for tokens in others]
-        answers[position] = _blind_answer(setup, group, before, changed, where, thresholds)
-    return answers
+def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds) -> float | None:
+    """How far training's scores move with changes of a token that they do not see.
 
-
-def _after_the_first(group: Group) -> Tensor:
-    """`[B, T]`: the tokens of the completions but for each one's first."""
-    lengths = torch.tensor([len(completion.tokens) for completion in group.completions])
-    positions = torch.arange(_longest(group))
-    return (positions > 0) & (positions < lengths[:, None])
-
-
-def _answering(setup: KeelSubject, group: Group, thresholds: Thresholds) -> Tensor:
-    """`[B, T]`: the tokens whose score in training's pass depends on the text at all; a constant sees nothing."""
-    others = tuple(replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions)
-    before, after = (setup.logp(setup.pack([g])) for g in (group, replace(group, completions=others)))
-    return (before - after).abs() > thresholds["mask_seen"]  # false where either is no number
-
-
-def _tool_unseen(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The same for messages between two turns; a model that does not mind them is asked once more under noise."""
-    answer = _answer_to_tools(setup, thresholds)
-    if answer is None and setup.multi_turn:
-        with setup.perturbed(STRONG_NOISE, seed=3):
-            answer = _answer_to_tools(setup, thresholds)
-    if answer is None or answer == math.inf:
-        return
-    yield finding(
-        "mask/attention",
-        f"changing a token of a tool's output moves the turns after it by {answer:.1g} nats in training's "
-        "pass, while the model's own forward answers",
-        "the training pass cannot see tool output: a loss mask serves as the attention mask",
-        "let attention_mask be 1 on tool output too and use action_mask in the loss alone",
-    )
-
-
-def _answer_to_tools(setup: KeelSubject, thresholds: Thresholds) -> float | None:
-    """`_blind_answer` of the first messages that decide it."""
-    tried = 0
-    for group in setup.groups:
-        for index, completion in enumerate(group.completions):
-            observed = [i for i, action in enumerate(completion.action) if not action]
-            later = [i for i, action in enumerate(completion.action) if action and observed and i > observed[0] + 1]
-            inner = [i for i in observed if later and i + 1 < later[-1] and not completion.action[i + 1]]
-            if not inner or tried >= _MAX_POSITIONS:
-                continue
-            position, tried = inner[len(inner) // 2], tried + 1
-            single = replace(group, completions=(completion,), rewards=group.rewards[index : index + 1])
-            changed = [
-                replace(single, completions=(replace(completion, tokens=tokens),))
-                for tokens in _with_others(setup, completion.tokens, position)
-            ]
-            after = torch.zeros(1, len(completion.tokens), dtype=torch.bool, device=setup.mask.device)
-            after[0, [i for i in later if i > position + 1]] = True
-            after &= _answering(setup, single, thresholds)
-            if not bool(after.any()):
-                continue
-            before = setup.logp(setup.pack([single]))
-            answer = _blind_answer(setup, single, before, changed, after, thresholds)
-            if answer is not None:
-                return answer
-    return None
-
-
-def _blind_answer(
-    setup: KeelSubject, group: Group, before: Tensor, changed: Sequence[Group], where: Tensor, thresholds: Thresholds
-) -> float | None:
-    """How far training's scores `before` move in `where` `[B, T]` with changes that they do not see.
-
-    Infinite where they see them, None where the model's own forward does not answer either.
-    Each answer is of two passes, so that noise counts as one. The model's own forward must answer by more than the
-    rounding of a probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
+    Infinite where they see them, None where the model's own forward does not answer either. A token is the next one's
+    input, seen or not: those after that must answer. The model's own forward must answer by more than the rounding of a
+    probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
     """
-    unit = torch.finfo(torch.bfloat16).eps
-    answers, moved = [], 0
+    prompt, (first, *_) = group.prompt_tokens, group.completions
+    inside, unit = place - len(prompt), torch.finfo(torch.bfloat16).eps
+    if inside < 0:
+        changed = [
+            replace(group, prompt_tokens=(*prompt[:place], other, *prompt[place + 1 :]))
+            for other in _others(setup, prompt[place])
+        ]
+    else:
+        changed = [
+            replace(
+                group,
+                completions=(replace(first, tokens=(*first.tokens[:inside], other, *first.tokens[inside + 1 :])),),
+            )
+            for other in _others(setup, first.tokens[inside])
+        ]
+    before, answers, moved = setup.logp(setup.pack([group])), [0.0], 0
+    rows = [[a and i > inside + 1 for i, a in enumerate(c.action)] for c in group.completions]
+    where = right_pad(rows, False).bool().to(before.device)
+    rewritten = tuple(
+        replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions
+    )
+    constant = (before - setup.logp(setup.pack([replace(group, completions=rewritten)]))).abs()
+    where &= constant > thresholds["mask_seen"]  # a score that depends on no token sees nothing; nor does no number
     for other in changed:
         answers.append(largest((before - setup.logp(setup.pack([other])))[where]))
         if answers[-1] > thresholds["mask_seen"]:
@@ -202,28 +161,12 @@ def _blind_answer(
     return max(answers) if moved >= _MOVED else None
 
 
-def _spread(positions: Sequence[int]) -> list[int]:
-    """A few of them, first and last included."""
-    if len(positions) <= _MAX_POSITIONS:
-        return list(positions)
-    return sorted({positions[round(i * (len(positions) - 1) / (_MAX_POSITIONS - 1))] for i in range(_MAX_POSITIONS)})
-
-
-def _with_others(setup: KeelSubject, tokens: Sequence[int], position: int) -> list[tuple[int, ...]]:
-    """The tokens with others at one position."""
-    return [(*tokens[:position], other, *tokens[position + 1 :]) for other in _others(setup, tokens[position])]
-
-
 def _others(setup: KeelSubject, token: int) -> list[int]:
     """A few other ordinary tokens."""
     special = set(getattr(setup.policy.tokenizer, "all_special_ids", ()))
     size = setup.vocabulary
     ordinary = (t for t in ((token + step) % size for step in range(7, size + 7)) if t not in special and t != token)
     return list(islice(ordinary, 0, 5 * _CHANGES, 5))
-
-
-def _longest(group: Group) -> int:
-    return max(len(completion.tokens) for completion in group.completions)
 
 
 def _gradient(setup: KeelSubject) -> Iterator[Finding]:
@@ -246,12 +189,12 @@ def foreign(setup: KeelSubject, thresholds: Thresholds) -> Tensor:
     if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
-        rounding = "scoring_gap_half" if in_half_precision(setup) else "scoring_gap"
-        silent = (drawn.sample_logp == 0) & (logp < -thresholds["mask_silent"])
-        silent &= not are_rounded_away(drawn.sample_logp, logp, thresholds[rounding])
+        zeros = drawn.sample_logp == 0
+        silent = zeros & (logp < -thresholds["mask_silent"])
         # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
-        silent &= ~(drawn.sample_logp == 0).float().mean().gt(thresholds["foreign_silent_most"])
-        silent &= not _are_draws(drawn, silent, setup.sampling)
+        silent &= ~zeros.float().mean().gt(thresholds["foreign_silent_most"])
+        # nor are zeros of numbers that were rounded, or of draws at one place, more surprising than draws are
+        silent &= surprise_chance(drawn.where(zeros), setup.sampling) < thresholds["foreign_chance"]
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         if bool(runs.any()) and _shaped(setup, drawn, thresholds):
             runs = torch.zeros_like(runs)
@@ -271,31 +214,8 @@ def _shaped(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> bool:
     likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
     if odds <= -math.log(thresholds["foreign_chance"]):
         return False
-    way = applied(drawn, fitted(drawn, likely[0], plain), plain)
+    way = applied(drawn, likely[0], plain)
     return chance_of(way, plain) > thresholds["sampler_explained"]
-
-
-def _are_draws(drawn: Draws, silent: Tensor, sampling: SamplingParams) -> bool:
-    """Whether tokens that are reported with 0 are the policy's all the same.
-
-    They stand at one and the same place of all completions, and are as likely as draws: a policy that is not sure of
-    them would seldom have drawn given text, and what a tool says is longer than a token.
-    """
-    assert drawn.position is not None
-    places = drawn.position[silent].unique()
-    if len(places) != 1 or not bool((drawn.sample_logp[drawn.position == places[0]] == 0).all()):
-        return False
-    there = drawn.where(drawn.position == places[0])
-    return len(there) >= _ENOUGH and uniform_p_value(tail_masses(there, sampling)) > _USUAL
-
-
-def are_rounded_away(sample_logp: Tensor, logp: Tensor, rounding: float) -> bool:
-    """Whether zeros were reported `[N]` of likely tokens alone, of all down to some log-probability.
-
-    Coarse numbers do that; text that nobody sampled has likely and unlikely tokens.
-    """
-    zeros, others = logp[sample_logp == 0], logp[sample_logp < 0]
-    return bool(len(zeros) and len(others) and zeros.min() >= others.max() - rounding)
 
 
 def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:

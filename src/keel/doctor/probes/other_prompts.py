@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from keel.doctor.rendering import messages_of, own_template
 from keel.rollout.render import Renderer
 
 Tokens = tuple[int, ...]
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful AI assistant.")
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _CUTS: dict[str, tuple[str, Callable[[Tokens, int], Tokens]]] = {
     "first": ("prompts without their first {} tokens", lambda tokens, n: tokens[n:]),
@@ -49,12 +48,12 @@ def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Token
     return cut(tokens, size) or tokens[-1:]
 
 
-def other_prompts(setup: KeelSubject, groups: Sequence[Group], *, brief: bool = False) -> list[OtherPrompt]:
-    """Hypotheses that change some prompt, no two of them to the same tokens; `brief`: those that change it least."""
+def other_prompts(setup: KeelSubject, groups: Sequence[Group]) -> list[OtherPrompt]:
+    """Hypotheses that change some prompt, no two of them to the same tokens."""
     own = tuple(group.prompt_tokens for group in groups)
     room = (setup.policy.context_length or 1 << 30) - setup.config.rollout.max_completion_length
     seen, distinct = {own}, []
-    for other in _brief(setup, groups) if brief else (*_brief(setup, groups), *_further(setup, groups)):
+    for other in _hypotheses(setup, groups):
         changed = tuple(other.change(tokens, i) for i, tokens in enumerate(own))
         if changed not in seen and all(0 < len(tokens) <= room for tokens in changed):
             seen.add(changed)
@@ -62,25 +61,17 @@ def other_prompts(setup: KeelSubject, groups: Sequence[Group], *, brief: bool = 
     return distinct
 
 
-def _brief(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
-    """One token more or less at the head."""
-    bos = setup.policy.tokenizer.bos_token_id
+def _hypotheses(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
+    tokenizer = setup.policy.tokenizer
+    longest = max(len(group.prompt_tokens) for group in groups)
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, setup.policy.pad_id
     if bos is not None:
         yield OtherPrompt("prompts with one BOS more", lambda tokens, _: (bos, *tokens))
         yield OtherPrompt("prompts without BOS", lambda tokens, _: tokens[1:] if tokens[0] == bos else tokens)
-    yield from cuts("first", (1, 2), max(len(group.prompt_tokens) for group in groups))
-
-
-def _further(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPrompt]:
-    tokenizer = setup.policy.tokenizer
-    longest = max(len(group.prompt_tokens) for group in groups)
-    eos, pad = tokenizer.eos_token_id, setup.policy.pad_id
     yield OtherPrompt("prompts with EOS at their end", lambda tokens, _: (*tokens, eos))
     yield OtherPrompt("prompts with EOS before them", lambda tokens, _: (eos, *tokens))
     yield OtherPrompt("prompts padded on the left", lambda tokens, _: (*(pad,) * (longest - len(tokens)), *tokens))
     yield OtherPrompt("prompts padded on the right", lambda tokens, _: (*tokens, *(pad,) * (longest - len(tokens))))
-    yield OtherPrompt("prompts written twice", lambda tokens, _: (*tokens, *tokens))
-    yield OtherPrompt("prompts read backwards", lambda tokens, _: tokens[::-1])
     for label, again in _texts(tokenizer).items():
         yield OtherPrompt(label, partial(_encoded, again))
     yield OtherPrompt("prompts whose special tokens are spelt out", partial(_encoded, _spelt_out(tokenizer)))
@@ -88,14 +79,6 @@ def _further(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPromp
         yield OtherPrompt(label, partial(_of_group, rendered))
     for kind in _CUTS:
         yield from cuts(kind, _SIZES, longest)
-    for share in (4, 2):
-        yield OtherPrompt(f"prompts without their first 1/{share}", partial(_without_share, share, True))
-        yield OtherPrompt(f"prompts without their last 1/{share}", partial(_without_share, share, False))
-
-
-def _without_share(share: int, first: bool, tokens: Tokens, group: int) -> Tokens:
-    cut = len(tokens) // share
-    return tokens[cut:] if first else tokens[: len(tokens) - cut]
 
 
 def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
@@ -116,11 +99,8 @@ def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
         "prompts without the spaces at their ends": again(str.strip, special=True),
         "prompts with a space at their end": again(lambda text: f"{text} ", special=True),
         "prompts with a line break at their end": again(lambda text: f"{text}\n", special=True),
-        "prompts in lower case": again(str.lower, special=True),
-        "prompts in upper case": again(str.upper, special=True),
         "prompts without their spaces": again(lambda text: text.replace(" ", ""), special=True),
         "prompts with single spaces in place of all white space": again(lambda t: " ".join(t.split()), special=True),
-        "prompts without special tokens and spaces": again(lambda text: text.replace(" ", ""), special=False),
     }
 
 
@@ -152,17 +132,6 @@ def _renderings(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[tuple[s
         ("prompts without their template", {"chat_template": "none"}, plain),
         ("the last message alone", {"chat_template": "none"}, users),
     ]
-    for words in SYSTEM_PROMPTS:
-        ways.append(
-            (
-                f"prompts after {words!r}",
-                {"chat_template": "none"},
-                [replace(p, prompt=f"{words}\n\n{p.prompt}") for p in plain],
-            )
-        )
-        if own_template(tokenizer):
-            options = {"chat_template": "default", "system_prompt": words}
-            ways.append((f"prompts under the system prompt {words!r}", options, problems))
     if data.system_prompt is not None:
         ways.append(("prompts without the system prompt", {"chat_template": data.chat_template}, problems))
     if own_template(tokenizer):

@@ -12,7 +12,7 @@ from torch import Tensor
 from keel.base.types import Group
 from keel.doctor.advice import either, setting
 from keel.doctor.advice import unfiltered as whole_distribution
-from keel.doctor.draws import FEW, Draws, batch_draws, best_temperature, draws, filters, unfiltered
+from keel.doctor.draws import Draws, batch_draws, best_temperature, draws, filters, unfiltered
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import (
     average,
@@ -24,16 +24,12 @@ from keel.doctor.gap import (
     quantized,
     rounded_weights,
     rounding_explains,
-    without_first,
 )
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.continued import other_prompt_finding
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 _UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
-_LATER, _ROUNDING = 30.0, 1e-5  # times as much in later turns as in first ones, which are off by so many nats at least
-_FILLER = -1000.0  # nats: no token is that unlikely
 _EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
 
 
@@ -60,10 +56,9 @@ class Reports:
     def size(self) -> float:
         return average(self.gap)
 
-    def scored(self, groups: Sequence[Group] | None = None) -> Tensor:
+    def scored(self) -> Tensor:
         """The policy's log-probabilities `[N]` of the same tokens with its weights as they are now."""
-        again = draws(self.setup, self.groups if groups is None else groups).where(self.keep)
-        return again.logp(unfiltered(self.setup.sampling))
+        return draws(self.setup, self.groups).where(self.keep).logp(unfiltered(self.setup.sampling))
 
     @cached_property
     def rounding(self) -> Tensor:
@@ -117,13 +112,6 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
                 joined=", and ",
             ),
         )
-    if average(reported.sample_logp - reports.scored(without_first(reports.groups))) <= limit:
-        return finding(
-            "sampler/mismatch",
-            f"{size}; the gap closes when each prompt loses its first token",
-            "the engine shortens or shifts the prompt: it continues another text than the trainer scores",
-            "give the engine Request.tokens as they are, never decoded and encoded again, with nothing cut off",
-        )
     if rounding_explains(gap, reports.rounding, thresholds):
         kl = float((gap.exp() - 1 - gap).mean())
         worth = kl > thresholds["sampler_kl_warning"]
@@ -146,39 +134,12 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
         )
     return finding(
         "sampler/mismatch",
-        size + (_pattern(reported, plain) or _where(setup, reported, gap, thresholds)),
+        size + _pattern(reported, plain),
         "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
         "nor precision explains it",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
         "trainer's weights)",
     )
-
-
-def later_turns_findings(reports: Reports, thresholds: Thresholds) -> list[Finding]:
-    """First turns whose log-probabilities are right, and later ones that are off by far more than rounding differs.
-
-    With weights of 16 bits first turns may agree to the last digit, and later ones, whose keys were kept, to rounding.
-    """
-    setup, reported, gap = reports.setup, reports.drawn, reports.gap
-    assert reported.position is not None
-    opened = [c.action.index(False) if False in c.action else len(c.action) for c in setup.batch.completions]
-    later = reported.position >= torch.tensor(opened, device=gap.device)[reported.row]
-    number = reported.sample_logp > _FILLER  # what stands for "not known" tells nothing of a prompt
-    first, after = (gap[part & number].abs().nan_to_num(torch.inf) for part in (~later, later))
-    rounding = _LATER * _ROUNDING if setup.policy.dtype == torch.float32 else thresholds["scoring_gap_half"]
-    if min(len(first), len(after)) < FEW or after.mean() <= max(rounding, _LATER * float(first.mean())):
-        return []
-    rounded = reports.rounding.abs()  # a sure token's is less, in any turn
-    usual = (rounded[later].mean() / rounded[~later].mean()).nan_to_num(1.0)
-    if after.mean() <= _LATER * usual * first.mean():
-        return []
-    return [
-        other_prompt_finding(
-            f"the engine's log-probabilities are off by {float(after.mean()):.2g} nats on average behind the "
-            f"environment's first reply ({len(after)} tokens), and by {float(first.mean()):.2g} before it "
-            f"({len(first)} tokens): turns or replies are left out, or encoded again"
-        )
-    ]
 
 
 def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
@@ -209,29 +170,6 @@ def _held_in(reports: Reports) -> str | None:
     if left[best] > _EXPLAINED_SHARE * reports.size:
         return None
     return f"weights held in {best} leave {left[best]:.2g} of {reports.size:.2g} nats"
-
-
-def _where(setup: KeelSubject, reported: Draws, gap: Tensor, thresholds: Thresholds) -> str:
-    """On which tokens the gap lies, where it is not on all of them: from a place on, or at one token."""
-    assert reported.position is not None
-    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    off = gap.abs().nan_to_num(torch.inf) > limit
-    if not bool(off.any()):
-        return ""
-    lengths = torch.tensor(reported.prompts, device=off.device)[reported.row]
-    for where, places in (("the text", lengths + reported.position), ("the completion", reported.position)):
-        first = int(places[off].min())
-        before, after = places < first, places >= first
-        if int(before.sum()) >= FEW and float(off[after].double().mean()) > 0.5:
-            return (
-                f"; it begins at token {first + 1} of {where}, the {int(before.sum())} before it are right: a cache or "
-                "positions that fail from there on"
-            )
-    tokens = reported.tokens[off].unique()
-    if len(tokens) <= 2 and bool(off[torch.isin(reported.tokens, tokens)].all()) and not bool(off.all()):
-        return f"; all of it at {', '.join(repr(setup.policy.tokenizer.decode([t])) for t in tokens.tolist())}"
-    share = float(off.double().mean())
-    return f"; {100 * share:.0f} % of the tokens are off, the others are right" if share < 0.9 else ""
 
 
 def _pattern(reported: Draws, plain: SamplingParams) -> str:

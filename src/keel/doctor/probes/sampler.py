@@ -12,7 +12,6 @@ from keel.base.types import Group
 from keel.doctor.draws import (
     Draws,
     batch_draws,
-    best_temperature,
     chance_of,
     draws,
     first_tokens,
@@ -26,13 +25,9 @@ from keel.doctor.probes.explanations import configured_finding, drawn_finding
 from keel.doctor.probes.masks import foreign
 from keel.doctor.probes.noise import (
     NOISE_STEP,
-    among_others_finding,
-    copies_explained,
-    lone_draws,
-    no_copies_findings,
     noise_findings,
 )
-from keel.doctor.probes.reported import Reports, filtered_findings, later_turns_findings, reported_finding
+from keel.doctor.probes.reported import Reports, filtered_findings, reported_finding
 from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
@@ -56,7 +51,6 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     else:
         gap = reports.gap
         figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
-        findings += later_turns_findings(reports, thresholds)
         told = _reported(setup, reports, thresholds)
         setup.shared["reported"] = told[-1].code if told else ""
         findings += told
@@ -77,22 +71,14 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
     drawn_otherwise = chance < alarm or odds > -math.log(alarm)
-    if setup.shared.get("greedy"):  # of a few completions a policy that is sure writes the likeliest ones, too
-        setup.shared["greedy"] = bool((more.tokens == more.logits.argmax(-1)).all())
-    if drawn_otherwise and repeated and _not_by_copying(setup, more, thresholds):
-        findings = [finding for finding in findings if finding not in repeated]
-        repeated = []
     if any(finding.severity == "error" for finding in repeated):
         unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
     elif drawn_otherwise:
-        findings += _no_copies(setup, more, thresholds) or [
-            _among_others(setup, more, drawn_finding(more, setup, chance, others, odds, thresholds), thresholds)
-        ]
+        findings.append(drawn_finding(more, setup, chance, others, odds, thresholds))
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
-    setup.shared["sampler off"] = any(finding.code == "sampler/mismatch" for finding in findings)
     lines = (
         f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
         f"policy's; {len(more)} drawn tokens are the policy's with chance {chance:.2g}",
@@ -118,53 +104,6 @@ def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> l
     mild = after.size <= thresholds["scoring_gap_half"] or in_half_precision(setup)
     evidence = f"after random texts {further.evidence}"
     return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
-
-
-def _not_by_copying(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> bool:
-    """Whether completions are drawn otherwise, and so repeat themselves more often.
-
-    At a temperature that fits all draws the copies are no more than there should be, or completions are drawn otherwise
-    when nothing can be copied.
-    """
-    if setup.shared.get("greedy"):
-        return False
-    if copies_explained(setup, _fitting(setup, more)):
-        return True
-    if setup.shared.get("copies in any step"):  # a sampler that is surer repeats itself more often
-        return True
-    return _alone_otherwise(setup, thresholds)
-
-
-def _no_copies(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> list[Finding]:
-    """That completions are made to differ, unless they are drawn otherwise when there is nothing to differ from."""
-    found = [*no_copies_findings(setup, _fitting(setup, more), thresholds)]
-    return [] if found and _alone_otherwise(setup, thresholds) else found
-
-
-def _among_others(setup: KeelSubject, more: Draws, explained: Finding, thresholds: Thresholds) -> Finding:
-    """That completions depend on each other, where those drawn alone are the policy's and not as those of groups are.
-
-    A filter or penalty that explains the draws, as one that bites late in a text, is the likelier cause.
-    """
-    if explained.code == "sampler/filter":
-        return explained
-    lone = lone_draws(setup)
-    alone, fitted = (chance_of(lone, params) for params in (setup.sampling, _fitting(setup, more)))
-    if alone < thresholds["sampler_doubt"] or fitted > thresholds["sampler_draws"]:
-        return explained
-    return among_others_finding(len(lone), alone)
-
-
-def _fitting(setup: KeelSubject, more: Draws) -> SamplingParams:
-    """The run's sampling at the temperature that explains the draws best."""
-    best = best_temperature(setup.sampling, lambda params: -float(more.logp(params).mean()))
-    return replace(setup.sampling, temperature=best)
-
-
-def _alone_otherwise(setup: KeelSubject, thresholds: Thresholds) -> bool:
-    """Whether completions that are drawn alone are not the policy's either."""
-    chance, _, odds = _draw_statistics(lone_draws(setup), setup.sampling, setup.policy.eos_ids)
-    return chance < thresholds["sampler_draws"] or odds > -math.log(thresholds["sampler_draws"])
 
 
 def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -1,16 +1,296 @@
-"""What travels from the engine to the judge, against what it should be."""
+"""What travels from the engine to the judge: which prompts it continues, and which text is judged.
+
+An engine is a black box. Two things tell which prompts it continues, the scored ones, changed ones or those of other
+problems: what it reports must be the policy's log-probability after that prompt, and what it draws must be likely after
+it. With p₀ after the scored prompts and p₁ … pₙ after others, the mean of pᵢ/p₀ of all drawn tokens has expectation 1
+if the scored ones were continued, so that odds of e^x have a chance of e^−x at most (Markov). A hypothesis is named
+only where it fits what was drawn by itself.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keel.base.types import Completion, Group
+from keel.doctor.draws import (
+    Draws,
+    best_temperature,
+    draws,
+    filters,
+    most_tokens,
+    tail_masses,
+    unfiltered,
+    uniform_p_value,
+)
+from keel.doctor.evidence import log_mean_exp
+from keel.doctor.findings import Finding, finding
+from keel.doctor.gap import ROUNDING, average, closed, in_half_precision, largest, rounding_explains
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.beyond import beyond_findings
-from keel.doctor.probes.continued import continued_findings
+from keel.doctor.probes.alternatives import alternatives
+from keel.doctor.probes.context import added_text
+from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
+from keel.doctor.probes.reported import Reports
 from keel.doctor.probes.texts import text_findings
+from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
+from keel.rollout.request import Request
+from keel.rollout.sampling import SamplingParams
+
+_TOKENS = 256  # drawn tokens that tell prompts apart
+_MORE_STEP = 2_000_003  # noise of its own
+_MORE, _MORE_TOKENS = 16, 512  # completions a problem at most, and tokens that are enough
+_LATER = 32  # turns that are looked at
 
 
 def probe_travel(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     """The text of every turn against its tokens, and what was written against the prompt that it is scored after."""
-    continued = [*continued_findings(setup, thresholds)] or beyond_findings(setup, thresholds)
-    return Outcome("travel", (*text_findings(setup.whole), *continued))
+    return Outcome("travel", (*text_findings(setup.whole), *_continued(setup, thresholds)))
+
+
+def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+    """Nothing where the given texts explain what was written after them; else the ones that do, if any.
+
+    Where reports are right of the first turns and off by far more than any rounding of later ones, that is enough.
+    """
+    first_off = False
+    for where, given in (("", _first_turns), ("turns after the first", _later_turns), ("random texts", _strange)):
+        groups = [] if where == "random texts" and first_off else _written(setup, given(setup))
+        if not groups:
+            continue
+        scored = draws(setup, groups)
+        told = ~scored.sample_logp.isnan()
+        reports = Reports(setup, groups, scored.where(told), told)
+        doubt = _doubt(reports, scored, thresholds)
+        if not doubt:
+            continue
+        named = (_swapped(setup, groups, scored, thresholds) if not where and doubt == "large" else None) or (
+            _other_prompt(setup, groups, scored, thresholds) or added_text(setup, reports, thresholds)
+        )
+        only_later = where == "turns after the first" and not first_off
+        if named is None and only_later and reports.size > thresholds["foreign_gap"]:
+            named = f"log-probabilities are off by {reports.size:.3g} nats on average, those of first turns are not"
+        if named is not None:
+            setup.shared["other prompt"] = True
+            evidence = f"in {where}: {named}" if where else named
+            yield named if isinstance(named, Finding) else other_prompt_finding(str(evidence))
+            return
+        first_off = first_off or (not where and doubt == "large")
+
+
+def _first_turns(setup: KeelSubject) -> list[Group]:
+    """What was written right after the batch's prompts; where that is little, the same prompts continued more often."""
+    written: dict[str, list[Completion]] = {group.problem.key: [] for group in setup.groups}
+    for turn in setup.turns:
+        if turn.request.start == 0 and turn.request.key in written:
+            written[turn.request.key].append(turn.completion)
+    turns = [completion for row in written.values() for completion in row]
+    tokens = sum(len(completion.tokens) for completion in turns)
+    if tokens >= _TOKENS:
+        return [replace(group, completions=tuple(written[group.problem.key]), rewards=()) for group in setup.groups]
+    count = math.ceil(_MORE_TOKENS / max(1.0, tokens / max(1, len(turns)) * len(setup.groups)))
+    limit = setup.config.rollout.max_turn_length
+    requests = [Request(group.problem.key, group.prompt_tokens, max_new=limit) for group in setup.groups]
+    sampling = replace(setup.sampling, num_generations=min(_MORE, max(2, count)))
+    more = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=_MORE_STEP)
+    setup.run.engine.release()
+    return [replace(g, completions=tuple(row), rewards=()) for g, row in zip(setup.groups, more, strict=True)]
+
+
+def _later_turns(setup: KeelSubject) -> list[Group]:
+    """Turns after the first: each has a text of its own before it, with what the environment said."""
+    problems = {group.problem.key: group.problem for group in setup.groups}
+    later = [turn for turn in setup.turns if turn.request.start > 0 and turn.request.key in problems][:_LATER]
+    return [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in later]
+
+
+def _strange(setup: KeelSubject) -> list[Group]:
+    """Random texts, where the engine is right after the run's own prompts: what is wrong there is wrong after any."""
+    return strange_turns(setup, STRANGE_STEPS[0])
+
+
+def _written(setup: KeelSubject, groups: Sequence[Group]) -> list[Group]:
+    """What was written after these texts, the first tokens of each; copies are one draw."""
+    rows = [[c for c in group.completions if c.tokens] for group in groups]
+    if all(len({c.tokens for c in row}) == 1 for row in rows if row):
+        rows = [row[:1] for row in rows]
+    width = max(4, most_tokens(setup) // max(1, sum(map(len, rows))))
+    unknown = setup.run.engine.logp_after_filters and setup.sampling.filtered  # what it reports is of those
+
+    def cut(c: Completion) -> Completion:
+        told = (math.nan,) * len(c.tokens) if unknown else c.sample_logp
+        first = slice(width)
+        return replace(
+            c,
+            tokens=c.tokens[first],
+            action=c.action[first],
+            sample_logp=told[first],
+            filtered_logp=c.filtered_logp[first],
+        )
+
+    return [
+        replace(group, completions=tuple(map(cut, row)), rewards=())
+        for group, row in zip(groups, rows, strict=True)
+        if row
+    ]
+
+
+def _doubt(reports: Reports, scored: Draws, thresholds: Thresholds) -> str:
+    """Whether what was reported is off, or what was drawn is unlikely: large, or small; "" where it is rounding."""
+    gap, setup = reports.gap, reports.setup
+    chance = uniform_p_value(tail_masses(scored, setup.sampling))
+    if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
+        return "large"
+    if largest(gap) <= thresholds["scoring_gap"]:
+        return ""
+    if setup.policy.dtype != torch.float32:
+        return "" if average(gap) <= thresholds["precision_times"] * average(reports.rounding) else "small"
+    return "" if rounding_explains(gap, reports.rounding, thresholds) else "small"
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How well prompts explain the turns: odds against the scored ones in nats, how far off the reports are."""
+
+    other: OtherPrompt
+    gain: float
+    residual: float  # mean |difference|; infinite where nothing was reported
+    chance: float  # of the draws under it
+
+
+def _off(drawn: Draws, params: SamplingParams) -> float:
+    told = ~drawn.sample_logp.isnan()
+    return average((drawn.sample_logp - drawn.logp(unfiltered(params)))[told]) if bool(told.any()) else math.inf
+
+
+def _logp(setup: KeelSubject, drawn: Draws) -> Tensor:
+    return drawn.logp(setup.sampling).nan_to_num(neginf=-50.0)
+
+
+def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> Finding | None:
+    """Every turn under every prompt of the batch: the mixture over prompts against its own, turn by turn."""
+    prompts = list(dict.fromkeys(group.prompt_tokens for group in groups))
+    if len(prompts) < 2:
+        return None
+    under = [draws(setup, [replace(group, prompt_tokens=prompt) for group in groups]) for prompt in prompts]
+    own_prompt = [prompts.index(group.prompt_tokens) for group in groups for _ in group.completions]
+    rows = int(scored.row.max()) + 1
+
+    def by_row(values: Tensor) -> Tensor:
+        return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, scored.row, values)
+
+    likely = torch.stack([by_row(_logp(setup, drawn)) for drawn in under], dim=1)  # [rows, prompts]
+    odds = float((likely.logsumexp(-1) - math.log(len(prompts)) - by_row(_logp(setup, scored))).sum())
+    plain = unfiltered(setup.sampling)
+    off = torch.stack([by_row((d.sample_logp - d.logp(plain)).abs()) for d in under], dim=1)
+    before = float((scored.sample_logp - scored.logp(plain)).abs().mean())
+    known = not bool(off.isnan().any())
+    by_report = known and before > ROUNDING
+    if known and not by_report and float(off.sum()) > ROUNDING * off.numel():
+        return None  # what is reported is the own prompt's, and no other one's: a swapped completion brings its own
+    nearest = off.argmin(-1) if by_report else likely.argmax(-1)
+    left = float(off.gather(-1, nearest[:, None]).sum() / len(scored)) if by_report else math.inf
+    rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    decisive = left <= min(closed(setup, before), rounding)  # the nearest of many is near by itself
+    chosen = nearest[scored.row]
+    logits = scored.logits.clone()
+    for number, drawn in enumerate(under):
+        logits[chosen == number] = drawn.logits[chosen == number]
+    moved = sum(place != own for place, own in zip(nearest.tolist(), own_prompt, strict=False))
+    chance = uniform_p_value(tail_masses(replace(scored, logits=logits), setup.sampling))
+    fits = chance > thresholds["sampler_explained"] and odds > _enough(setup, scored, thresholds)
+    if not moved or not (decisive or (fits and not by_report)):  # what is reported would agree with another prompt
+        return None
+    evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
+        f"the engine's log-probabilities are off by {before:.3g} nats under their own prompts and by {left:.2g} under "
+        "those"
+        if decisive
+        else f"odds e^{odds:.3g} against their own prompts (chance of the draws under those {chance:.2g})"
+    )
+    if len(set(nearest.tolist())) == 1:
+        return other_prompt_finding(f"{evidence}; it is one and the same for all")
+    return finding(
+        "sampler/swapped",
+        evidence,
+        "the engine returns completions in another order than their requests, so that each is judged by, and trained "
+        "for, another problem",
+        "return completions in the order of the requests, each request's samples together",
+    )
+
+
+def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> str | None:
+    """Evidence for the first prompt that closes the gap of the reports; else the likeliest that fits what was drawn."""
+    own, residual = _logp(setup, scored), _off(scored, setup.sampling)
+
+    def fit(other: OtherPrompt) -> _Fit:
+        changed = [replace(g, prompt_tokens=other.change(g.prompt_tokens, i)) for i, g in enumerate(groups)]
+        drawn = draws(setup, changed)
+        gain = float((_logp(setup, drawn) - own).sum())
+        chance = uniform_p_value(tail_masses(drawn, setup.sampling))
+        return _Fit(other, gain, _off(drawn, setup.sampling), chance)
+
+    fits = [fit(other) for other in other_prompts(setup, groups)]
+    fits += _refined(groups, fits, fit)
+    # a report of near certainty, as of an end, agrees with whatever makes that certain
+    size = min(residual, average(scored.sample_logp[~scored.sample_logp.isnan()]))
+    best = min(fits, key=lambda entry: entry.residual, default=None)
+    if best is not None and ROUNDING < residual < math.inf and best.residual <= closed(setup, size):
+        return (
+            f"the engine's log-probabilities are off by {residual:.3g} nats on average under the prompts that are "
+            f"scored and by {best.residual:.2g} under {best.other.label}"
+        )
+    if best is None or thresholds["scoring_gap_half"] < residual < math.inf:
+        return None  # what is reported would agree with the prompt that is continued
+    best = max(fits, key=lambda entry: entry.gain)
+    odds = log_mean_exp([entry.gain for entry in fits])
+    if odds <= _enough(setup, scored, thresholds) or best.chance <= thresholds["sampler_explained"]:
+        return None
+    return (
+        f"{len(scored)} drawn tokens are likelier under {best.other.label} by odds of e^{odds:.3g} (chance of the "
+        f"draws under it {best.chance:.2g})"
+    )
+
+
+def _refined(groups: Sequence[Group], fits: Sequence[_Fit], fit: Callable[[OtherPrompt], _Fit]) -> list[_Fit]:
+    """The best cut's neighbours, by halving steps: a limit may lie between those that were tried."""
+    best = max((entry for entry in fits if entry.other.size is not None), key=lambda entry: entry.gain, default=None)
+    more: list[_Fit] = []
+    longest = max(len(group.prompt_tokens) for group in groups)
+    step = (best.other.size or 0) // 2 if best is not None else 0
+    while step and best is not None:
+        size = best.other.size or 0
+        near = [fit(neighbour) for neighbour in cuts(best.other.kind, [size - step, size + step], longest)]
+        best, step, more = max([best, *near], key=lambda entry: entry.gain), step // 2, [*more, *near]
+    return more
+
+
+def _enough(setup: KeelSubject, scored: Draws, thresholds: Thresholds) -> float:
+    """Odds in nats that another prompt must have: beyond chance, and beyond any sampling options' under the scored."""
+    plain = unfiltered(setup.sampling)
+    own = float(_logp(setup, scored).sum())
+
+    def cost(params: SamplingParams) -> float:
+        return -float(scored.logp(params).nan_to_num(neginf=-50.0).sum())
+
+    warmer = replace(plain, temperature=best_temperature(plain, cost))
+    return max(
+        -math.log(thresholds["travel_chance"]),
+        -own - cost(warmer),
+        *(-own - cost(params) for _, params in filters(plain)),
+        alternatives(scored, plain, setup.policy.eos_ids)[1],
+    )
+
+
+def other_prompt_finding(evidence: str) -> Finding:
+    return finding(
+        "sampler/other-prompt",
+        evidence,
+        "the engine does not continue the tokens that it is given: it cuts, encodes again or changes the prompt, while "
+        "the trainer scores completions after the prompt as it was",
+        "give the model Request.tokens as they are: never decoded and encoded again, nothing cut, nothing added",
+    )
