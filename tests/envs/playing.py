@@ -38,7 +38,7 @@ def replies(task: Any, turns: Sequence[tuple[Problem, str]], timeout_s: float | 
     """The replies to the first turns of many episodes, all at the same time; the failure in the place of one."""
     runner = EpisodeRunner(task.start, timeout_s, HungCalls())
     runner.submit([((number, 0), problem, text) for number, (problem, text) in enumerate(turns)])
-    answered: list[Any] = list(runner.ready(wait="all").values())
+    answered: list[Any] = list(runner.ready().values())
     assert all(isinstance(failure, CallFailed) for _, failure in runner.close())
     return answered
 

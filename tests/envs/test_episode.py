@@ -240,16 +240,16 @@ def test_plain_steps_run_one_episode_at_a_time_in_order() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_sampling_goes_on_beside_slow_tools_only_where_that_is_asked_for(overlap: bool) -> None:
-    """Sample 0 waits for what sample 1 says in its second turn: without overlap, that would be never."""
-    scripts = ["wait", "stop"], ["a", "go", "stop"]
+    """Sample 1 waits for what sample 0 says in its second turn: without overlap, that would be never."""
+    scripts = ["a", "go", "stop"], ["wait", "stop"]
     if not overlap:
-        with pytest.raises(KeelError, match=r"boxes\.step on .*completion 0: did not return"):
+        with pytest.raises(KeelError, match=r"boxes\.step on .*completion 1: did not return"):
             rollout(Says(*scripts), judge=Judge.of(Boxes(), timeout_s=0.3))
         return
     engine = Says(*scripts)
     group = rollout(engine, overlap_tools=True)
-    assert engine.passes[:2] == [[0, 1], [1]]
-    assert [reward.total for reward in group.rewards] == [2.0, 3.0]
+    assert engine.passes == [[0, 1], [0], [1], [0]]
+    assert [reward.total for reward in group.rewards] == [3.0, 2.0]
 
 
 def test_which_episodes_share_a_pass_does_not_depend_on_the_clock() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,15 +16,12 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
 from keel.envs import Episode, Task
-from keel.envs.episode import EpisodeRunner
 from keel.envs.judge import Judge
 from keel.rollout import Request, SamplingParams, Turn
 from keel.rollout.collect import Collector
 from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
-from keel.rollout.native.decode import SharedPrefixDecoder
 from keel.rollout.native.engine import NativeEngine
-from keel.rollout.native.scheduler import JOIN_STEPS
 from keel.rollout.render import Renderer
 from keel.rollout.request import OpenRow
 
@@ -235,7 +234,7 @@ class Asked(NativeEngine):
 
 def groups(engine: Any, task: Any, **options: Any) -> Any:
     problems = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(4)]
-    sampling = SamplingParams(num_generations=3, max_completion_length=60)
+    sampling = SamplingParams(num_generations=3, max_completion_length=60, max_batch=options.pop("max_batch", None))
     options = {"seed": 7, "max_turns": 3, "max_turn_length": 16, **options}
     return Collector(engine, task, Renderer(engine.tokenizer), sampling, Judge.of(task), **options).collect(problems)
 
@@ -256,51 +255,39 @@ def test_episodes_are_those_of_an_engine_asked_turn_by_turn() -> None:
     assert len({len(completion.tokens) for group in expected for completion in group.completions}) > 3
 
 
-def test_episodes_are_the_same_where_sampling_goes_on_beside_tools() -> None:
+class SlowGuess(Task):
+    """Guess, where a reply takes any time."""
+
+    name = "guess"
+
+    def start(self, problem: Problem) -> Episode:
+        return SlowGuessing()
+
+
+class SlowGuessing(Guessing):
+    async def step(self, text: str) -> str | None:  # type: ignore[override]
+        await asyncio.sleep(random.choice((0.0, 0.001, 0.03)))
+        return super().step(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"), [({}, 6), ({"join_turns": False}, 6), ({"max_batch": 4}, 4), ({"max_batch": 8}, 6)], ids=str
+)
+def test_sampling_beside_tools_repeats_to_the_last_digit_however_long_they_take(
+    options: dict[str, Any], rows: int, sizes: list[int]
+) -> None:
+    """Half of the episodes are sampled at a time. Which ones share a pass follows from the order of their turns."""
     model = shapes.model("llama")
-    expected = groups(engine_of(model), Guess())
-    assert tokens_of(groups(engine_of(model), Guess(), overlap_tools=True)) == tokens_of(expected)
-
-
-class LateTools(EpisodeRunner):
-    """Tools that answer once all episodes wait for them: one first, and while that goes on, the others."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.began, self.others = False, dict[Any, Any]()
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self.others) or super().waiting
-
-    def ready(self, *, wait: str = "no") -> dict[Any, Any]:
-        if wait == "no":
-            replies = {**self.others, **super().ready(wait="all")} if self.began else {}
-            self.others = {}
-            return replies
-        self.began = True
-        (first, reply), *others = super().ready(wait="all").items()
-        self.others = dict(others)
-        return {first: reply}
-
-
-def test_sampling_beside_tools_fills_the_places_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all have waited, the first that is answered goes on with places for the others beside it."""
-    sizes: list[int] = []
-    step = SharedPrefixDecoder.step
-    monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, t: [sizes.append(len(t)), step(self, t)][1])
-    steps: dict[bool, list[int]] = {}
-    for overlap in (False, True):
-        engine = NativeEngine(shapes.model("llama"), shapes.tokenizer())
-        engine.eos_ids = frozenset()
+    expected = tokens_of(groups(engine_of(model), Guess()))
+    collected, passes = [], []
+    for task in (Guess(), SlowGuess(), SlowGuess(), SlowGuess()):
         sizes.clear()
-        monkeypatch.setattr("keel.rollout.collect.EpisodeRunner", LateTools if overlap else EpisodeRunner)
-        groups(engine, Guess(), overlap_tools=overlap)
-        steps[overlap] = list(sizes)
-    assert set(steps[False]) == {12}
-    assert sum(steps[True]) == sum(steps[False]), "as many tokens"
-    assert steps[True].count(1) <= JOIN_STEPS + 1, "alone for as long as a join costs, not for a whole turn"
-    assert len(steps[True]) <= len(steps[False]) + 2 * (JOIN_STEPS + 1)
+        collected.append([group.completions for group in groups(engine_of(model), task, overlap_tools=True, **options)])
+        passes.append(list(sizes))
+    assert [[completion.tokens for completion in group] for group in collected[0]] == expected
+    assert all(other == collected[0] for other in collected), "log-probabilities too"
+    assert all(other == passes[0] for other in passes)
+    assert max(passes[0]) == rows
 
 
 def test_an_engine_that_returns_too_few_is_named() -> None:

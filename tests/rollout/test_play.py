@@ -146,10 +146,17 @@ def test_episodes_of_one_turn_are_those_of_an_ordinary_rollout(changes: Any, eng
             assert completion.branches == ()
 
 
-def test_rollouts_repeat_to_the_last_digit_whatever_the_tools_take(engine: NativeEngine) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_once", [256, 4])
+def test_rollouts_repeat_to_the_last_digit_whatever_the_tools_take(
+    overlap: bool, at_once: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a resume: the calls that share a pass do not depend on their time of arrival."""
-    first, again = collect(turns, engine), collect(turns, NativeEngine(shapes.model("llama"), shapes.tokenizer()))
-    assert [group.completions for group in first] == [group.completions for group in again]
+    monkeypatch.setattr("keel.rollout.play.AT_ONCE", at_once)
+    first = collect(turns, engine, overlap_tools=overlap)
+    for _ in range(3):
+        again = collect(turns, NativeEngine(shapes.model("llama"), shapes.tokenizer()), overlap_tools=overlap)
+        assert [group.completions for group in first] == [group.completions for group in again]
     assert len({completion.tokens for group in first for completion in group.completions}) == 9
 
 

@@ -97,7 +97,6 @@ def test_the_warm_start_learns_episodes() -> None:
     [
         (["rollout.max_turns=1"], "rollout.max_turns is 1"),
         (["rollout.max_turns=2"], None),
-        (["rollout.max_turns=2", "rollout.overlap_tools=true"], "the last digits of a run vary"),
     ],
 )
 def test_what_turns_deserve_a_note(options: list[str], said: str | None) -> None:

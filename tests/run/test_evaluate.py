@@ -30,12 +30,11 @@ class Guess(Plain):
 
 
 @pytest.mark.parametrize(("task", "turns"), [(Guess(), 3), (Plain(), 1)])
-def test_evaluation_never_samples_beside_tools(task: Task, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_takes_turns_as_training_does(task: Task, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Collector] = []
     monkeypatch.setattr(evaluate, "evaluate", lambda collector, *_, **__: given.append(collector))
     config = small_config("rollout.max_turns=3", "rollout.max_turn_length=2", "rollout.overlap_tools=true")
-    assert config.rollout.turns["overlap_tools"]
     entry = evaluate.Entry(task, "trained", None)  # type: ignore[arg-type]
     evaluate.evaluate_entry(config, None, tiny_tokenizer(), entry)  # type: ignore[arg-type]
-    assert not given[0].overlap_tools
+    assert given[0].overlap_tools
     assert (given[0].max_turns, given[0].max_turn_length) == (turns, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
+from concurrent.futures import FIRST_EXCEPTION
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,14 +124,11 @@ class EpisodeRunner:
         for key, problem, text in turns:
             self._pending[key] = LOOP.submit(self._answer(key, problem, text))
 
-    def ready(self, *, wait: str = "no") -> dict[Key, Reply | CallFailed | None]:
-        """Available replies in the order of the turns. `wait`: wait for `all` or `one` first, or not (`no`)."""
-        if wait == "one" and self._pending:
-            LOOP.wait(list(self._pending.values()), self.timeout_s, self.hung, FIRST_COMPLETED)
-        if wait == "all":
-            self._wait_for_all()
-        finished = [key for key, pending in self._pending.items() if pending.future.done()]
-        return {key: self._result(self._pending.pop(key)) for key in finished}
+    def ready(self, count: int | None = None) -> dict[Key, Reply | CallFailed | None]:
+        """Wait for the replies to the `count` oldest turns (None: all) and return them in order."""
+        oldest = list(self._pending)[:count]
+        self._wait_for([self._pending[key] for key in oldest])
+        return {key: self._result(self._pending.pop(key)) for key in oldest if self._pending[key].future.done()}
 
     @property
     def waiting(self) -> bool:
@@ -154,8 +151,7 @@ class EpisodeRunner:
         outcomes = LOOP.run(closing, self.timeout_s, self.hung)
         return [(key, e) for key, (_, e) in zip(closable, outcomes, strict=True) if isinstance(e, CallFailed)]
 
-    def _wait_for_all(self) -> None:
-        unfinished = list(self._pending.values())
+    def _wait_for(self, unfinished: list[Pending]) -> None:
         while unfinished:
             LOOP.wait(unfinished, self.timeout_s, self.hung, FIRST_EXCEPTION)
             failures = [item.future.exception() for item in unfinished if raised(item.future)]

@@ -84,8 +84,8 @@ class Collector:
     turn is answered like any other. An episode that would continue after `max_turns` ends with stop_reason `turns`.
     Tokens are only appended, never re-encoded, and noise continues at the next position.
     With `join_turns` an answered episode continues while others are still in an earlier turn; without it all are
-    answered together. With `overlap_tools` sampling continues while slow tools run: which episodes share a pass, and so
-    the last digits of a run, then depend on timing.
+    answered together. With `overlap_tools` at most `max_batch` episodes (default: half of them) are sampled while the
+    tools of the others run: whenever there is room, the episode whose turn ended first continues, once it is answered.
     """
 
     engine: Engine
@@ -123,6 +123,10 @@ class Collector:
         budget = sampling.max_completion_length
         limit = None if self.max_turn_length is None else min(self.max_turn_length, budget)
         check_context(engine, problems, prompts, sampling)
+        running = unfinished = len(problems) * sampling.num_generations
+        at_once, share = self._places(unfinished)
+        if share > 1:
+            sampling = replace(sampling, max_batch=min(at_once, -(-unfinished // share)) or None)
         requests = [Request(p.key, tokens, max_new=limit) for p, tokens in zip(problems, prompts, strict=True)]
         group_of = {problem.key: group for group, problem in enumerate(problems)}
         trajectories: dict[tuple[int, int], _Trajectory] = {}
@@ -137,30 +141,30 @@ class Collector:
                 trajectory.append_turn(turn.completion, only_filtered=engine.logp_after_filters and sampling.filtered)
                 if task.multi_turn:
                     runner.submit([(key, problems[key[0]], turn.completion.text)])
-            return next_requests("no" if self.overlap_tools else "all")
+            return next_requests(len(turns))
 
-        def next_requests(wait: str) -> list[Request]:
-            """Requests for the episodes whose reply is ready."""
-            continued = []
-            for key, reply in runner.ready(wait=wait).items():
-                trajectory, problem = trajectories[key], problems[key[0]]
-                if isinstance(reply, CallFailed):
-                    trajectory.failed = True
-                    judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
-                elif _append_reply(trajectory, problem, reply, self.renderer, sampling, self.max_turns):
-                    continued.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
+        def next_requests(ended: int) -> list[Request]:
+            """Requests for those whose turn ended first, as many as there is room for: timing has no influence."""
+            nonlocal running, unfinished
+            running -= ended
+            continued: list[Request] = []
+            while runner.waiting and (room := min(at_once, -(-unfinished // share)) - running) > 0:
+                for key, reply in runner.ready(room).items():
+                    trajectory, problem = trajectories[key], problems[key[0]]
+                    if isinstance(reply, CallFailed):
+                        trajectory.failed = True
+                        judge.record(f"{task.name}.{reply.at}", problem, trajectory.sample, reply)
+                    elif _append_reply(trajectory, problem, reply, self.renderer, sampling, self.max_turns):
+                        continued.append(_request(trajectory, problem, prompts[key[0]], sampling, limit))
+                        running += 1
+                        continue
+                    unfinished -= 1
             return continued
 
         converse = engine.converse if self.join_turns and self.max_turns > 1 else partial(turn_by_turn, engine)
-        # If all episodes wait for tools, sampling restarts with the first reply; keep slots for the others.
-        capacity = sampling.max_batch or len(problems) * sampling.num_generations or None
-        batched = replace(sampling, max_batch=capacity) if self.overlap_tools else sampling
         try:
-            while requests:
-                converse(requests, batched, answer, **noise)
-                requests = []
-                while runner.waiting and not requests:
-                    requests = next_requests("one")
+            if requests:
+                converse(requests, sampling, answer, **noise)
             cut = [len(full) - len(prompt) for full, prompt in zip(full_prompts, prompts, strict=True)]
             noted = [with_prompt_tokens_cut(problem, count) for problem, count in zip(problems, cut, strict=True)]
             finished = [trajectories[key] for key in sorted(trajectories)]
@@ -175,6 +179,11 @@ class Collector:
         if self.release:
             engine.release()
         return groups
+
+    def _places(self, episodes: int) -> tuple[int, int]:
+        """The most episodes that are sampled at a time, and one in how many of the unfinished ones."""
+        overlap = self.overlap_tools and self.max_turns > 1
+        return (self.sampling.max_batch or episodes, 2) if overlap else (episodes, 1)
 
 
 def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:

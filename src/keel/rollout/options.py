@@ -96,8 +96,7 @@ class RolloutOptions(Options):
     )
     overlap_tools: bool = Field(
         default=False,
-        description="Continue sampling while slow tools run; which episodes share a pass then depends on timing, so "
-        "the last digits of a run vary.",
+        description="Sample at most half of the unfinished episodes at a time, while the tools of the others run.",
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
     max_batch: PositiveInt | None = Field(

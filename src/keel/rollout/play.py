@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -32,14 +32,20 @@ AT_ONCE = 256  # episodes played at a time
 
 
 class EpisodeCalls(CallQueue):
-    """The calls of episodes. Calls join once every running episode waits for the engine, so that nothing depends on
-    timing; with `overlap`, they join as they come. An episode that makes no call for `timeout_s` is cancelled.
+    """The calls of episodes: whenever there is room, those of the episode whose last call ended first join, once it has
+    called or ended, so that timing has no influence. There is room for one in `share` of the unfinished episodes, at
+    most `at_once`. An episode that makes no call for `timeout_s` is cancelled.
     """
 
-    def __init__(self, keys: Iterable[Key], timeout_s: float | None, overlap: bool) -> None:
+    def __init__(self, keys: Sequence[Key], timeout_s: float | None, at_once: int, share: int) -> None:
         super().__init__()
-        self.to_start, self.timeout_s, self.overlap = deque(keys), timeout_s, overlap
+        self.timeout_s, self.at_once, self.share = timeout_s, at_once, share
+        self.to_start, self.next_key = deque(keys), iter(keys[AT_ONCE:])
+        self.order = list(keys[:AT_ONCE])  # episodes that the engine may continue
+        self.known, self.unfinished = set(self.order), len(self.order)
+        self.sampled: Counter[Key] = Counter()  # calls that the engine samples
         self.unanswered: dict[Key, int] = {}  # calls of each running episode
+        self.ended: set[Key] = set()
         self.playing: dict[Key, asyncio.Task[Any]] = {}
         self.drawn: defaultdict[Key, list[tuple[tuple[int, ...], Completion]]] = defaultdict(list)
         self.late: set[Key] = set()
@@ -49,7 +55,9 @@ class EpisodeCalls(CallQueue):
     def begin_next(self, ended: Key | None) -> Key | None:
         """Count an episode as ended, and the next one as running; None if there are no more."""
         with self.changed:
-            self.unanswered.pop(ended, None)  # type: ignore[arg-type]
+            if ended is not None:
+                del self.unanswered[ended]
+                self.ended.add(ended)
             self.changed.notify_all()
             if not self.to_start or self.closed:
                 return None
@@ -59,38 +67,65 @@ class EpisodeCalls(CallQueue):
 
     def finish(self, call: Call, completion: Completion) -> None:
         with self.changed:
+            self.sampled[call.owner] -= 1
             self.drawn[call.owner].append((call.request.tokens, completion))
-            if call.owner in self.unanswered:
-                self.unanswered[call.owner] -= 1
+            self._answered(call.owner)
         super().finish(call, completion)
 
     def take(self, sampling: SamplingParams) -> list[Call]:
+        taken: list[Call] = []
         with self.changed:
-            if not self.overlap:
-                self._settle(everyone=True)
-            return super().take(sampling)
+            while not self.closed and (keys := self._settled()):
+                del self.order[: len(keys)]
+                joining = [call for key in keys for call in self.waiting if call.owner == key]
+                self.waiting = [call for call in self.waiting if call.owner not in keys]
+                for call in joining:
+                    if call.done.cancelled():  # by the episode, which goes on
+                        self._answered(call.owner)
+                    else:
+                        self.sampled[call.owner] += 1
+                        taken.append(call)
+                for _ in self.ended.intersection(keys):
+                    if (key := next(self.next_key, None)) is None:
+                        self.unfinished -= 1
+                    else:
+                        self.known.add(key)
+                        self._queue(key)
+        return taken
 
     def abort(self, error: BaseException) -> None:
         """End all episodes because of an error."""
         self.error = self.error or error
         self.close()
 
+    def _answered(self, key: Key) -> None:
+        if key in self.unanswered:
+            self.unanswered[key] -= 1
+            self._queue(key)
+
+    def _queue(self, key: Key) -> None:
+        if key in self.known and key not in self.order:
+            self.order.append(key)
+
     def _add(self, call: Call) -> None:
         super()._add(call)
-        self.waiting.sort(key=lambda call: call.owner)
+        self._queue(call.owner)
         self.unanswered[call.owner] = self.unanswered.get(call.owner, 0) + 1
 
     def _ready(self) -> bool:
-        self._settle(everyone=not self.overlap)
+        if self.unanswered:  # episodes have begun
+            self._settled()
         return bool(self.waiting)
 
-    def _settle(self, *, everyone: bool) -> None:
-        """Wait until every running episode, or any, has called the engine; what takes too long is cancelled."""
+    def _settled(self) -> list[Key]:
+        """The oldest episodes for which there is room, once each has called or ended; late ones are cancelled."""
+        room = min(self.at_once, -(-self.unfinished // self.share)) - len(+self.sampled)
+        keys = self.order[: max(0, room)]
         end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        while not self.closed and (everyone or not self.waiting):
-            thinking = [key for key, calls in self.unanswered.items() if not calls]
+        while not self.closed:
+            thinking = [key for key in keys if key not in self.ended and not self.unanswered.get(key)]
             if not thinking:
-                return
+                break
             if self.changed.wait(None if end is None else max(0.0, end - time.monotonic())):
                 continue
             if self.late.issuperset(thinking):
@@ -101,6 +136,7 @@ class EpisodeCalls(CallQueue):
                     playing.get_loop().call_soon_threadsafe(playing.cancel)
             assert self.timeout_s is not None
             end = time.monotonic() + self.timeout_s
+        return keys
 
 
 @dataclass
@@ -162,9 +198,11 @@ class PlayCollector(Collector):
     ) -> tuple[dict[Key, PlayedEpisode], EpisodeCalls]:
         """Play all episodes on the event loop, and sample their calls in this thread."""
         keys = [(group, sample) for group in range(len(problems)) for sample in range(self.sampling.num_generations)]
-        calls = EpisodeCalls(keys, self.judge.options.timeout_s, self.overlap_tools)
-        capacity = self.sampling.max_batch or min(len(keys), AT_ONCE) or None
-        sampling = replace(self.sampling, num_generations=1, max_batch=capacity)
+        episodes = min(len(keys), AT_ONCE)
+        at_once, share = self._places(episodes)
+        calls = EpisodeCalls(keys, self.judge.options.timeout_s, at_once, share)
+        rows = min(self.sampling.max_batch or episodes, -(-episodes // share))
+        sampling = replace(self.sampling, num_generations=1, max_batch=rows or None)
         converse = self.engine.converse if self.join_turns else partial(turn_by_turn, self.engine)
         playing = LOOP.submit(self._episodes(problems, calls, sampling, noise))
         playing.future.add_done_callback(lambda _: calls.close())

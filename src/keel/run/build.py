@@ -328,14 +328,10 @@ def _sampler_differs(
 
 
 def _turn_notes(config: Config, task: Task) -> list[str]:
-    """Notes on a multi-turn task with one turn, and on turns that depend on timing."""
-    if not task.multi_turn:
+    """A note on a multi-turn task with one turn."""
+    if not task.multi_turn or config.rollout.max_turns > 1:
         return []
-    if config.rollout.max_turns == 1:
-        return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
-    if not config.rollout.overlap_tools:
-        return []
-    return ["rollout.overlap_tools: which episodes share a pass depends on the clock, so the last digits of a run vary"]
+    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
 
 
 def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:

@@ -115,7 +115,6 @@ def evaluate_entry(
         build_collector(config, engine, entry.task, tokenizer, entry.judge, world),
         seed=config.run.seed + 1 if seed is None else seed,
         max_turns=config.rollout.max_turns if entry.task.multi_turn else 1,
-        overlap_tools=False,
     )
     problems = drop_long_prompts(config, tokenizer, entry.task.held_out(config.eval.samples))
     return evaluate(collector, problems, k=config.eval.k, temperature=_temperature(config))
