@@ -66,7 +66,6 @@ class Consultation(Episode):
             "failing": "error: 503 from the index\n",
             "empty": "\n<result>\n\n</result>\n",
             "null": '{"status": "ok", "result": null}\n',
-            "none": "None\n",
             "late": before,
             "swapped": self.of_another(),
             "interview": f"{text}? {prompt}",
@@ -157,10 +156,6 @@ def empty() -> Consulting:
 
 def null() -> Consulting:
     return Consulting("null")
-
-
-def none() -> Consulting:
-    return Consulting("none")
 
 
 def late() -> Consulting:

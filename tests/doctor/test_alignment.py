@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
-from keel.doctor.probes.alignment import association, far_rows, rearranged, shifts
-from keel.doctor.probes.answers import deviations_of
-from keel.doctor.probes.choices import SettingChoice, missed_rank, surely_other
-from keel.doctor.thresholds import load_thresholds
+from keel.doctor.pairing import SettingChoice, association, deviations_of, far_rows, rearranged, shifts
 
 AFTER = [*range(1, 16), None]
 
@@ -89,63 +84,3 @@ def test_what_a_model_says_of_the_answers() -> None:
     blind = SettingChoice(torch.full((3, 3), 0.1, dtype=torch.float64).log(), torch.arange(3))
     assert blind.support.tolist() == pytest.approx([0.0] * 3)
     assert (blind.mass, blind.opinion) == (pytest.approx(0.3), pytest.approx(0.0))
-
-
-def test_where_a_model_misses_it_ranks_and_foresees() -> None:
-    rows = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.3, 0.2, 0.5], [0.1, 0.4, 0.5]], dtype=torch.float64)
-    choice = SettingChoice(rows.log(), torch.tensor([0, 1, 0, 0]))
-    assert choice.first[1].tolist() == [True, True, False, False]
-    assert choice.ranks_of_missed().tolist() == [1.0, 0.0]  # beside one other answer each: likelier, and less likely
-    assert choice.foresight() == 1.0  # 0.7 where it is right, 0.5 where it is not
-
-
-def _taught(random: Random, rows: int, sure: float, answers: int = 8) -> tuple[Tensor, list[int]]:
-    """A model that is `sure` of one answer a prompt and finds one other twice as likely as the rest, and the first."""
-    first = [random.randrange(answers) for _ in range(rows)]
-    weights = torch.full((rows, answers), 1.0, dtype=torch.float64)
-    for row, choice in enumerate(first):
-        weights[row, (choice + random.randrange(1, answers)) % answers] = 2.0
-        weights[row, choice] = 0.0
-        weights[row] *= (1 - sure) / weights[row].sum()
-        weights[row, choice] = min(0.99, max(0.01, random.gauss(sure, 0.1)))
-    return (weights / weights.sum(-1, keepdim=True)).log(), first
-
-
-@pytest.mark.parametrize("right", [0.15, 0.3, 0.4])
-def test_answers_of_others_are_told_from_those_a_model_fails(right: float) -> None:
-    thresholds, dice = load_thresholds(), Random(0)
-    likelihood, first = _taught(dice, 90, 0.7)
-    others = [choice if dice.random() < right else dice.randrange(8) for choice in first]
-    assert surely_other(SettingChoice(likelihood, torch.tensor(others)), thresholds)
-    second = likelihood.argsort(-1)[:, -2]  # where it fails, its second thought is right half of the time
-    failed = [
-        choice if dice.random() < right else int(second[row]) if dice.random() < 0.5 else dice.randrange(8)
-        for row, choice in enumerate(first)
-    ]
-    assert not surely_other(SettingChoice(likelihood, torch.tensor(failed)), thresholds)
-    assert not surely_other(SettingChoice(likelihood, torch.tensor(first)), thresholds)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("answers", "skill"), [(4, 0.45), (4, 0.8), (10, 0.45), (10, 1.2)])
-@pytest.mark.parametrize("sharpened", [2.0, 4.0])
-def test_a_model_that_is_too_sure_is_left_alone(answers: int, skill: float, sharpened: float) -> None:
-    """Right answers have `skill` more of normal evidence, which the model takes for many times what it is."""
-    draw, accused = torch.Generator().manual_seed(0), 0
-    for _ in range(200):
-        gold = torch.randint(answers, (96,), generator=draw)
-        evidence = torch.randn(96, answers, generator=draw, dtype=torch.float64)
-        evidence[torch.arange(96), gold] += skill
-        accused += surely_other(SettingChoice((sharpened * evidence).log_softmax(-1), gold), load_thresholds())
-    assert accused <= 3
-
-
-@pytest.mark.parametrize(("answers", "skill"), [(3, 0.3), (10, 1.0)])
-def test_the_rank_of_a_missed_answer_is_that_of_a_simulation(answers: int, skill: float) -> None:
-    draw = torch.Generator().manual_seed(1)
-    evidence = torch.randn(40_000, answers, generator=draw, dtype=torch.float64)
-    evidence[:, 0] += skill
-    others = evidence[:, 1:] < evidence[:, :1]
-    right = others.all(-1)
-    simulated = (others[~right].sum(-1) / (answers - 2)).mean()
-    assert missed_rank(float(right.double().mean()), answers) == pytest.approx(float(simulated), abs=0.01)

@@ -14,27 +14,25 @@ import pytest
 from doctor.faults_episodes import Calling
 from doctor.schooled import schooled_config
 from keel.base.types import Completion, Problem
+from keel.doctor import replies
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes import episodes, replies
+from keel.doctor.probes import episodes
 from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
 from keel.doctor.probes.fickle import fickle_findings
-from keel.doctor.probes.replayed import Replayed, asked_of, replayed
-from keel.doctor.probes.replies import (
+from keel.doctor.replayed import asked_of, replayed
+from keel.doctor.replies import (
     PLAYS,
     PLAYS_OF_SINGLE_TURNS,
     OutOfPlays,
     answers_again,
     contents,
     first_turn,
-    is_null,
     is_useless,
     stands_in,
 )
-from keel.doctor.probes.replies import replies as read_replies
-from keel.doctor.probes.results import broke, directly, not_the_tools, of_another_episode
+from keel.doctor.replies import replies as read_replies
 from keel.doctor.thresholds import load_thresholds
-from keel.envs.episode import step_sync
 from keel.models.tiny import tiny_tokenizer
 
 HERE = "doctor.faults_episodes"
@@ -54,10 +52,9 @@ def probed(name: str, *overrides: str) -> list[Finding]:
 FAULTS = {
     "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
     "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
-    "calls succeed with null": ("tool/failing", "whatever it is asked", ["null"]),
-    "a tool without a return": ("tool/failing", "whatever it is asked", ["none"]),
+    "calls succeed with null": ("tool/failing", "the same whatever it is asked", ["null"]),
     "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
-    "calls return another episode's result": ("tool/failing", "handed to another", ["swapped"]),
+    "calls return another episode's result": ("tool/failing", "for itself", ["swapped"]),
     "a template that drops what tools return": (
         "tool/failing",
         "the chat template or the task drops",
@@ -118,34 +115,6 @@ def test_a_reply_has_its_own_blanks_where_the_tokenizer_loses_them() -> None:
     assert read_replies(changed, WithoutBlanks()) == ["<title>502BadGateway</title>\n"]
 
 
-def test_what_dice_show_is_no_other_episodes_result() -> None:
-    """Two outcomes for each problem, of which the other one is that of another problem."""
-
-    def row(key: str, shown: str, first: str, again: str) -> Replayed:
-        return Replayed(Problem(key, "?"), "roll", shown, first, again, (), asked=key, of_tool=False)
-
-    turned = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{a} {b}") for a, b in ("12", "21", "34", "43", "56", "65")]
-    assert of_another_episode(turned) is not None
-    restless = [row(f"{a} {b}", f"{b} {a}", f"{a} {b}", f"{b} {a}") for a, b in ("78", "87", "90")]
-    assert of_another_episode([*turned, *restless]) is None
-    sides = ("heads", "tails"), ("tails", "heads")
-    own = [row(k, f"{k} {shown}", f"{k} {again}", f"{k} {again}") for k in "abcd" for shown, again in sides]
-    assert of_another_episode(own) is None
-
-
-def test_a_session_that_one_episode_closes_is_named() -> None:
-    def row(key: str, shown: str | None, later: str) -> Replayed:
-        return Replayed(Problem(key, "?"), "look", shown, later, later, (), asked=key, of_tool=False)
-
-    closed = [row(key, f"found {key}", "Error: the page was closed") for key in "abcde"]
-    assert "fail when they are made again" in str(broke(closed))
-    assert broke(closed[:3]) is None  # too few
-    assert broke([row(key, "Error: the page was closed", "Error: the page was closed") for key in "abcde"]) is None
-    assert broke([row(key, f"found {key}", f"found {key}") for key in "abcde"]) is None
-    framed = [row(key, "[/INST] [INST] Error: bad id", "Error: bad id") for key in "abcde"]
-    assert broke(framed) is None  # what it said in the batch, in a template's words
-
-
 def test_a_turn_that_was_cut_is_no_call() -> None:
     """Its end is missing, which any tool refuses: what is wrong is the limit."""
     setup = build_subject(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
@@ -173,22 +142,6 @@ def test_a_reward_may_look_at_the_episode(kind: str) -> None:
         assert max(reward.total for group in setup.groups for reward in group.rewards) > 0
         assert [*fickle_findings(setup, load_thresholds())] == []
         assert setup.shared["plays"][0] > 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "severity"),
-    [("sound", None), ("arguments turned", "warning"), ("result cut", "warning"), ("of another call", "error")],
-)
-def test_a_reply_is_what_the_tool_returns_for_the_call(kind: str, severity: str | None) -> None:
-    setup = playing(lambda problem: Calling(kind, problem))
-    rows = []
-    for number in range(4):
-        problem, text = Problem(f"{number}", "?"), f"<larger> {number} {number + 5} </larger>"
-        reply = contents(step_sync(setup.run.task.start(problem), text))
-        rows.append(Replayed(problem, text, reply, reply, reply, (), asked=text, of_tool=True))
-        assert directly(setup, problem, text) == [f"of {number} {number + 5} it is {number + 5}"]
-    wrong = not_the_tools(setup, rows)
-    assert (None if wrong is None else wrong.severity) == severity
 
 
 def playing(start: Any) -> Any:
@@ -297,44 +250,11 @@ def test_sound_episodes_are_silent(name: str) -> None:
         "sh: larger: command not found",
         "Time limit exceeded",
         "Connection reset by peer",
-        "<result>\nUnusual traffic was seen from your network. Show that you are not a robot.\n</result>",
-        "Verify you are human by completing the action below.",
-        "Please log in to continue reading",
-        "This site is under maintenance until Monday.",
-        "Your session has expired.",
-        "search: the API key is missing",
-        "You exceeded your current quota, please check your plan",
-        "Please enable JavaScript to continue",
         "<result>\nmax...(truncated)\n</result>",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
     assert is_useless(reply)
-
-
-@pytest.mark.parametrize(
-    ("reply", "null"),
-    [
-        ("null", True),
-        ("None\n", True),
-        ('{"status": "ok", "result": null}', True),
-        ("<|user|>{'success': True, 'answer': None, 'source': None}", True),
-        ('{"valid": true, "reason": null}', False),
-        ('{"success": true, "error": null}', False),  # something was done
-        ("none of them is larger", False),
-        ("nullable: yes", False),
-        ("7", False),
-        ("", False),
-        ("The command ran successfully. No output was printed.", True),
-        ("Nothing is larger.", False),
-        ("Code executed successfully. (no output)", True),
-        ("<result>program exited with code 0\n[no stdout]</result>", True),
-        ("Code executed successfully: 7", False),
-        ("No.", False),
-    ],
-)
-def test_a_reply_that_is_null_whatever_was_asked(reply: str, null: bool) -> None:
-    assert is_null(reply) == null
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from doctor.followed import check_named_first, preflight_of
 from doctor.schooled import schooled_config
 from keel.base.types import Group, Problem, Reward
 from keel.doctor.keel_subject import build_subject
+from keel.doctor.pairing import association
 from keel.doctor.probes import collection
-from keel.doctor.probes.alignment import association
-from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
-from keel.doctor.probes.exploits import any_answer, nearly_all
+from keel.doctor.probes.collection import _cliff, _spread, probe_collection
+from keel.doctor.probes.exploits import nearly_all
 from keel.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds
 from keel.doctor.subject import Budget
@@ -56,7 +56,7 @@ FAULTS = {
     "a sentence": ("reward/gold", [reward("spoken")], "in the form The answer is … earns on 8 of 8"),
     "a worked solution where a value is compared": ("reward/gold", task("WorkedSolutions"), "last number earns on 8"),
     "a reward that never pays": ("reward/gold", [reward("nothing_earns")], "gold answers earn 0 on average"),
-    "graded by the next row": ("reward/gold", task("GradedByNextRow"), "another problem's gold answer, 1 after it"),
+    "graded by the next row": ("reward/gold", task("GradedByNextRow"), "gold answers earn"),
     "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
     "boxed answers, compared as texts": ("reward/gold", task("BoxedAnswers"), "of them are not paid"),
     "one answer for all": ("reward/exploit", task("OneAnswer"), "have one and the same gold answer, '7'"),
@@ -147,18 +147,6 @@ def test_problems_on_which_every_text_earns_the_full_reward_are_told_from_gold_t
     assert _paid_whatever(open_[:2], [*full, *sound], 1e-9) == open_[:2]
     assert not _paid_whatever(unpaid[:2], [*none, *sound], 1e-9)
     assert not _paid_whatever(judged(none), none, 1e-9)
-
-
-def test_other_problems_answers_that_earn_in_full_on_nearly_all_problems_are_named() -> None:
-    thresholds = load_thresholds()
-    (found,) = any_answer(judged(*[(1.0, 0.0, 1.0)] * 16), thresholds)
-    assert (found.code, found.severity) == ("reward/exploit", "warning")
-    assert "on 16 of 16 problems" in found.evidence
-    assert not [*any_answer(judged(*[(1.0, 0.0, 0.8)] * 16), thresholds)]
-    assert not [*any_answer(judged(*[(1.0, 0.0, 1.0)] * 8), thresholds)]  # too few
-    better = replace(judged((2.0, 0.0, 0.0))[0], others=())  # than all that was compared
-    assert not [*any_answer([*judged(*[(1.0, 0.0, 1.0)] * 16), better], thresholds)]
-    assert not [*any_answer(judged(*[(1.0, 0.0, 1.0), (1.0, 0.0, 0.0)] * 16), thresholds)]  # right by luck
 
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:
@@ -254,43 +242,6 @@ def test_a_cliff_lies_below_what_a_right_answer_earns(
     setup = SimpleNamespace(groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
     found = [*_cliff(setup, [gold], load_thresholds())]
     assert [finding.code for finding in found] == ["reward/cliff"] * named
-
-
-@pytest.mark.parametrize(
-    ("gold", "empty", "aggregate", "named"),
-    [
-        (1.0, [-200.0] * 4, "sum", True),
-        (10.0, [-1e6, -2000.0, -1e30, -1001.0], "sum", True),
-        (1.0, [-100.0] * 4, "sum", True),
-        (1.0, [-50.0] * 4, "sum", False),  # costly, and not beyond what rounding leaves of the rest
-        (1.0, [-200.0, -200.0, -1.0, -200.0], "sum", False),  # of some problems alone
-        (0.0, [-200.0] * 4, "sum", False),  # a distance has no best to compare with
-        (1.0, [-200.0] * 4, "normalised_sum", False),
-    ],
-)
-def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float], aggregate: str, named: bool) -> None:
-    judged = [JudgedGold(Problem("a", ""), ("7",), gold, value, ()) for value in empty]
-    setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
-    found = [*empty_cliff_findings(setup, judged, load_thresholds())]
-    assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named
-
-
-@pytest.mark.parametrize(
-    ("gold", "other", "empty", "lowest", "named"),
-    [
-        (1.0, 0.0, -200.0, 0.0, True),
-        (1.0, 0.0, -200.0, -200.0, False),  # a completion lies there, which is the cliff's own matter
-        (0.01, -3.0, -5.0, 0.0, False),  # wrong answers cost about as much
-        (1.2e-7, -0.5, -1.0, 0.0, False),  # a best of nothing but rounding
-    ],
-)
-def test_a_fall_is_deep_beside_what_answers_differ_by(
-    gold: float, other: float, empty: float, lowest: float, named: bool
-) -> None:
-    judged = [JudgedGold(Problem("a", ""), ("7",), gold, empty, (other, other))] * 4
-    groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
-    setup = SimpleNamespace(groups=groups, config=schooled_config())
-    assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named
 
 
 def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(

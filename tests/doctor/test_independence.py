@@ -9,10 +9,10 @@ import pytest
 
 from doctor.test_episodes import playing
 from keel.base.types import Problem
-from keel.doctor.probes.independence import by_others, echoed, of_its_episode, unreadable
-from keel.doctor.probes.replayed import Replayed, Wrong
-from keel.doctor.probes.replies import contents
+from keel.doctor.calls import PROPERTIES, _unrelated
 from keel.doctor.probes.written_out import written_out_findings
+from keel.doctor.replayed import Replayed, Wrong
+from keel.doctor.replies import contents
 from keel.envs import Episode
 from keel.envs.episode import step_sync
 
@@ -46,10 +46,6 @@ def found(letter: str) -> str:
     return f"Result: {letter} stands at {3 * LETTERS.index(letter[-1]) + 1}."
 
 
-def last_of_the_turn(problem: Problem, texts: Sequence[str]) -> str:
-    return "\n".join(found(letter) for letter in reversed(texts[-1].split()))
-
-
 def in_their_order(problem: Problem, texts: Sequence[str]) -> str:
     return "\n".join(found(letter) for letter in texts[-1].split())
 
@@ -77,29 +73,18 @@ def after(calls: int, then: Callable[[Problem, Sequence[str]], str]) -> Callable
     return lambda problem, texts: (in_their_order if next(made) < calls else then)(problem, texts)
 
 
-def sorted_by_name(problem: Problem, texts: Sequence[str]) -> str:
-    """Results in the order of the alphabet, backwards: by chance the opposite of the order of calls."""
-    return "\n".join(found(letter) for letter in sorted(texts[-1].split(), reverse=True))
-
-
 def judged(answer: Callable[[Problem, Sequence[str]], str]) -> list[Wrong]:
     setup, rows = replay(answer)
-    found = (echoed(rows), unreadable(setup, rows), by_others(setup, rows), of_its_episode(setup, rows))
-    return [wrong for wrong in found if wrong is not None]
+    sure = [row for row in PROPERTIES if row.breaks is not _unrelated]
+    return [wrong for row in sure if (wrong := row.judge(setup, rows)) is not None]
 
 
 FAULTS = {
     "the turn itself": (lambda problem, texts: f"<result>{texts[-1]}</result>\n", "its own arguments"),
     "what another problem asked": (of_the_problem_before(), "what another one asked decides"),
-    "the first result of the episode": (lambda problem, texts: found(texts[0]), "kept by episode"),
-    "two results in the wrong order": (last_of_the_turn, "in another order than the calls"),
     "letters without a token": (
         lambda problem, texts: str(LETTERS.index(texts[-1][-1])).translate(WIDE),
         "no tokens",
-    ),
-    "colours of a terminal": (
-        lambda problem, texts: f"\x1b[01;32m$ \x1b[0m{found(texts[-1])}\x1b[?2004l",
-        "what a terminal would show",
     ),
     "bytes": (lambda problem, texts: str(found(texts[-1]).encode()), "bytes and not a text"),
 }
@@ -112,8 +97,6 @@ SOUND = {
     "a limit of calls": after(16, lambda problem, texts: "429 Too Many Requests"),
     "a limit that is said in other words": after(16, lambda problem, texts: "Slow down, please."),
     "an index that is made anew": after(16, lambda problem, texts: f"Result: {texts[-1]} stands at 99."),
-    "results that are sorted": sorted_by_name,
-    "the number of letters": lambda problem, texts: str(len(texts[-1].split())),
 }
 
 
@@ -127,13 +110,6 @@ def test_a_result_that_depends_on_something_else_is_named(fault: str) -> None:
 @pytest.mark.parametrize("sound", SOUND)
 def test_sound_tools_are_not_accused(sound: str) -> None:
     assert judged(SOUND[sound]) == []
-
-
-def test_one_turn_in_the_right_order_is_enough() -> None:
-    def answer(problem: Problem, texts: Sequence[str]) -> str:
-        return (in_their_order if "a" in texts[-1].split() else last_of_the_turn)(problem, texts)
-
-    assert judged(answer) == []
 
 
 def test_dice_and_counters_are_not_shared_state() -> None:

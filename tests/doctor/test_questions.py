@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable
-from random import Random
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote
 
 import pytest
 
 from doctor.asked import asked
-from doctor.test_frames import Judge
 from keel.base.types import Problem
 from keel.doctor.asking import CUT_SHORT, CUTS, SAID_OTHERWISE, _places, odd_marks, reworded
 from keel.doctor.probes.leaks import leak_findings, system_leaks
 from keel.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
-from keel.doctor.probes.repeats import contradiction_findings, eval_leak
+from keel.doctor.probes.repeats import eval_leak
 from keel.doctor.probes.written_out import written_out_findings
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
@@ -103,15 +98,6 @@ def test_messages_that_were_rendered_are_not_put_into_the_template_again(
     assert [finding.code for finding in _filled_twice(setup, read)] == codes
 
 
-def test_one_prompt_for_many_answers_asks_nothing() -> None:
-    for gaps, codes in ((20, ["data/misaligned"]), (3, [])):
-        setup = asked().swapped(built=SimpleNamespace(judge=Judge(), run=asked().run))
-        rows = [(Problem(f"{n}", f"{n} =", str(n)), (n,)) for n in range(80)]
-        rows += [(Problem(f"gap {n}", "nan", str(n)), (3, 3, 3)) for n in range(gaps)]
-        setup.shared["steps"] = [rows]
-        assert [finding.code for finding in contradiction_findings(setup, LIMITS)] == codes
-
-
 @pytest.mark.parametrize(
     ("form", "codes"),
     [("  {} Plus one?", ["eval/leak"]), ("{} plus one", ["eval/leak"]), ("{} plus two?", [])],
@@ -151,19 +137,13 @@ def of_texts(rewrite: Any, limit: int = 100) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    ("rewrite", "limit", "code"),
-    [
-        (str, 14, "prompt/truncated"),
-        (str.upper, 14, "prompt/truncated"),
-        (lambda text: quote(text) if len(text) > 12 else text, 100, "prompt/no-question"),
-        (lambda text: text.encode().hex() if len(text) > 12 else text, 100, "prompt/no-question"),
-        (lambda text: "min" if len(text) > 12 else text, 100, "prompt/no-question"),
-    ],
-    ids=["cut", "cut, in other letters", "as an address", "as bytes", "left out"],
+    ("rewrite", "limit"),
+    [(str, 14), (lambda text: quote(text) if len(text) > 12 else text, 100)],
+    ids=["cut", "as an address"],
 )
-def test_a_question_in_another_encoding_is_not_cut(rewrite: Any, limit: int, code: str) -> None:
+def test_a_question_that_is_cut_or_encoded_is_named(rewrite: Any, limit: int) -> None:
     (finding,) = _lost(asked(), of_texts(rewrite, limit))
-    assert finding.code == code
+    assert finding.code == "prompt/no-question"
 
 
 @pytest.mark.parametrize(
@@ -219,65 +199,6 @@ def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is(
 
     problems = [Problem(f"{n}", messages(n), "yes" if n > 3 else "no") for n in range(32)]
     assert [*system_leaks(asked(), problems, LIMITS)] == []
-
-
-ENCODINGS: dict[str, Callable[[str], str]] = {
-    "base64": lambda text: base64.b64encode(text.encode()).decode(),
-    "base64 in lines": lambda text: base64.encodebytes(3 * text.encode()).decode(),
-    "base64 of addresses": lambda text: base64.urlsafe_b64encode(text.encode()).decode().rstrip("="),
-    "base32": lambda text: base64.b32encode(text.encode()).decode(),
-    "base85": lambda text: base64.b85encode(text.encode()).decode(),
-    "hexadecimal digits": lambda text: text.encode().hex(),
-    "addresses": quote,
-    "forms": quote_plus,
-}
-
-
-@pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS)
-@pytest.mark.parametrize("form", ["What is {} plus one?", "max {} 3=", "¿Cuánto es {} más uno?"])
-def test_questions_in_a_code_are_named(form: str, encode: Callable[[str], str]) -> None:
-    problems = [Problem(f"{n}", encode(form.format(n)), f"{n + 1}") for n in range(32)]
-    found = [*written_out_findings(problems)]
-    assert [(f.code, f.severity) for f in found] == [("prompt/format", "warning")]
-
-
-def test_questions_that_only_look_like_a_code_are_none() -> None:
-    words = ["lemon", "apple", "bread", "candle", "doors", "eagle", "fabric", "garden", "horses", "island", "jungle"]
-    random = Random(0)
-    for texts in (
-        words,
-        [f"{n}" for n in range(1000, 1032)],
-        [" ".join(f"{random.randrange(20, 80)}" for _ in range(4)) for _ in range(32)],  # numbers to sort
-        ["".join(random.choices("ACGT", k=24)) for _ in range(32)],
-        [f"{random.getrandbits(64):016x}" for _ in range(32)],
-        [f"https://example.org/a%20page/{n}" for n in range(32)],
-        [f"What is {n}% of 20?" for n in range(32)],
-        ["\n".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
-        ["\t".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
-        ["\u3000".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
-        ["".join(f"{random.randrange(20, 80)}" for _ in range(6)) for _ in range(32)],
-        ["".join(f"{random.randrange(0x61, 0x7B):02x}" for _ in range(8)) for _ in range(32)],
-        [f"/wiki/{n}%20page%20of%20it" for n in range(32)],
-        [f"www.example.org/a%20b%20c/{n}" for n in range(32)],
-        [f"search?q=red%20shoes%20here&id={n}" for n in range(32)],
-        [f"增长10%20个{n}" for n in range(32)],
-    ):
-        assert [*written_out_findings([Problem(f"{n}", text, "1") for n, text in enumerate(texts)])] == []
-
-
-@pytest.mark.parametrize("answer", ["some word {}", "SOME WORD {}", "The text is: some word {}"])
-def test_a_task_of_decoding_asks_for_what_the_code_says(answer: str) -> None:
-    coded = [base64.b64encode(f"some word {n}".encode()).decode() for n in range(16)]
-    assert [*written_out_findings([Problem(f"{n}", text, answer.format(n)) for n, text in enumerate(coded)])] == []
-
-
-def test_a_message_that_says_what_to_do_with_a_code_speaks_for_it() -> None:
-    decode = {"role": "system", "content": "Decode the text and answer the question in it."}
-    coded = [base64.b64encode(f"What is {n} plus one?".encode()).decode() for n in range(16)]
-    problems = [
-        Problem(f"{n}", [decode, {"role": "user", "content": text}], f"{n + 1}") for n, text in enumerate(coded)
-    ]
-    assert [*written_out_findings(problems)] == []
 
 
 def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:

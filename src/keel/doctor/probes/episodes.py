@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
 from keel.base.types import Group
 from keel.doctor.advice import either, times
+from keel.doctor.calls import call_findings
 from keel.doctor.evidence import LOOKS, at_most, between, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.replies import answers, first_turn, is_null, is_useless, replies
-from keel.doctor.probes.results import result_findings
+from keel.doctor.replies import answers, first_turn, is_useless, replies
 from keel.doctor.thresholds import Thresholds
 
 REPLAYED, SECONDS = 16, 5.0  # single turns that are played again to see whether they end, and for how long
@@ -25,20 +25,14 @@ def episode_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Fin
     """Nothing is said of tasks of one turn, nor where an environment raises: a failed reward says so."""
     if not setup.run.task.multi_turn or setup.failures:
         return
-    yield from [*result_findings(setup, thresholds)] or _failing(setup, thresholds)
+    yield from [*call_findings(setup, thresholds)] or _failing(setup, thresholds)
     yield from _unfinished(setup, thresholds)
 
 
 # ------------------------------------------------------------------------ what tools answer
 
 
-def _says_nothing(groups: Sequence[Group], tokenizer: Any) -> Callable[[str], bool]:
-    """Which replies are useless: nulls are where no reply of these groups gives anything else."""
-    texts = [text for group in groups for c in group.completions for text in replies(c, tokenizer)]
-    return (lambda text: is_useless(text) or is_null(text)) if all(map(is_null, texts)) else is_useless
-
-
-def _useless(group: Group, tokenizer: Any, says_nothing: Callable[[str], bool], turn: int) -> float | None:
+def _useless(group: Group, tokenizer: Any, turn: int) -> float | None:
     """The share of a group's replies from which nothing is learned; None where there was none.
 
     To a first turn that was cut at its limit no tool has a better answer.
@@ -46,7 +40,7 @@ def _useless(group: Group, tokenizer: Any, says_nothing: Callable[[str], bool], 
     shares: list[tuple[float, float]] = []  # replies, and how many of them are useless
     for completion in (c for c in group.completions if False in c.action[:turn] or len(c.action) < turn):
         counts, texts = completion.counts, replies(completion, tokenizer)
-        wrong = sum(map(says_nothing, texts))
+        wrong = sum(map(is_useless, texts))
         if counts.get("tool/calls"):
             shares.append((counts["tool/calls"], max(counts.get("tool/errors", 0.0), wrong)))
         elif texts:
@@ -64,8 +58,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     turn = setup.config.rollout.max_turn_length or setup.config.rollout.max_completion_length
 
     def useless(groups: Sequence[Group]) -> list[float]:
-        says_nothing = _says_nothing(groups, tokenizer)
-        shares = (_useless(group, tokenizer, says_nothing, turn) for group in groups)
+        shares = (_useless(group, tokenizer, turn) for group in groups)
         return [share for share in shares if share is not None]
 
     def by_chance(groups: Sequence[Group]) -> bool:
@@ -82,7 +75,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     if not over(groups) or by_chance(groups):
         return
     texts = [text for group in groups for c in group.completions for text in replies(c, tokenizer)]
-    wrong = list(filter(_says_nothing(groups, tokenizer), texts))
+    wrong = list(filter(is_useless, texts))
     shown = wrong[0] if wrong else ""
     asked = len({first_turn(completion, tokenizer) for group in groups for completion in group.completions})
     alike = len(set(wrong)) == 1 and asked > 1

@@ -9,7 +9,7 @@ from keel.base.types import Group
 from keel.doctor.evidence import SAME
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.replies import contents, played_again, replies, stands_in
+from keel.doctor.replies import contents, played_again, replies, stands_in
 from keel.doctor.thresholds import Thresholds
 from keel.envs.episode import Transcript
 

@@ -13,15 +13,13 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploits import exploit_findings
 from keel.doctor.probes.judged_golds import JudgedGold, totals_of
-from keel.doctor.probes.replies import OutOfPlays, played_again
+from keel.doctor.replies import OutOfPlays, played_again
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, last_tag
 
 EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
 CHOOSING = 2
-HOPELESS = 3  # problems on which no other row's answer earns
 TRIFLE = 0.01  # of a reward's size, within which texts earn the same for all that is said of them
-ROWS = 32  # other problems' gold answers that are tried in place of a problem's own
 FORMS = {  # what a reward may want around an answer
     "{}": "as it is",
     "\\boxed{{{}}}": "\\boxed{…}",
@@ -163,10 +161,9 @@ def _explained(
     by_chance: bool,
     form: tuple[str, str, int] | None,
 ) -> Finding:
-    """The finding with what would have earned: another form, a part of the answer, another row's, the opposite."""
+    """The finding with what would have earned: another form, a part of the answer, the opposite."""
     average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
     size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
-    reversed_share = fmean(row.is_least for row in lacking)
     completions = [reward.total for group in setup.groups for reward in group.rewards]
     summed = setup.config.reward.aggregate == "sum"
     bare = max(max(row.gold, row.top) for row in lacking)
@@ -187,18 +184,13 @@ def _explained(
             "the task's prompt)",
             severity="note" if asked else "warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
         )
-    other = None if reversed_share > 0.9 else _other_row(setup, judged, lacking[:EXPLAINED], margin)
-    if reversed_share > 0.9:
-        cause = "the sign of the reward is reversed, or it pays for a distance: right answers earn least"
-    elif other is not None:
-        written += f"; {other}"
-        cause = "the reward compares with the answer of another problem: answers and problems have been shifted"
-    else:
-        cause = "the reward does not know its own answers: it compares with something else, or pays for something else"
     return finding(
         "reward/gold",
         size + written,
-        cause,
+        "the sign of the reward is reversed, or it pays for a distance: right answers earn least"
+        if fmean(row.is_least for row in lacking) > 0.9
+        else "the reward does not know its own answers: it compares with something else, such as another problem's "
+        "answer, or pays for something else",
         "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
         severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
     )
@@ -270,28 +262,3 @@ def _filled(row: JudgedGold, content: str, form: str) -> str:
 def _earned(setup: KeelSubject, row: JudgedGold, texts: Sequence[str]) -> list[float]:
     """What these last turns earn after the gold answer's first ones."""
     return totals_of(setup, row.problem, [(*row.turns[:-1], text) for text in texts])
-
-
-def _other_row(
-    setup: KeelSubject, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], margin: float
-) -> str | None:
-    """Gold answers of other problems that earn in place of a problem's own, as text; None where most have none."""
-    turns = [row.turns for row in judged[:ROWS]]
-    matches, offsets = 0, list[int]()
-    for number, row in enumerate(lacking):
-        if number == HOPELESS and not matches:
-            return None
-        earned = _earned(setup, row, [gold[-1] for gold in turns])
-        better = [i for i, total in enumerate(earned) if total > row.gold + margin]
-        best = [i for i in better if earned[i] >= max(earned) - SAME]
-        matches += bool(best)
-        offsets += [i - judged.index(row) for i in best]
-    if 2 * matches <= len(lacking):
-        return None
-    shift = max(set(offsets), key=offsets.count)
-    steady = (
-        f", {abs(shift)} {'after' if shift > 0 else 'before'} it in the batch"
-        if offsets.count(shift) > matches / 2
-        else ""
-    )
-    return f"on {matches} of {len(lacking)} problems another problem's gold answer{steady} earns more than its own"

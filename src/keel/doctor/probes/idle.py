@@ -13,8 +13,8 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploits import nearly_all
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.replayed import asked_of
-from keel.doctor.probes.replies import first_turn, is_useless, played_again, replies
+from keel.doctor.replayed import asked_of
+from keel.doctor.replies import first_turn, is_useless, played_again, replies
 from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 

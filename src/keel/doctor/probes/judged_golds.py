@@ -12,7 +12,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem, RewardFailure
 from keel.doctor.evidence import SAME
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.replies import answers
+from keel.doctor.replies import answers
 from keel.envs import Task
 from keel.envs.attacks import GoldBatch, Turns
 

@@ -31,7 +31,7 @@ def leak_findings(
     A slot is the text right before an answer. Other problems' answers must not stand in it as often (one-sided exact
     binomial test), and its words must call what follows an answer.
     """
-    pairs = read_pairs(setup, prompts)
+    pairs = _read_pairs(setup, prompts)
     if not pairs:
         return
     if sure := [*_in_slots(pairs, _CUES, thresholds, of)]:
@@ -62,7 +62,7 @@ def system_leaks(setup: KeelSubject, problems: Sequence[Problem], thresholds: Th
         return  # one text for all, which names the answers to choose from
     others = [hole in _holed(other, text) for text, answers in rows for _, other in rows if not other & answers]
     rate = (sum(others) + 1) / (len(others) + 2)
-    chance = at_least(own, len(problems), rate)
+    chance = _at_least(own, len(problems), rate)
     if own < thresholds["leak_share"] * len(problems) or chance > thresholds["travel_chance"]:
         return
     bare = not hole.strip(f"{_HOLE} .") or _CUES.search(hole)
@@ -93,16 +93,16 @@ def _in_slots(
 ) -> Iterator[Finding]:
     """Answers and texts: whether enough answers stand in one slot that a cue calls so."""
     slots = Counter(
-        slot for answer, text in pairs for slot in {s[-_TAIL:] for s in before(answer, text) if cues.search(s)}
+        slot for answer, text in pairs for slot in {s[-_TAIL:] for s in _before(answer, text) if cues.search(s)}
     )
     if not slots:
         return
     slot, own = slots.most_common(1)[0]
-    rate = of_others(pairs, lambda other, i: slot in {s[-_TAIL:] for s in before(other, pairs[i][1])})
-    chance = at_least(own, len(pairs), rate)
+    rate = _of_others(pairs, lambda other, i: slot in {s[-_TAIL:] for s in _before(other, pairs[i][1])})
+    chance = _at_least(own, len(pairs), rate)
     if own < thresholds["leak_share"] * len(pairs) or chance > thresholds["travel_chance"]:
         return
-    shown = next(text for answer, text in pairs if slot in {s[-_TAIL:] for s in before(answer, text)})
+    shown = next(text for answer, text in pairs if slot in {s[-_TAIL:] for s in _before(answer, text)})
     yield finding(
         "prompt/answer-leak",
         f"{own} of {len(pairs)} {of} hold their own answer right after {slot!r} (of others' answers "
@@ -112,7 +112,7 @@ def _in_slots(
     )
 
 
-def read_pairs(setup: KeelSubject, prompts: Sequence[tuple[Problem, str]]) -> list[tuple[str, str]]:
+def _read_pairs(setup: KeelSubject, prompts: Sequence[tuple[Problem, str]]) -> list[tuple[str, str]]:
     """Answers and the texts of their prompts; none where there is one answer for all, or no answer."""
     if setup.run.task.prompts_only:
         return []
@@ -120,15 +120,10 @@ def read_pairs(setup: KeelSubject, prompts: Sequence[tuple[Problem, str]]) -> li
     return pairs if len({answer for answer, _ in pairs}) > 1 else []
 
 
-def of_others(pairs: Sequence[tuple[str, str]], holds: Callable[[str, int], bool]) -> float:
+def _of_others(pairs: Sequence[tuple[str, str]], holds: Callable[[str, int], bool]) -> float:
     """How often something holds of another problem's answer and the text of this number, not the text's own."""
     others = [holds(other, i) for i, (answer, _) in enumerate(pairs) for other, _ in pairs if other != answer]
     return (sum(others) + 1) / (len(others) + 2)
-
-
-def calls_answer(text: str) -> bool:
-    """Whether words call something an answer."""
-    return _CUES.search(text) is not None
 
 
 def answer_of(setup: KeelSubject, problem: Problem) -> str:
@@ -138,13 +133,13 @@ def answer_of(setup: KeelSubject, problem: Problem) -> str:
     return (gold_or_none(setup.run.task, problem) or [""])[-1].strip()
 
 
-def before(answer: str, text: str) -> list[str]:
+def _before(answer: str, text: str) -> list[str]:
     """What stands right before each place where an answer stands as a word of its own."""
     places = re.finditer(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\w)", text)
     return [text[max(0, place.start() - _SLOT) : place.start()] for place in places]
 
 
-def at_least(count: int, total: int, rate: float) -> float:
+def _at_least(count: int, total: int, rate: float) -> float:
     """The chance of `count` or more of `total` at this rate."""
     from scipy.special import bdtrc
 

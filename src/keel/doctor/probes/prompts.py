@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from statistics import fmean
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.given_away import given_away_findings
 from keel.doctor.probes.gold_likelihood import blind_surprise, bos_gain
 from keel.doctor.probes.leaks import leak_findings, system_leaks
 from keel.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
-from keel.doctor.probes.replies import squeezed
 from keel.doctor.probes.verbatim import verbatim_findings
 from keel.doctor.probes.written_out import written_out_findings
 from keel.doctor.rendering import (
@@ -29,6 +24,7 @@ from keel.doctor.rendering import (
     turn_marks,
     word_by_word,
 )
+from keel.doctor.replies import squeezed
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.run.build import build_renderer
@@ -78,7 +74,6 @@ def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds
         [*system_leaks(setup, [prompt.problem for prompt in prompts], thresholds)]
         or [*leak_findings(setup, given, thresholds)]
         or [*leak_findings(setup, read, thresholds)]
-        or [*given_away_findings(setup, given, thresholds)]
     )
 
 
@@ -107,7 +102,7 @@ def _lost(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
                 lost.append((prompt, role, content))
                 break
     if lost:
-        yield _cut_by_tokenizer(whole, lost) or _lost_finding(whole, lost)
+        yield _lost_finding(whole, lost)
         return
     texts = {str(prompt.problem.prompt) for prompt in whole}
     distinct = {prompt.tokens for prompt in whole}
@@ -126,50 +121,10 @@ def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str
     return finding(
         "prompt/no-question",
         f"{len(lost)} of {len(whole)} prompts do not hold {what}: {content[-60:]!r} became {prompt.text[-80:]!r}",
-        f"the chat template or the tokenizer loses what the {role}'s message says",
+        f"the chat template loses what the {role}'s message says, or the tokenizer loses or cuts it (truncation)",
         "let the chat template write the content of every message (tokenizer.chat_template, or data.chat_template for "
         "another one)",
     )
-
-
-def _cut_by_tokenizer(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str]]) -> Finding | None:
-    """The same where a limit does it: all that lose text have one length, and it is the longest.
-
-    A cut adds nothing: what is left has no character more than a shorter prompt has beside its problem's text.
-    """
-    longest = max(len(prompt.tokens) for prompt in whole)
-    short = [prompt for prompt in whole if prompt not in [entry[0] for entry in lost]]
-    if {len(prompt.tokens) for prompt, _, _ in lost} != {longest} or not any(map(_is_verbatim, short)):
-        return None
-    frame = reduce(or_, (_beside_the_problem(prompt) for prompt in short if _is_verbatim(prompt)))
-    if any(_beside_the_problem(prompt) - frame for prompt, _, _ in lost):
-        return None
-    return finding(
-        "prompt/truncated",
-        f"{len(lost)} of {len(whole)} prompts lose text and have exactly {longest} tokens, the others fewer",
-        f"the tokenizer cuts texts at {longest} tokens without a word",
-        "switch the tokenizer's truncation off; data.max_prompt_length and data.truncation limit prompts",
-        severity="error",
-    )
-
-
-def _plain(text: str) -> str:
-    """Whatever becomes of spaces, case and forms of a character."""
-    return unicodedata.normalize("NFKC", squeezed(text)).casefold()
-
-
-def _contents(prompt: Prompt) -> list[str]:
-    return [_plain(str(message["content"] or "")) for message in messages_of(prompt.problem)]
-
-
-def _is_verbatim(prompt: Prompt) -> bool:
-    """Whether all messages stand in a prompt in one piece, whatever became of spaces and case."""
-    return all(content in _plain(prompt.text) for content in _contents(prompt))
-
-
-def _beside_the_problem(prompt: Prompt) -> Counter[str]:
-    """The characters of a prompt that are not its problem's, nor half of one at a cut."""
-    return Counter(_plain(prompt.text)) - Counter("".join(_contents(prompt))) - Counter("\ufffd")
 
 
 def _headless(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -225,7 +180,8 @@ def _filled_twice(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Fin
     marks = turn_marks(setup.policy.tokenizer, renderer.template)
     if marks is None or not marks.user:
         return
-    twice = [p for p in prompts if in_template(renderer, p.problem) and marks.user in "".join(_contents(p))]
+    told = [(p, "".join(str(m["content"] or "") for m in messages_of(p.problem))) for p in prompts]
+    twice = [p for p, text in told if in_template(renderer, p.problem) and squeezed(marks.user) in squeezed(text)]
     if len(twice) <= _MOST * len(prompts):
         return
     setup.shared["another template"] = "messages that are rendered"

@@ -12,15 +12,12 @@ from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.replies import answers_again, contents, first_turn, is_useless, played_again
 from keel.doctor.rendering import messages_of, rendered
 from keel.doctor.thresholds import Thresholds
-from keel.envs.toolbox import ToolEpisode
 
 _DRAWN = 1024  # training problems that are looked at
 _HELD_OUT = 64
 _STAYING = 0.5  # share of steps that ask what the one before has asked
-_CROWDED = 0.05  # of the problems that one prompt may stand for
 _FEWEST = 4  # prompts whose answers contradict each other: fewer are mistakes of the data
 
 
@@ -76,10 +73,7 @@ def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterat
     Of the prompts that are met twice: how many are asked with an answer that their other row does not take.
     """
     task, judge = setup.run.task, setup.built.judge
-    if task.prompts_only or judge.remote:
-        return
-    if task.multi_turn:
-        yield from _never_told(setup)
+    if task.prompts_only or judge.remote or task.multi_turn:
         return
     met: dict[tuple[int, ...], dict[str, Problem]] = {}
     times: Counter[tuple[int, ...]] = Counter()
@@ -88,7 +82,6 @@ def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterat
         if gold:
             met.setdefault(prompt, {}).setdefault(gold[-1], problem)
             times[prompt] += 1
-    yield from _asks_nothing(setup, met, times)
     repeated = [prompt for prompt in met if times[prompt] > 1]
     doubtful = [prompt for prompt in repeated if len(met[prompt]) > 1]
     if len(doubtful) < _FEWEST or len(doubtful) <= thresholds["gold_contradicts"] * len(repeated):
@@ -107,58 +100,6 @@ def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterat
         "column alone",
         "read the rows of one such question; keep those whose answer is right",
         share=len(doubtful) / len(repeated),
-    )
-
-
-def _never_told(setup: KeelSubject) -> Iterator[Finding]:
-    """Episodes with tools that all begin with one prompt, have different answers, and whose tools know no problem."""
-    rows = [pair for step in training_steps(setup) for pair in step]
-    problems = {str(problem.answer): problem for problem, _ in rows}
-    if len({prompt for _, prompt in rows}) > 1 or len(problems) < _FEWEST:
-        return
-    chosen = [*problems.values()][:_FEWEST]
-    said = [c for group in setup.groups for c in group.completions]
-    texts = [first_turn(completion, setup.policy.tokenizer, setup.sampling.stop) for completion in said]
-    heard = list[str]()
-    try:
-        for text in [*dict.fromkeys(texts)][:_FEWEST]:
-            replies = [answers_again(setup, problem, text) for problem in chosen]
-            if len(set(map(contents, replies))) > 1:
-                return  # the first reply tells what is asked
-            heard += [contents(reply) for reply in replies[:1] if reply is not None and not is_useless(contents(reply))]
-        with played_again(setup, chosen[0], []) as (episode, _):
-            of_tools = isinstance(episode, ToolEpisode)
-    except Exception:  # a user's environment may raise anything
-        return
-    if not of_tools or len(set(heard)) < 2:
-        return  # a game may hide its secret; and what all say to whatever is said tells nothing
-    yield finding(
-        "prompt/no-question",
-        f"{len(rows)} problems with {len(problems)} different answers have one and the same prompt, and the tools "
-        f"of {len(chosen)} of them return the same for the same call",
-        "what is asked stands neither in the prompt nor in what the environment replies: no policy can know the answer",
-        "write the question into the problem's prompt (Task.sample), or let Episode.step tell it",
-    )
-
-
-def _asks_nothing(
-    setup: KeelSubject, met: Mapping[tuple[int, ...], Mapping[str, Problem]], times: Counter[tuple[int, ...]]
-) -> Iterator[Finding]:
-    """One prompt for many problems of different answers: what it should ask was lost, as in a column with gaps."""
-    crowded = [prompt for prompt, rows in met.items() if len(rows) >= _FEWEST]
-    share = sum(times[prompt] for prompt in crowded) / max(1, times.total())
-    if not 0 < len(crowded) < _FEWEST or share < _CROWDED or not all(_apart(setup, met[prompt]) for prompt in crowded):
-        return
-    setup.built.judge.drain()
-    prompt = max(crowded, key=times.__getitem__)
-    shown = setup.policy.tokenizer.decode(list(prompt))[-60:]
-    yield finding(
-        "data/misaligned",
-        f"{times[prompt]} of {times.total()} problems are asked by {shown!r} and have {len(met[prompt])} different "
-        f"gold answers, such as {' and '.join(map(repr, [*met[prompt]][:3]))}",
-        "rows without a question: a gap in the column, or a value that stands for one, is what the model is asked",
-        "leave rows out whose question is empty, and check data.columns",
-        severity="warning" if share < 0.5 else None,
     )
 
 

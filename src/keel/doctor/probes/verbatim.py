@@ -9,8 +9,8 @@ from typing import Any
 from keel.doctor.asking import MARK
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.replies import squeezed
 from keel.doctor.rendering import in_template, messages_in, survives
+from keel.doctor.replies import squeezed
 from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 

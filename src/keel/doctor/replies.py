@@ -64,30 +64,8 @@ _ERRORS = re.compile(
     rf"|(?:[\w./-]+:\s+)*missing\s+(?:\d+\s+)?(?:(?:required|positional|mandatory|query)\s+)*{_ARGUMENT}\s*"
     r"(?:[:;,.!'\"`(<]|$)"
 )
-# A page that a service shows in place of the one that was asked for, where there is no more than that.
-_GATE_MOST = 200  # signs
-_GATES = re.compile(
-    r"[^\n]{0,80}?\b(?:(?:solve|complete|enter|pass)\W+(?:the |this |an? )?captcha|captcha (?:is )?required|"
-    r"(?:you are|you're) (?:not )?(?:an? )?(?:robot|bot|human)|unusual traffic (?:from|was|has)|"
-    r"detected unusual traffic|enable (?:javascript|cookies) (?:to|and|in your) "
-    r"(?:continue|proceed|reload|view|browser)|"
-    r"please (?:sign|log) in to (?:continue|proceed|view|read)|(?:site|page|service|server|system|api) is "
-    r"(?:currently )?under maintenance|temporarily (?:down|offline) for maintenance|"
-    r"(?:exceeded your(?: current)?|insufficient) (?:quota|credits?|balance))\b"
-    r"|(?:your|the) session (?:has |is )?expired\b"
-    r"|(?:[\w.-]+:\s+)?(?:the |your |no )?api[ _-]?key (?:is |was )?(?:missing|expired|not set|not provided)\b"
-)
 # Next to nothing, dots, and a mark that the rest was cut off: a number may be truncated on purpose.
 _CUT = re.compile(r"[^\W\d]{0,8}\s*(?:\.{3}|…)\s*[\[(<]?\s*(?:\w+\s+)?truncated\b[^\n]{0,40}\s*(?:</\S*\s*)?$")
-# What tells that a call went well, and the names of fields: neither is a result.
-_WENT_WELL = re.compile(
-    r"[\"']?\b(?:status|state|code|ok|success|errors?)\b[\"']?\s*[:=]\s*[\"']?\w+[\"']?"
-    r"|\b(?:(?:the|your) )?(?:(?:code|command|program|script|cell|call|query|execution)\s+)(?:has |was )?"
-    r"(?:executed|ran|run|completed|finished|exited|succeeded)\b(?: successfully| with (?:exit )?code 0)*"
-)
-_SILENT = re.compile(r"\b(?:no (?:output|stdout|content|data)|nothing)\b(?: (?:was )?(?:printed|returned|produced))?")
-_FIELD = re.compile(r"[\"']?\b[\w-]+[\"']?\s*[:=]")
-_NOTHING = re.compile(r"(?:(?:null|none|nil|undefined|nan|n/a)\b|[\W_])+")
 # How languages write what has no text of its own: an object, a call that nobody awaited, a function.
 _OBJECT = re.compile(
     r"<(?:[\w.]+ object\b|coroutine object|async_generator object|generator object|bound method|built-in|function|"
@@ -125,18 +103,8 @@ def is_useless(reply: str) -> bool:
     """Whether a reply says nothing, or that something went wrong."""
     text = reply.casefold()
     opened = _OPENING.sub("", text, count=1)
-    patterns = (_ERRORS, _STATUSES, _CUT, *([_GATES] if len(opened) <= _GATE_MOST else []))
-    return not _FRAME.sub("", _OBJECT.sub("", text)) or any(pattern.match(opened) for pattern in patterns)
-
-
-def is_null(reply: str) -> bool:
-    """Whether all that a reply gives is a null, beside a word that the call went well.
-
-    One such reply may be a result, as of a search without a hit; where every call has it there is none.
-    """
-    text = _FRAME.sub(" ", _SILENT.sub("null", reply.casefold()))
-    values = _FRAME.sub(" ", _FIELD.sub(" ", _WENT_WELL.sub(" ", text)))
-    return bool(values.strip()) and any(map(str.isalpha, values)) and _NOTHING.fullmatch(values) is not None
+    wrong = any(pattern.match(opened) for pattern in (_ERRORS, _STATUSES, _CUT))
+    return wrong or not _FRAME.sub("", _OBJECT.sub("", text))
 
 
 def contents(reply: Reply | None) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keel.base.types import Problem
 from keel.doctor.findings import Severity
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.replies import contents, played_again, replies
+from keel.doctor.replies import contents, played_again, replies
 from keel.envs import Episode
 from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
@@ -53,6 +53,11 @@ class Replayed:
         """Whether it is said to be what a call returned; other replies may be the same to all."""
         called = _RESULT.search(self.again) or _VALUE.fullmatch(self.again)
         return self.of_tool or bool(_ROLES & set(self.roles)) or called is not None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the call returns the same both times, and something."""
+        return self.first == self.again and bool(self.again.strip())
 
 
 def asked_of(episode: Episode, text: str) -> Hashable:
