@@ -16,7 +16,7 @@ from keel.base.types import Group, Problem, Reward
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.pairing import association
 from keel.doctor.probes import collection
-from keel.doctor.probes.collection import _cliff, _spread, probe_collection
+from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
 from keel.doctor.probes.exploits import nearly_all
 from keel.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds
@@ -242,6 +242,43 @@ def test_a_cliff_lies_below_what_a_right_answer_earns(
     setup = SimpleNamespace(groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
     found = [*_cliff(setup, [gold], load_thresholds())]
     assert [finding.code for finding in found] == ["reward/cliff"] * named
+
+
+@pytest.mark.parametrize(
+    ("gold", "empty", "aggregate", "named"),
+    [
+        (1.0, [-200.0] * 4, "sum", True),
+        (10.0, [-1e6, -2000.0, -1e30, -1001.0], "sum", True),
+        (1.0, [-100.0] * 4, "sum", True),
+        (1.0, [-50.0] * 4, "sum", False),  # costly, and not beyond what rounding leaves of the rest
+        (1.0, [-200.0, -200.0, -1.0, -200.0], "sum", False),  # of some problems alone
+        (0.0, [-200.0] * 4, "sum", False),  # a distance has no best to compare with
+        (1.0, [-200.0] * 4, "normalised_sum", False),
+    ],
+)
+def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float], aggregate: str, named: bool) -> None:
+    judged = [JudgedGold(Problem("a", ""), ("7",), gold, value, ()) for value in empty]
+    setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
+    found = [*empty_cliff_findings(setup, judged, load_thresholds())]
+    assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named
+
+
+@pytest.mark.parametrize(
+    ("gold", "other", "empty", "lowest", "named"),
+    [
+        (1.0, 0.0, -200.0, 0.0, True),
+        (1.0, 0.0, -200.0, -200.0, False),  # a completion lies there, which is the cliff's own matter
+        (0.01, -3.0, -5.0, 0.0, False),  # wrong answers cost about as much
+        (1.2e-7, -0.5, -1.0, 0.0, False),  # a best of nothing but rounding
+    ],
+)
+def test_a_fall_is_deep_beside_what_answers_differ_by(
+    gold: float, other: float, empty: float, lowest: float, named: bool
+) -> None:
+    judged = [JudgedGold(Problem("a", ""), ("7",), gold, empty, (other, other))] * 4
+    groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
+    setup = SimpleNamespace(groups=groups, config=schooled_config())
+    assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named
 
 
 def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(

@@ -26,7 +26,7 @@ from keel.doctor.probes.fickle import fickle_findings
 from keel.doctor.probes.gold_likelihood import golds, read_golds
 from keel.doctor.probes.gold_rewards import gold_findings
 from keel.doctor.probes.idle import idle_findings
-from keel.doctor.probes.judged_golds import judged_golds, reward_scale, solved_at
+from keel.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
 from keel.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
 from keel.doctor.probes.stops import in_whole_context, parsed_without_stop
 from keel.doctor.probes.unpaid import unpaid_findings
@@ -68,7 +68,7 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         *alignment,
         *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
         *of_gold,
-        *_cliff(setup, earned, thresholds),
+        *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
         *_truncated(setup, thresholds, explained=bool(noise)),
         *episode_findings(setup, thresholds),
         *(() if any(found.code == "reward/exploit" for found in of_gold) else idle_findings(setup, thresholds)),
@@ -166,6 +166,29 @@ def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) ->
         "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
         "reward.warmup_steps eases it in",
         severity=None if deep or wide(groups, rare=False) else "warning",
+    )
+
+
+def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+    """No completion lies there, and yet an empty one would earn what dwarfs all that a right answer can."""
+    if not judged or setup.config.reward.aggregate != "sum":
+        return
+    empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
+    totals = [reward.total for group in setup.groups for reward in group.rewards]
+    span = best - min((total for row in judged for total in row.others), default=best)
+    if best <= SAME * abs(empty) or -empty < thresholds["reward_cliff_depth"] * max(best, span):
+        return
+    if min(totals, default=0.0) <= empty:
+        return
+    yield finding(
+        "reward/cliff",
+        f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, and "
+        f"no completion of {len(totals)} as little",
+        "failing costs far more than success earns: the first completion that cannot be read rules the update, and "
+        "differences among the rest are lost beside it",
+        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; nothing, if no completion "
+        "can be empty",
+        severity="warning",
     )
 
 
