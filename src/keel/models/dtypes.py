@@ -50,9 +50,10 @@ def _tf32() -> bool:
 def ieee_matmuls() -> Iterator[None]:
     """Inside, fp32 products on a GPU are not rounded to TF32."""
     matmul = torch.backends.cuda.matmul
-    flag = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    older = getattr(matmul, "fp32_precision", "none") == "none"
+    flag, ieee = ("allow_tf32", False) if older else ("fp32_precision", "ieee")
     before = getattr(matmul, flag)
-    setattr(matmul, flag, "ieee" if flag == "fp32_precision" else False)
+    setattr(matmul, flag, ieee)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from keel.models.chunked import fused_stats_unsupported_reason
 from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason, has_triton
 from keel.models.fused_linear import fused_linears
 from keel.models.head import at_least_fp32, body_of, head_of
-from keel.models.noise import Errors, in_fp32, judge
+from keel.models.noise import Errors, errors_of, judge
 from keel.models.prefix_attention import (
     RowStructure,
     active_structure,
@@ -129,12 +129,12 @@ def _matches(module: Any, forward: Any) -> bool:
     def draw(seed: int) -> Errors:
         generator = torch.Generator(parameter.device).manual_seed(seed)
         x = torch.randn(64, parameter.shape[-1], generator=generator, device=parameter.device).to(parameter.dtype)
-        fast, plain = forward(module, x), module(x)
-        with in_fp32(module):
-            return Errors.of(fast, plain, module(at_least_fp32(x)))
+        return errors_of(module, forward(module, x), module(x), lambda: module(at_least_fp32(x)))
 
     try:
         return judge(draw, exact=1e-4) is None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # third-party modules may raise anything: keep their own forward
         return False
 
@@ -163,12 +163,12 @@ def attention_matches(module: Any) -> bool:
         # scores of size one: a flat softmax would hide a wrong rotation
         x = x * (module.q_proj(x).std() * module.k_proj(x).std() * module.head_dim**0.5 * module.scaling).rsqrt()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32):
-            fast, plain = run(attention), run(own)
-        with in_fp32(module):
-            return Errors.of(fast, plain, run(own, at_least_fp32(x).dtype))
+            return errors_of(module, run(attention), run(own), lambda: run(own, at_least_fp32(x).dtype))
 
     try:
         return judge(draw, exact=1e-4) is None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # third-party modules may raise anything: keep their own forward
         return False
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from keel.base.types import Completion, Group, Problem
 from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason
 from keel.models.head import evaluating
-from keel.models.noise import Errors, in_fp32, judge, rounds
+from keel.models.noise import Errors, errors_of, has_experts, judge
 from keel.models.pack import PackedBatch, pack
 from keel.models.segments import Segments, to_device
 
@@ -268,17 +268,20 @@ def _matches_masked(body: Any) -> bool:
         packed = small_rows(body.get_input_embeddings().num_embeddings, seed).to(next(body.parameters()).device)
         inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "use_cache": False}
         mask, valid = packed.mask_4d(), packed.prefix >= 0
-        plain = body(**inputs, attention_mask=mask)[0][valid]
+
+        def masked() -> Tensor:
+            hidden: Tensor = body(**inputs, attention_mask=mask)[0][valid]
+            return hidden
+
         with prefix_attention(body.config, RowStructure(packed)):
             hidden = body(**inputs, attention_mask=None)[0][valid]
-        if not rounds(body):
-            return Errors.of(hidden, plain, plain)
-        with in_fp32(body):
-            return Errors.of(hidden, plain, body(**inputs, attention_mask=mask)[0][valid])
+        return errors_of(body, hidden, masked(), masked)
 
     try:
         with evaluating(body):
-            return judge(draw) is None
+            return judge(draw, routed=has_experts(body)) is None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # third-party models may raise anything: use the mask
         return False
 

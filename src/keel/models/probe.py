@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from keel.models.head import (
     takes_positions,
 )
 from keel.models.logprobs import score_tokens
-from keel.models.noise import Errors, in_fp32, judge, rounds
+from keel.models.noise import ROUNDING, Errors, finite_or_infinite, has_experts, in_dtype, judge, rounds
 from keel.models.pack import pack
 from keel.models.rope import length_regimes, reset_rope
 from keel.models.tokenizer import context_length
@@ -46,7 +46,7 @@ _POSITIONS = ("original_max_position", "floor_scale")
 class PackingProbe:
     """Whether shared-prefix rows may be used. `window` is the shortest local attention window that the job can exceed.
 
-    `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits, `length` the
+    `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits in fp32, `length` the
     longest sequence probed. `reason` is one line.
     """
 
@@ -126,12 +126,14 @@ def probe_packing(
         for case, origin in cases:
             with _as_keel_error(model):
                 trial = _Trial(model, vocab_size, case, origin)
-                if origin and trial.fault_of_single_rows() is not None:
+                wrong = trial.fault(shared_prefix=False)
+                if origin and wrong is not None:
                     # Positions cannot be shifted (compressed attention): use real tokens instead.
                     trial = _Trial(model, vocab_size, min(origin + _EXTRA, max_length))
-                trial.check_single_rows()
+                    wrong = trial.fault(shared_prefix=False)
+                trial.refuse(wrong)
             try:
-                fault = fault or judge(partial(trial.errors, shared_prefix=True), exact=_EXACT)
+                fault = fault or trial.fault(shared_prefix=True)
                 max_error = max(max_error, trial.largest)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
                 reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
@@ -178,7 +180,8 @@ def _check_long_windows(
     for window in windows:
         if window + 2 * _EXTRA <= longest_row:
             with evaluating(model), _as_keel_error(model):
-                _Trial(model, vocab_size, window + 1, completions=1).check_single_rows()
+                trial = _Trial(model, vocab_size, window + 1, completions=1)
+                trial.refuse(trial.fault(shared_prefix=False))
         elif longest is not None:
             raise KeelError(
                 f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which is too long to "
@@ -191,7 +194,7 @@ def _check_long_windows(
 class _Trial:
     """Log-probabilities of random tokens after prompts of `prompt` tokens from position `origin` on, in several ways.
 
-    `largest` is the largest |Δ| in nats between rows of `pack` and the truth in the last draw.
+    `largest` is the largest |Δ| in nats of the rows of the last trial from the model's own, in fp32 where it rounds.
     """
 
     model: nn.Module
@@ -200,6 +203,7 @@ class _Trial:
     origin: int = 0
     completions: int | None = None
     largest: float = 0.0
+    own: dict[int, tuple[Tensor, Tensor | None, float]] = field(default_factory=dict)  # by seed: plain, fp32, spread
 
     def groups(self, seed: int = 0) -> list[Group]:
         groups = _random_groups(self.model, self.vocab_size, self.prompt, seed)
@@ -209,33 +213,51 @@ class _Trial:
     def length(self) -> int:
         return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups() for c in g.completions)
 
-    def errors(self, seed: int, *, shared_prefix: bool) -> Errors:
-        """Errors of packed rows and of the model's own plain rows, by completion."""
-        groups = self.groups(seed)
-        plain, logit_std = _unpacked_logp(self.model, groups, self.origin)
-        truth = plain
-        if rounds(self.model):
-            with in_fp32(self.model):
-                truth, logit_std = _unpacked_logp(self.model, groups, self.origin)
-        differences = [_scored(self.model, groups, shared_prefix, self.origin) - truth, plain - truth]
-        self.largest = float(differences[0].abs().nan_to_num(nan=torch.inf).max())
-        lengths = [len(c.tokens) for group in groups for c in group.completions]
-        by_completion = [torch.stack([part.abs().max() for part in error.split(lengths)]) for error in differences]
-        return Errors(*(error.nan_to_num(nan=torch.inf).cpu() / max(1.0, logit_std) for error in by_completion))
+    def fault(self, *, shared_prefix: bool) -> str | None:
+        """What is wrong with shared-prefix rows, or with one row per completion, the fallback: only a clear error."""
+        self.largest = 0.0
+        draw, slack = partial(self._errors, shared_prefix=shared_prefix), 1.0 if shared_prefix else _SLACK
+        return judge(draw, exact=_EXACT, slack=slack, routed=has_experts(self.model))
 
-    def fault_of_single_rows(self) -> str | None:
-        """What is wrong with one row per completion; the model's own plain rows differ from them by padding."""
-        return judge(partial(self.errors, shared_prefix=False), exact=_EXACT, slack=_SLACK)
-
-    def check_single_rows(self) -> None:
-        """Refuse the model if one row per completion, the fallback, gives wrong log-probabilities."""
-        fault = self.fault_of_single_rows()
+    def refuse(self, fault: str | None) -> None:
+        """Refuse the model if one row per completion gives wrong log-probabilities."""
         if fault is not None:
             _check_function_of_the_past(self.model, self.groups()[0])
             raise KeelError(
                 f"{type(causal_lm(self.model)).__name__}: log-probabilities of padded rows are off from the model's "
                 f"own logits ({fault}): give a scorer of your own as module:attr"
             )
+
+    def _errors(self, seed: int, *, shared_prefix: bool) -> Errors:
+        """Errors of packed rows and of the model's own plain rows, by completion."""
+        groups = self.groups(seed)
+        if seed not in self.own:
+            self.own[seed] = self._own_rows(groups)
+        plain, truth, logit_std = self.own[seed]
+        scored = _scored(self.model, groups, shared_prefix, self.origin)
+        lengths = [len(c.tokens) for group in groups for c in group.completions]
+        expected = plain if truth is None else truth
+        self.largest = float(finite_or_infinite((scored - expected).abs()).max())
+        fast, own = (
+            finite_or_infinite(torch.stack([part.abs().max() for part in (logp - expected).split(lengths)])).cpu()
+            / max(1.0, logit_std)
+            for logp in (scored, plain)
+        )
+        if truth is None and rounds(self.model):
+            own = own.clamp(min=ROUNDING * matmul_eps(self.model))
+        return Errors(fast, own)
+
+    def _own_rows(self, groups: list[Group]) -> tuple[Tensor, Tensor | None, float]:
+        plain, logit_std = _unpacked_logp(self.model, groups, self.origin)
+        if not rounds(self.model):
+            return plain, None, logit_std
+        try:
+            with in_dtype(self.model, torch.float32):
+                return plain, *_unpacked_logp(self.model, groups, self.origin)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # kernels for half precision alone: the error is estimated
+            return plain, None, logit_std
 
 
 def _check_function_of_the_past(model: nn.Module, group: Group) -> None:
@@ -248,6 +270,8 @@ def _check_function_of_the_past(model: nn.Module, group: Group) -> None:
     def differs(logits: Tensor) -> bool:
         return not float((logits - whole).abs().max()) <= 1e-2 * max(1.0, float(whole.std()))
 
+    if not bool(whole.isfinite().all()):
+        raise KeelError(f"{name} gives logits that are not finite: check its weights, or load it in another dtype")
     if differs(again):
         raise KeelError(
             f"{name} gives different logits for the same tokens in a second call, so it cannot be scored: "

@@ -17,8 +17,8 @@ from keel.models.fingerprint import adapter_state, persistent_buffers
 from keel.models.head import causal_lm, evaluating, module_dtype
 from keel.models.load import cast_parameters
 from keel.models.lora import adapter_is_zero
-from keel.models.noise import Errors, in_fp32, judge, rounds
-from keel.models.sharding import call_with_full_weights, full_tensor
+from keel.models.noise import Errors, estimated, has_experts, in_dtype, judge
+from keel.models.sharding import call_with_full_weights, full_tensor, is_sharded
 from keel.rollout.native.fused import join_projections
 
 _UNMERGED = "build the engine with merge=False"
@@ -65,7 +65,8 @@ def _merged_tensors(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         if leaf == "weight" and not module.merged and not module.disable_adapters:
             for adapter in module.active_adapters:
                 if adapter in module.scaling:
-                    tensor = full_tensor(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
+                    with torch.autocast(tensor.device.type, enabled=False):  # which would round the adapter's product
+                        tensor = full_tensor(tensor) + module.get_delta_weight(adapter).to(tensor.dtype)
         yield leaf, tensor
 
 
@@ -133,7 +134,7 @@ class WeightCopy:
         self.dtype, self.device = dtype, device
         self.merge = merge and is_lora(policy)
         self.model: Any = None
-        self._syncs = 0  # since the adapter is not zero
+        self._accepted = 0  # syncs of a merged adapter that is not zero
         self.sync(policy)
 
     def _rebuild(self, policy: nn.Module) -> Any:
@@ -170,7 +171,7 @@ class WeightCopy:
         )
         if not self._fits(source):
             self.model = self._rebuild(policy)
-            self._syncs = 0
+            self._accepted = 0
         for name, tensor in _tensors(self.model).items():
             tensor.copy_(full_tensor(source[name]))
         if is_lora(self.model):
@@ -180,19 +181,21 @@ class WeightCopy:
         self._adapters = sorted(adapter_state(policy))
 
     def _verify(self, policy: nn.Module, source: dict[str, Tensor]) -> None:
-        """Compare the copy with the policy bit by bit, and a merged copy's logits at syncs 1, 2, 4, 8 and so on.
+        """Compare the copy with the policy bit by bit, and judge a merged copy's logits.
 
-        Syncs count from the first adapter that is not zero: a wrong merge of zeros is no different from a right one.
+        They are judged while the adapter is zero and at the syncs 1, 2, 4, 8 and so on afterwards: a wrong merge of
+        zeros is no different from a right one.
         """
         if self._differs(policy, source):
             raise KeelError("the engine's copy does not equal the policy after sync: build a new engine from it")
         if not self.merge:
             return
-        self._syncs += not adapter_is_zero(policy)
-        if self._syncs & (self._syncs - 1) == 0:
-            fault = judge(partial(_merge_errors, policy, self.model))
+        count = self._accepted + (not adapter_is_zero(policy))
+        if count & (count - 1) == 0:
+            fault = judge(partial(_merge_errors, policy, self.model), routed=has_experts(policy))
             if fault is not None:
                 raise KeelError(f"these adapters cannot be merged: of the merged copy {fault}; {_UNMERGED}")
+        self._accepted = count
 
     def _differs(self, policy: nn.Module, source: dict[str, Tensor]) -> bool:
         """Whether any bit of the copy, or its adapters' state, differs from the policy.
@@ -248,15 +251,19 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _merge_errors(policy: nn.Module, merged: nn.Module, seed: int) -> Errors:
-    """Errors of the merged copy's logits and of the policy's with its adapters apart, in the copy's precision."""
+    """Errors of the merged copy's logits and of the policy's with its adapters apart, in the narrower dtype of both."""
     vocabulary = causal_lm(policy).config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (2, 16), generator=torch.Generator().manual_seed(seed))
 
-    def logits(model: nn.Module, half: torch.dtype | None = None) -> Tensor:
+    def logits(model: nn.Module) -> Tensor:
         device = next(model.parameters()).device
-        with evaluating(model), torch.autocast(device.type, half, enabled=half is not None):
+        with evaluating(model), torch.autocast(device.type, enabled=False):
             return call_with_full_weights(model, _logits, ids.to(device)).float().cpu().flatten(0, 1)
 
-    plain = logits(policy, module_dtype(merged) if rounds(merged) and not rounds(policy) else None)
-    with in_fp32(policy):
+    dtype = min(module_dtype(merged), module_dtype(policy), key=lambda dtype: dtype.itemsize)
+    if is_sharded(policy):  # which keeps its dtype
+        return estimated(logits(merged), logits(policy), torch.finfo(dtype).eps)
+    with in_dtype(policy, dtype):
+        plain = logits(policy)
+    with in_dtype(policy, torch.float32):
         return Errors.of(logits(merged), plain, logits(policy))
