@@ -331,7 +331,7 @@ def test_a_decoder_whose_tokens_are_off_by_one_is_refused(heads: int, kv_heads: 
 
 
 def adapted(layers: int = 6, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return get_peft_model(llama(layers=layers, dtype=dtype), LoraConfig(r=8, target_modules="all-linear"))
+    return get_peft_model(llama(layers=layers, dtype=dtype), LoraConfig(r=8, target_modules=["q_proj", "up_proj"]))
 
 
 def learn(policy: Any, size: float = 0.02) -> None:
@@ -348,7 +348,7 @@ def test_merged_adapters_are_judged_by_what_rounding_does_to_unmerged_ones(
     dtype: torch.dtype, copy: torch.dtype, ambient: bool
 ) -> None:
     torch.manual_seed(0)
-    policy = adapted(24, dtype)
+    policy = adapted(16, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
         engine = NativeEngine(policy, shapes.tokenizer(), merge=True, dtype=copy)  # of zeros
     for _ in range(2):
@@ -359,20 +359,20 @@ def test_merged_adapters_are_judged_by_what_rounding_does_to_unmerged_ones(
 
 
 def test_a_wrong_merge_is_refused_at_each_sync() -> None:
-    policy = adapted()
+    policy = adapted(2)
     engine = NativeEngine(policy, shapes.tokenizer(), merge=True)
     torch.manual_seed(0)
-    learn(policy)
+    learn(policy, 0.1)
     engine.sync(policy)
     own, base = weights.merged_weights, dict(policy.get_base_model().named_parameters())
 
-    def wrong(model: Any) -> Any:  # half of the adapters are lost
+    def wrong(model: Any) -> Any:  # those of one matrix are lost
         for name, tensor in own(model):
             yield name, base.get(name.replace(".weight", ".base_layer.weight"), tensor) if "up_proj" in name else tensor
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "merged_weights", wrong)
-        for _ in range(4):
+        for _ in range(3):
             with pytest.raises(KeelError, match="cannot be merged"):
                 engine.sync(policy)
 
