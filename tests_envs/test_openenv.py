@@ -58,7 +58,7 @@ def failure(task: Task, *turns: str) -> str:
     runner = EpisodeRunner(task.start, 10.0, HungCalls())
     for turn in turns:
         runner.submit([((0, 0), first(task), turn)])
-        reply = runner.ready(wait="all")[0, 0]
+        reply = runner.ready()[0, 0]
     runner.close()
     assert isinstance(reply, CallFailed), reply
     return str(reply)
